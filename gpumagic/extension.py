@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # In `shell.meta`, the place for the state of extensions.
 _KEY = "gpumagic_unload"
-_BACKGROUND_MODULES = ("gpumagic.gpus.live", "gpumagic.oom.every_cell", "gpumagic.oom.guard")
+_BACKGROUND_MODULES = ("gpumagic.gpus.live", "gpumagic.oom.shell")
 """What the user may have started in a shell, imported only then; each has an ``off``."""
 
 

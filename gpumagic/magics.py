@@ -189,13 +189,13 @@ class GPUMagic(Magics):
         return None if cell is None else self._sessions.ready_body(BodyRuns(NoGuard("dryrun")), cell)
 
     def _guard_every_cell(self, state: str, cell: str | None, guard: Callable[[], Any]) -> None:
-        from gpumagic.oom import every_cell
+        from gpumagic.oom import shell
 
         if cell is not None:
             raise OptionError(
                 f"{state} is for every cell, not for this one: write %oomguard {state} in a cell of its own"
             )
-        print(every_cell.switch(self.shell, state, self._sessions, guard))  # noqa: T201  # how it stands
+        print(shell.switch(self.shell, state, self._sessions, guard))  # noqa: T201  # how it stands
 
     def _follow(self, options: Namespace) -> object:
         from gpumagic.gpus import live

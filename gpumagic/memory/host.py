@@ -1,7 +1,6 @@
-"""The host's memory, for failures that have nothing to do with a GPU, and for those that raise nothing.
+"""The host's memory, for failures that have nothing to do with a GPU.
 
-When it runs out, Linux kills the process: a notebook's kernel is gone without an exception. A container has a limit of
-its own, that of its control group, mostly far below the machine's memory.
+A container has a limit of its own, that of its control group, mostly far below the machine's memory.
 """
 
 from __future__ import annotations
@@ -18,20 +17,11 @@ _CGROUPS = (
 )  # fmt: skip
 """Limit, use, statistics and the name there of the file cache that is given back at need: versions 2 and 1."""
 
-NEARLY_EXHAUSTED = 32
-"""Less than one part in so many available, and the next large allocation may be the kernel's last."""
-
 
 def available_memory() -> tuple[int, int] | None:
     """Return (available, total) bytes of RAM, the container's where it has less, or None where it cannot be asked."""
     found = [each for each in (_machine_memory(), *map(_cgroup_memory, _CGROUPS)) if each is not None]
     return min(found, default=None)
-
-
-def nearly_exhausted() -> tuple[int, int] | None:
-    """Return (available, total) where so little is left that the system may end this process, else None."""
-    now = available_memory()
-    return now if now is not None and now[0] * NEARLY_EXHAUSTED < now[1] else None
 
 
 def private_memory(process: int) -> int:

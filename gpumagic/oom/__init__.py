@@ -11,6 +11,6 @@ Start with `guard.py`: `OomGuard` has the order of things after a failure.
     rules/           facts -> verdict and suggestions
     advice.py        the suggestions tried, combined and ranked; `trials.py` has the dry runs
     rerun.py         running again: with what, and when to stop; `rollback.py` restores the notebook before it
-    every_cell.py    guards all cells of a shell; `late_traceback.py` shows a traceback after its report
+    shell.py         shows a traceback after its report; guards all cells of a shell
     report.py        the records; `view.py` shows them
 """

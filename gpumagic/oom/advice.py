@@ -24,7 +24,7 @@ TIERS: tuple[tuple[Rule, ...], ...] = (
     (limits.size_bug, limits.squeeze, kept.leftovers, kept.stale, kept.earlier_graph, kept.evaluates, collected.graphs,
      kept.only_looks, kept.of_a_frozen_model, kept.retained, kept.gradients, limits.on_the_host, limits.fraction),
     # The same result, with less memory or in another place.
-    (expressions.rewritten, expressions.expand, collected.results, loops.predictions, kept.copies, collected.listed,
+    (expressions.rewritten, expressions.expand, collected.results, kept.copies, collected.listed,
      kept.last_turn, kept.weights, training.single, expressions.update_in_place, limits.expandable_segments,
      limits.compact, limits.workers, training.one_by_one, limits.other_device, training.in_parts, parts.smaller,
      training.slices, parts.by_rows, parts.mapped),

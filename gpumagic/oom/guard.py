@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 from gpumagic.errors import OptionError
 from gpumagic.heap import release
 from gpumagic.heap.identity import Identities
-from gpumagic.memory import allocator, host
+from gpumagic.memory import allocator
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.notebook import session
 from gpumagic.oom import failure, recognition
 from gpumagic.oom.failure import Failure, GuardState, OomObserver
-from gpumagic.oom.late_traceback import LateTraceback, forget_traceback
 from gpumagic.oom.outside import Outside
-from gpumagic.report.units import size
+from gpumagic.oom.shell import LateTraceback
 from gpumagic.source import frames
 
 if TYPE_CHECKING:
@@ -91,8 +90,6 @@ class OomGuard(contextlib.ContextDecorator):
         self._is_of_function = False
         self._memory: CellMemory | None = None
         self._timeline: MemoryTimeline | None = None
-        self.on_report: Callable[[], None] = lambda: None
-        """Called with each report."""
         self._observer = OomObserver()
         self._failure: Failure | None = None
         self._retries = 0
@@ -124,7 +121,6 @@ class OomGuard(contextlib.ContextDecorator):
     def _read_state(self) -> None:
         outside, names = frames.handled_exception_ids(), self._namespace
         if self._shell is not None:
-            _warn_of_host_memory(self._shell)
             self._traceback = LateTraceback(self._shell, self._recognises, as_text=self._keep_going)
             self._traceback.install()
         effects = Outside(names, is_running=self._is_running or self._block is not None)
@@ -280,7 +276,6 @@ class OomGuard(contextlib.ContextDecorator):
         )
         report = replace(report, timeline=self._timeline)
         self.publish(report)
-        self.on_report()
         return report
 
 
@@ -300,25 +295,3 @@ def raise_alone(error: BaseException) -> NoReturn:
         error.__context__ = None
         error.__suppress_context__ = True
         del error
-
-
-_WARNED = "gpumagic_host_warning"
-
-
-def _warn_of_host_memory(shell: InteractiveShell) -> None:
-    """Print how little host memory is left, once until there is more again."""
-    left = host.nearly_exhausted()
-    if left is None:
-        shell.meta.pop(_WARNED, None)
-    elif _WARNED not in shell.meta:
-        shell.meta[_WARNED] = True
-        print(  # noqa: T201  # before the cell there is no report
-            f"%%oomguard: only {size(left[0])} of {size(left[1])} of host memory is left; "
-            "when it is gone, the kernel ends without an error."
-        )
-
-
-def off(shell: InteractiveShell) -> None:
-    """Forget the warning about host memory and the text for `%tb`, when the extension is unloaded."""
-    shell.meta.pop(_WARNED, None)
-    forget_traceback()

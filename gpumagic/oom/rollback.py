@@ -21,7 +21,7 @@ from typing import Any
 
 from gpumagic.heap import holders, kinds
 from gpumagic.heap.graph import HeapGraph
-from gpumagic.heap.identity import Identities, is_marked, mark
+from gpumagic.heap.identity import Identities
 from gpumagic.heap.storages import plain, undisturbed
 from gpumagic.memory import allocator
 from gpumagic.memory.devices import Device
@@ -51,8 +51,8 @@ def _gradients(tensors: list[Any]) -> dict[int, int]:
         return {id(leaves[i]): _version(alias) for i, alias in kinds.peek_gradients(leaves) or ()}
 
 
-def _random_states(namespace: Mapping[str, object]) -> Iterator[Callable[[], object]]:
-    """Yield what restores the random states of Python, numpy, torch and the variables, any number of times.
+def _random_states() -> Iterator[Callable[[], object]]:
+    """Yield what restores the random states of Python, numpy and torch, any number of times.
 
     Only devices in use are asked: any other has drawn nothing yet, and asking would initialise it.
     """
@@ -69,22 +69,9 @@ def _random_states(namespace: Mapping[str, object]) -> Iterator[Callable[[], obj
             if hasattr(module, "get_rng_state"):
                 place = () if backend == "mps" else (index,)
                 yield partial(module.set_rng_state, module.get_rng_state(*place), *place)
-    for value in list(namespace.values()):
-        generator: Any = value
-        if type(value) is random.Random:
-            yield partial(generator.setstate, generator.getstate())
-        elif numpy is not None and type(value) is numpy.Generator:
-            yield partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
-        elif torch is not None and type(value) is torch.Generator:
-            yield partial(generator.set_state, generator.get_state())
 
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
-MAX_LENGTH = 100_000
-"""The size above which a container's entries are not remembered."""
-
-Entries = Mapping[int, tuple[object, object]] | tuple[object, ...]
-"""Marks of a container's entries; of a dict or set, those of the keys and values by the ids of the keys."""
 
 
 class Rollback:
@@ -109,8 +96,8 @@ class Rollback:
                 with contextlib.suppress(TypeError):  # not everything takes a weak reference
                     self._watched[name] = weakref.ref(value)
         containers: dict[str, Any] = {name: each for name, each in mine.items() if type(each) in (list, dict, set)}
-        self._contents = {name: _entries(each) for name, each in containers.items() if len(each) <= MAX_LENGTH}
-        self._random = list(_random_states(mine))
+        self._contents = {name: len(each) if type(each) is list else set(each) for name, each in containers.items()}
+        self._random = list(_random_states())
 
     def _read_tensors(self, reached: Mapping[str, list[Any]]) -> None:
         """Remember the versions of the tensors that each variable reaches, and of their gradients; keep none alive."""
@@ -172,9 +159,9 @@ class Rollback:
         return name in self._namespace and self._bound.is_still(name, self._namespace[name])
 
     def _restore_contents(self) -> Iterator[str]:
-        for name, entries in self._contents.items():
-            if self._has(name) and not _restore_entries(self._namespace[name], entries):
-                yield f"what was replaced in or taken out of {name}"
+        for name, before in self._contents.items():
+            if self._has(name) and not _without_new_entries(self._namespace[name], before):
+                yield f"what was taken out of {name}"
 
     def _restore_names(self) -> Iterator[str]:
         for name in self._mine().keys() - set(self._bound):
@@ -190,21 +177,11 @@ class Rollback:
                 del self._namespace[name]  # the run makes a new one; both at once would not fit either
 
 
-def _entries(value: Any) -> Entries:
-    if type(value) is list:
-        return tuple(map(mark, value))
-    values = value.values() if type(value) is dict else value
-    return {id(key): (mark(key), mark(each)) for key, each in zip(value, values, strict=True)}
-
-
-def _restore_entries(value: Any, before: Entries) -> bool:
-    """Remove the new entries of a container, and return whether it holds what it held."""
-    if isinstance(before, tuple):
-        if len(value) >= len(before) and all(map(is_marked, before, value)):
-            del value[len(before) :]
-        return len(value) == len(before) and all(map(is_marked, before, value))
-    for key in [each for each in value if not (id(each) in before and is_marked(before[id(each)][0], each))]:
+def _without_new_entries(value: Any, before: int | set[object]) -> bool:
+    """Remove what came into a container, and return whether it has all that it had: its length, or its keys."""
+    if isinstance(before, int):
+        del value[before:]
+        return len(value) == before
+    for key in set(value) - before:
         value.pop(key) if type(value) is dict else value.remove(key)
-    return len(value) == len(before) and (
-        type(value) is set or all(is_marked(before[id(key)][1], each) for key, each in value.items())
-    )
+    return len(value) == len(before)

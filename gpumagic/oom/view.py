@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from gpumagic.memory.view import timeline_blocks
-from gpumagic.oom.report import WORKSPACE, Advice, OomReport, Try
+from gpumagic.oom.report import WORKSPACE, Advice, OomReport
 from gpumagic.report.base import Holder
 from gpumagic.report.columns import Column, Table
 from gpumagic.report.document import Block, Cell, Document, Fold, Heading, Listing, Paragraph, Segment, document_of
-from gpumagic.report.units import LARGE, count, duration, size, size_of
-
-
-def tries_table(tries: Sequence[Try], name: str) -> Table:
-    """Return the runs of a cell, in order; `name` is the int that varied, "" for none."""
-    columns: tuple[Column[Try], ...] = (
-        Column("Run", lambda each: str(each.number), "right"),
-        Column(name, lambda each: str(each.size), "right", when=lambda _: name),
-        Column("Ended", _ending),
-        Column("Time", lambda each: duration(each.seconds), "right", priority=1),
-        Column("Could not be undone", lambda each: ", ".join(each.lost), shrinks=True),
-    )  # fmt: skip
-    return Table.of(tries, columns, "Runs of the cell")
-
-
-def _ending(each: Try) -> str:
-    where = f" on {each.device}" if each.device else ""
-    if each.fits:
-        return f"fits{where}"
-    line = f" in line {each.line}" if each.line is not None else ""
-    return f"out of memory{where}{line}"
-
+from gpumagic.report.units import LARGE, count, size, size_of
 
 SHOWN_ADVICE = 5
 SHOWN_HOLDERS = 20
@@ -49,8 +28,7 @@ def view_failure(report: OomReport) -> Document:
         said = [report.verdict] if report.advice else []  # else it is in the first line
         said += [f"Freed {size(freed)}{_still_held(report, freed)}."] if freed > 0 else []
         return Document((heading, *([Paragraph(" ".join(said))] if said else []), *failure))
-    tries = [tries_table(report.tries, report.shrunk)] if report.tries else []
-    return Document((heading, *tries, Fold(f"Why it ran out at first: {report.verdict}", failure)))
+    return Document((heading, Fold(f"Why it ran out at first: {report.verdict}", failure)))
 
 
 _AT_WORK = (WORKSPACE, "module", "optimizer")
@@ -64,8 +42,6 @@ def _still_held(report: OomReport, freed: int) -> str:
 
 
 def _failure(report: OomReport) -> Iterator[Block]:
-    if report.tries and not report.recovered:
-        yield tries_table(report.tries, report.shrunk)
     yield from _advice(report)
     if report.allocated_at_failure is not None:
         yield _memory(report)

@@ -28,7 +28,6 @@ def machine(monkeypatch, tmp_path):
 def test_without_a_limit_the_machines_memory_counts(machine) -> None:
     machine(**{"sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/memory.current": "123\n"})
     assert host.available_memory() == (8 * GIB, 16 * GIB)
-    assert host.nearly_exhausted() is None
 
 
 def test_a_containers_limit_counts_less_what_it_uses_beside_its_file_cache(machine) -> None:
@@ -43,40 +42,9 @@ def test_so_does_one_of_the_older_kind(machine) -> None:
     machine(**{
         f"{V1}limit_in_bytes": str(2 * GIB), f"{V1}usage_in_bytes": str(2 * GIB - 2**20), f"{V1}stat": "cache 9\n",
     })  # fmt: skip
-    assert host.available_memory() == host.nearly_exhausted() == (2**20, 2 * GIB)
+    assert host.available_memory() == (2**20, 2 * GIB)
 
 
 def test_where_nothing_can_be_read_nothing_is_said(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(host, "_ROOT", tmp_path)
     assert host.available_memory() is None
-    assert host.nearly_exhausted() is None
-
-
-def test_a_guarded_cell_warns_once_before_the_kernel_is_ended(guarded_shell, machine, capsys) -> None:
-    machine(**{"sys/fs/cgroup/memory.max": str(2 * GIB), "sys/fs/cgroup/memory.current": str(2 * GIB - 2**20)})
-    said = (
-        "%%oomguard: only 1.0 MiB of 2.0 GiB of host memory is left; when it is gone, the kernel ends without an error."
-    )
-    for _ in range(2):
-        guarded_shell.run_cell("%%oomguard\npass")
-    assert capsys.readouterr().out.strip() == said
-    machine(**{"sys/fs/cgroup/memory.max": "max"})
-    guarded_shell.run_cell("%%oomguard\npass")
-    machine(**{"sys/fs/cgroup/memory.max": str(2 * GIB)})
-    guarded_shell.run_cell("%%oomguard\npass")
-    assert capsys.readouterr().out.strip() == said
-
-
-@pytest.fixture
-def guarded_shell():
-    from IPython.core.interactiveshell import InteractiveShell
-    from traitlets.config import Config
-
-    config = Config()
-    config.HistoryManager.enabled = False
-    InteractiveShell.clear_instance()
-    shell = InteractiveShell.instance(config=config)
-    shell.run_line_magic("load_ext", "gpumagic")
-    yield shell
-    shell.run_line_magic("unload_ext", "gpumagic")
-    InteractiveShell.clear_instance()

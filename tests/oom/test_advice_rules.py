@@ -189,7 +189,6 @@ def test_evaluation_with_a_graph_is_put_in_inference_mode() -> None:
     [
         replace(EVALUATING, graph_names=(), functions=frozenset()),
         replace(EVALUATING, calls_backward=True),
-        replace(EVALUATING, functions=frozenset({"decorate_context"})),
         replace(EVALUATING, models=TRAINING.models),
         replace(EVALUATING, cell=cell_code.read_cell("with torch.no_grad(): out = net(x)")),
         replace(EVALUATING, cell=cell_code.read_cell("net(x).sum().backward()")),
@@ -262,14 +261,10 @@ def test_checkpointing_is_not_advised_where_it_is_on_or_nothing_trains(facts) ->
     assert not list(training.checkpoint(facts))
 
 
-def test_the_device_with_most_room_is_named_unless_one_request_is_too_large_for_it() -> None:
+def test_the_device_with_most_room_is_named_where_that_is_more_than_here() -> None:
     room = replace(SHORTAGE, free_elsewhere={"cuda:1": 7 * GIB, "cuda:2": 10 * GIB})
     assert one(limits.other_device, room).edit == "%%ondevice cuda:2"
-    assert not list(limits.other_device(replace(room, requested=4 * GIB))), "7 were in use when 4 more were asked for"
-    known = replace(room, requested=4 * GIB, need=Need(11 * GIB, 8 * GIB, fits=False, certain=True))
-    assert one(limits.other_device, known), "a dry run there will tell"
-    more = replace(known, need=Need(14 * GIB, 8 * GIB, fits=False, certain=True))
-    assert not list(limits.other_device(more)), "3 of the 14 are what the cell has no use for: 11 do not fit into 10"
+    assert not list(limits.other_device(replace(SHORTAGE, free_elsewhere={"cuda:1": GIB // 2})))
 
 
 def test_expandable_segments_are_advised_or_denied_by_what_was_unallocated() -> None:

@@ -224,5 +224,3 @@ def test_what_helps_an_optimizers_step_comes_in_the_order_of_what_it_changes() -
     found = replace(facts(code, 2), device="cuda:0", optimizers=(adam,), line=2, functions=frozenset({"_init_group"}))
     titles = [each.title for each in training.leaner(found)]
     assert titles == ["Replace AdamW by Adafactor", "Replace AdamW by SGD"]
-    (half,) = (each for each in training.leaner(found) if "bfloat16" in each.title)
-    assert half.first == "net.bfloat16()"

@@ -35,7 +35,7 @@ def facts(cell: str, history: list[str], names: dict[str, object], **more: objec
 
 
 def titles(known: Facts) -> list[str]:
-    rules = (loops.predictions, *loops.SWITCHES, *loops.OPTIMIZERS)
+    rules = (*loops.SWITCHES, loops.adafactor)
     return [each.title for rule in rules for each in rule(known)]
 
 
@@ -78,11 +78,10 @@ def test_what_trains_and_what_evaluates_are_told_apart() -> None:
     training = facts("trainer.train()", HISTORY, notebook())
     assert titles(training) == [
         "Recompute activations in backward instead of keeping them",
-        "Use AdamW with 8-bit state (bitsandbytes)",
         "Replace AdamW by Adafactor",
     ]
     evaluating = replace(training, functions=frozenset({"evaluation_loop"}))
-    assert titles(evaluating) == ["Move predictions to the host's memory after each batch"]
+    assert titles(evaluating) == []
     (choice,) = loops.batch(evaluating)
     assert (choice.name, choice.now, choice.finish) == ("per_device_eval_batch_size", 8, None)
 

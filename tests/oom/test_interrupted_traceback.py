@@ -9,7 +9,7 @@ import torch
 from interrupts import Interrupt
 
 from gpumagic.memory import sampler
-from gpumagic.oom import evidence, late_traceback
+from gpumagic.oom import evidence, shell
 from gpumagic.oom.guard import OomGuard
 from gpumagic.transfers.run import DeviceRun
 
@@ -21,7 +21,7 @@ def test_the_next_cell_finds_the_shells_own(guarded, bare_shell) -> None:
     guarded("fail()")  # what is made once for a process
     before, places = vars(bare_shell).get("_showtraceback"), []
     for line in count():
-        interrupt = Interrupt({late_traceback.__file__}, line)
+        interrupt = Interrupt({shell.__file__}, line)
         interrupt.run(bare_shell, "%%oomguard\narm()\nfail()")
         if not interrupt.where:
             break

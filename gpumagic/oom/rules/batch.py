@@ -12,10 +12,10 @@ from typing import Any
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import loops
 from gpumagic.oom.rules.facts import BatchSize, Facts, Loader
-from gpumagic.oom.rules.proposal import Choice, Region, called_models, failed, find, loop_around, propose, read_tensors
+from gpumagic.oom.rules.proposal import Choice, Region, called_models, find, propose, read_tensors
 from gpumagic.report.units import count, size
 from gpumagic.source.cell_code import ints_named, is_batch_name
-from gpumagic.source.text import CellText, Change, called_name, names_in
+from gpumagic.source.text import CellText, Change, called_name
 
 MOST_PARTS = 64
 """Nobody wants a batch that is a smaller part of the one that there was."""
@@ -23,9 +23,9 @@ MOST_PARTS = 64
 
 def smaller(facts: Facts) -> Iterator[Choice]:
     """Lower the batch the cell works with."""
-    found = at_work(facts)
-    if found is None:
-        return
+    if not facts.batches or not facts.may_take_less or (facts.trainer and facts.trainer.library == "transformers"):
+        return  # of a trainer of transformers `loops.batch` knows what else its arguments say
+    found = facts.batches[0]
 
     def edit(value: int, steps: int) -> dict[str, Any]:
         size = _edit(facts, found, value)
@@ -42,26 +42,6 @@ def smaller(facts: Facts) -> Iterator[Choice]:
     )  # fmt: skip
 
 
-def at_work(facts: Facts) -> BatchSize | None:
-    """Return the batch size that what failed has to do with: a model ran, or the line goes with it."""
-    if not facts.batches or facts.memory != "device" or facts.stage in ("step", "move", "load"):
-        return None
-    found = facts.batches[0]
-    if facts.trainer is not None and facts.trainer.library == "transformers":
-        return None  # `loops.batch` knows what else its arguments say
-    if facts.stage in ("forward", "backward"):
-        return found
-    names: set[str] = set()
-    for text, statement in failed(facts):
-        loop = loop_around(text, statement.lineno)
-        names = names_in(statement.iter if isinstance(statement, ast.For) else statement)
-        names |= names_in(loop.iter) if isinstance(loop, ast.For) else set()
-    at_work = [*(facts.tensors.get(name) for name in names), *facts.operands.values()]
-    lengths = {times * found.value for times in (1, 2)}  # of two views of each, too
-    is_as_long = any(each is not None and each.shape and each.shape[0] in lengths for each in at_work)
-    return found if found.name.partition(".")[0] in names or is_as_long else None
-
-
 IMAGE, CHANNELS = 3, (1, 3, 4)
 """How many dimensions one image has, and how long its first may be: no rows."""
 _MADE_UP = ("randn", "rand", "ones", "zeros", "empty", "full")
@@ -71,7 +51,7 @@ _MAKERS = (*_MADE_UP, "randint")
 def unnamed(facts: Facts) -> Iterator[Choice]:
     """Lower the number of rows where the cell has written it into each call that makes a tensor."""
     text = facts.cell.text if facts.cell is not None else None
-    if facts.batches or text is None or facts.memory != "device" or facts.stage in ("step", "move", "load"):
+    if facts.batches or text is None or not facts.may_take_less:
         return
     if not facts.trains and facts.stage != "forward":
         return  # no model's batch

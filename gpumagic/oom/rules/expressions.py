@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpumagic.oom.report import Advice
-from gpumagic.oom.rules.facts import Facts, TensorFact
+from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import calls, failed, propose, substituted
 from gpumagic.report.units import size
 from gpumagic.source import text as texts
@@ -226,9 +226,13 @@ def _holds(facts: Facts, text: CellText, rewrite: Rewrite, found: Mapping[str, a
 def expand(facts: Facts) -> Iterator[Advice]:
     """Repeat without copies what has one element in the repeated dimension."""
     for text, node in calls(filter(None, [facts.failing]), "repeat"):
-        owner = text.code(node.func).removesuffix(".repeat")
-        arguments = _expanded(text, node, facts.tensors.get(owner))
-        if arguments:
+        owner, counts = text.code(node.func).removesuffix(".repeat"), [text.code(each) for each in node.args]
+        fact = facts.tensors.get(owner)
+        if fact is not None and all(
+            "1" in pair for pair in zip(counts[::-1], map(str, fact.shape[::-1]), strict=False)
+        ):
+            added = len(counts) - len(fact.shape)
+            arguments = ", ".join("-1" if code == "1" and i >= added else code for i, code in enumerate(counts))
             yield propose(
                 f"Expand {owner} instead of repeating it", text=text,
                 changes=[text.replace(node, f"{owner}.expand({arguments})")],
@@ -236,17 +240,6 @@ def expand(facts: Facts) -> Iterator[Advice]:
                 cost="the view must not be written to",
             )  # fmt: skip
             return
-
-
-def _expanded(text: CellText, call: ast.Call, fact: TensorFact | None) -> str:
-    """Return the arguments for `expand`, or nothing where a dimension of more than one is repeated."""
-    counts = [text.code(each) for each in call.args]
-    added = len(counts) - len(fact.shape) if fact is not None else -1
-    if fact is None or added < 0:
-        return ""
-    if any(code != "1" != length for code, length in zip(counts[added:], map(str, fact.shape), strict=True)):
-        return ""
-    return ", ".join("-1" if code == "1" and place >= added else code for place, code in enumerate(counts))
 
 
 _SIGNS = {ast.Add: "+=", ast.Sub: "-=", ast.Mult: "*=", ast.Div: "/="}

@@ -269,6 +269,11 @@ class Facts:
         return "other"
 
     @property
+    def may_take_less(self) -> bool:
+        """Whether it failed where it matters how much data there is at a time."""
+        return self.memory == "device" and self.stage not in ("step", "move", "load")
+
+    @property
     def trains(self) -> bool:
         """Whether the cell, or a function of the user's on the failing stack, calls `backward`, or a trainer does."""
         by_itself = (self.cell is not None and self.cell.trains) or self.calls_backward

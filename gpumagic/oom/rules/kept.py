@@ -83,20 +83,16 @@ weights = Remedy(
 
 
 def _remade(loop: ast.For | ast.While, text: CellText) -> list[str]:
-    """Return the names that a turn of a loop binds anew from a line on, unread till then, and not read outside it."""
+    """Return the names that a turn of a loop binds anew from a line on, and does not read till then."""
     seen: set[str] = set()
     remade = []
-    for statement in loop.body:
-        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-            target = statement.targets[0]
-            is_ahead = (statement.end_lineno or 0) >= (text.line or 0)  # else its old value is gone already
-            if isinstance(target, ast.Name) and is_ahead and target.id not in seen | names_in(statement.value):
-                remade.append(target.id)
-        seen |= names_in(statement)
-    inside = {id(node) for node in ast.walk(loop)}
-    outside = {node.id for node in text.nodes() if isinstance(node, ast.Name) and id(node) not in inside}
-    deleted = {name for node in ast.walk(loop) if isinstance(node, ast.Delete) for name in names_in(node)}
-    return [name for name in remade if name not in outside | deleted]
+    for each in loop.body:
+        target = each.targets[0] if isinstance(each, ast.Assign) and len(each.targets) == 1 else None
+        is_ahead = (each.end_lineno or 0) >= (text.line or 0)  # else its old value is gone already
+        if isinstance(target, ast.Name) and is_ahead and not {target.id} & (seen | names_in(each.value)):  # type: ignore[attr-defined]
+            remade.append(target.id)
+        seen |= names_in(each)
+    return remade
 
 
 def _deletion(names: list[str]) -> str:
@@ -176,11 +172,6 @@ def copies(facts: Facts) -> Iterator[Advice]:
 
 INFERENCE = "with torch.inference_mode():"
 
-_SWITCHES = ("no_grad", "inference_mode", "set_grad_enabled")
-_DIFFERENTIATES = frozenset({"grad", "requires_grad_", "requires_grad", "jacobian", "hessian", "vjp", "jvp"})
-"""What code mentions that wants a gradient without calling `backward`."""
-
-
 _EVALUATION = re.compile(r"eval|valid|predict|infer|embed|encode|score|^test", re.IGNORECASE)
 """How functions are called that only look at what a model gives."""
 
@@ -224,11 +215,6 @@ def _evaluated(facts: Facts, said: str) -> Iterator[Advice]:
     if facts.cell is None or facts.trains or facts.cell.switches_grad_off:
         return
     graphs = [*facts.graph_names, *(name for name, each in facts.collections.items() if each.graphs)]
-    wanted = [fact for fact in facts.tensors.values() if fact.requires_grad and not fact.graph]
-    if facts.cell.attributes & _DIFFERENTIATES or wanted:  # the gradient of an input that is optimized or explained
-        return
-    if facts.functions & {"no_grad", "inference_mode", "decorate_context", "backward"}:
-        return
     if graphs or facts.stage == "forward":
         yield propose(
             "Evaluate without an autograd graph", text=facts.text, changes=_ungraphed(facts),
@@ -249,7 +235,7 @@ def of_a_frozen_model(facts: Facts) -> Iterator[Advice]:
         inputs = [facts.tensors.get(name) for name in set[str]().union(*map(names_in, call.args))]
         blocks = [node for node in text.nodes() if isinstance(node, ast.With)]
         around = [block for block in blocks if block.lineno < call.lineno <= (block.end_lineno or 0)]
-        is_off = any(called_name(item.context_expr) in _SWITCHES for block in around for item in block.items)
+        is_off = any("grad" in text.code(item.context_expr) for block in around for item in block.items)
         if model in updated or is_off or any(fact is None or fact.requires_grad or fact.graph for fact in inputs):
             continue
         changes = _without_graph(text, statement, call)

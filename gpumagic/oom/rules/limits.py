@@ -186,16 +186,9 @@ SMALL = 4 << 30
 
 def other_device(facts: Facts) -> Iterator[Advice]:
     """Run the cell on the device of the same type that has most room."""
-    if not facts.free_elsewhere or any(optimizer.state for optimizer in facts.optimizers):
+    device = max(facts.free_elsewhere, key=lambda each: facts.free_elsewhere[each], default="")
+    if facts.free_elsewhere.get(device, 0) <= (facts.free or 0) or any(each.state for each in facts.optimizers):
         return  # an optimizer's state would have to move with its parameters, and has no method for it
-    device = max(facts.free_elsewhere, key=lambda each: facts.free_elsewhere[each])
-    if facts.need is not None and facts.after is not None:  # what the cell needs, without what it has no use for
-        least = facts.need.needed - facts.after.allocated + sum(each.nbytes for each in facts.brought)
-    else:
-        at_failure = facts.at_failure.allocated if facts.at_failure is not None else 0
-        least = at_failure - facts.leftover_nbytes + (facts.requested or 0)
-    if facts.free_elsewhere[device] < least:
-        return
     moved = [each for each in facts.brought if each.kind in ("module", "tensor")]
     if len(moved) < len([each for each in facts.brought if each.kind != "optimizer"]):
         return

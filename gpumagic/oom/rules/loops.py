@@ -19,19 +19,17 @@ EVALUATES = frozenset({"evaluation_loop", "prediction_step"})
 
 
 def _switch(
-    argument: str, title: str, cost: str, *, library: str = "transformers", unless: tuple[str, ...] = (),
-    evaluates: bool = False,
+    argument: str, title: str, cost: str, *, library: str = "transformers", unless: tuple[str, ...] = ()
 ) -> Callable[[Facts], Iterator[Advice]]:  # fmt: skip
     """Return the rule that tells a library's trainer an argument that saves memory.
 
-    It is silent where arguments say already how it is to be, that one or those in `unless`; it is of use in training,
-    or where predictions are made.
+    It is silent where arguments say already how it is to be, that one or those in `unless`, and in an evaluation.
     """
     name, _, value = argument.partition("=")
 
     def rule(facts: Facts) -> Iterator[Advice]:
         trainer = facts.trainer
-        if trainer is None or (trainer.library, evaluates) != (library, _evaluates(facts)) or facts.memory != "device":
+        if trainer is None or trainer.library != library or _evaluates(facts) or facts.memory != "device":
             return
         if all(keyword(trainer.call, each) is None for each in (name, *unless)):
             evidence = f"{_where(trainer)} does not say {name}"
@@ -40,8 +38,6 @@ def _switch(
     return rule
 
 
-predictions = _switch("eval_accumulation_steps=1", "Move predictions to the host's memory after each batch",
-                      "a copy for each batch of the evaluation", evaluates=True)  # fmt: skip
 _BF16 = "Compute the forward pass in bfloat16", "three digits of precision in the products"
 SWITCHES = (
     _switch("gradient_checkpointing=True", "Recompute activations in backward instead of keeping them",

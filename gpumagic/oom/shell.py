@@ -1,22 +1,31 @@
-"""Shows the traceback of a cell that ran out of memory after its report.
+"""What `%%oomguard` does in a shell: it shows a traceback after its report, and guards every cell.
 
 IPython shows an error before the cell's report can be made. So the error that the guard is going to report on is held
 back, as text, until the report has been shown: the user's frames only, and all of them by `%tb`.
+
+`%oomguard on` uses IPython's cell events, so the traceback shown is IPython's own and the slot for custom exception
+handlers, of which there is one and Colab uses it, stays free; a `%%oomguard` in a cell replaces it there.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from gpumagic.notebook import session
 from gpumagic.oom import recognition
 from gpumagic.source.frames import is_user_code, traceback_steps
 
 if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
 
+    from gpumagic.notebook.cells import CellSessions
+    from gpumagic.notebook.guards import Guard
+
+_KEY = "gpumagic_every_cell"
 _SHOW = "_showtraceback"
 
 
@@ -111,8 +120,63 @@ def _remember(kind: type, lines: list[str]) -> None:
         del error
 
 
-def forget_traceback() -> None:
-    """Forget what `%tb` would show."""
+class EveryCell:
+    """Guards the cells of a shell that start from now on, each with a guard that `make` returns."""
+
+    def __init__(self, shell: InteractiveShell, sessions: CellSessions, make: Callable[[], Guard]) -> None:
+        self._shell, self._sessions, self._make = shell, sessions, make
+        self._guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+
+    def install(self) -> None:
+        """Follow the cells that start from now on."""
+        self._shell.events.register("pre_run_cell", self._starts)
+        self._shell.events.register("post_execute", self._ended)
+
+    def uninstall(self) -> None:
+        """Undo `install`; a cell that runs now ends unguarded."""
+        session.unregister(self._shell, "pre_run_cell", self._starts)
+        session.unregister(self._shell, "post_execute", self._ended)
+        for guard in list(self._guards):
+            self._sessions.drop(guard)
+
+    def _starts(self, info: ExecutionInfo) -> None:
+        guard = self._make()
+        self._guards.add(guard)
+        self._sessions.start(guard, info)
+
+    def _ended(self) -> None:
+        """Release what a silent cell pins that no other cell runs: it has no start event."""
+        result = self._shell.last_execution_result
+        if result is None or not result.info.silent or result.error_in_exec is None or self._sessions.is_any_running():
+            return
+        guard = self._make()
+        guard.close(result.error_in_exec)
+        guard.finish(result)
+
+
+def switch(shell: InteractiveShell, state: str, sessions: CellSessions, make: Callable[[], Guard]) -> str:
+    """Turn the guard of a shell's cells ``"on"`` or ``"off"``, and return a line with the result."""
+    every = shell.meta.get(_KEY)
+    if state == "off":
+        _off(shell)
+        return "Cells are no longer guarded." if every is not None else "Cells are not guarded."
+    if every is not None:
+        return "Every cell is guarded already. %oomguard off ends it."
+    every = shell.meta[_KEY] = EveryCell(shell, sessions, make)  # first: `_off` undoes what an interrupt leaves of it
+    every.install()
+    return "From the next cell on, every cell is guarded against running out of memory. %oomguard off ends it."
+
+
+def _off(shell: InteractiveShell) -> None:
+    """Guard no more cells."""
+    if _KEY in shell.meta:
+        shell.meta[_KEY].uninstall()
+        del shell.meta[_KEY]
+
+
+def off(shell: InteractiveShell) -> None:
+    """Guard no more cells, and forget what `%tb` would show."""
+    _off(shell)
     if isinstance(getattr(sys, "last_value", None), recognition.OutOfMemory):
         for name in ("last_type", "last_value", "last_traceback"):
             if hasattr(sys, name):
