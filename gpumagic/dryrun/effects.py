@@ -20,8 +20,8 @@ COMPILERS = re.compile(
     r"(?:[\w.-]+-)?(?:cc|gcc|g\+\+|c\+\+|clang|clang\+\+|cc1|cc1plus|collect2|ld|as|ldconfig|ptxas|nvcc|ninja)(?:[-.][\d.]+)?"
 )
 """Programs that torch.compile starts, and those that they start: what they write is the dry run's own."""
-ASKS_THE_MACHINE = frozenset({"file", "uname", "lscpu"})
-"""Programs by which Python's `platform` and libraries learn where they are; they change nothing."""
+ASKS_THE_MACHINE = frozenset({"file", "uname", "lscpu", "nvidia-smi", "rocm-smi"})
+"""Programs by which Python's `platform` and libraries such as accelerate learn where they are; they change nothing."""
 CACHES = ("/.cache/", "/torchinductor_", "/.triton/", "/__pycache__/", "/dev/")
 """Parts of paths that a library writes on its own account."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND

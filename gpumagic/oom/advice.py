@@ -112,7 +112,7 @@ def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
         found = [each for each in found if each.fits_here or (each.tier < DRASTIC and each.trial.needs is not None)]
     worth = [each for each in found if _is_worth_a_word(each, facts) and not each.is_exhausted]
     most = max((_worth(each) for each in worth if each.tier < DRASTIC), default=0)
-    rank = functools.partial(_rank, most=most, is_all=not trials.reason)
+    rank = functools.partial(_rank, most=most)
     return tuple(_finished(facts, each) for each in sorted(worth, key=rank))
 
 
@@ -160,7 +160,7 @@ def _try_all(facts: Facts, proposals: Sequence[_Proposed], trials: Trials) -> li
 
 def _is_enough(proposed: _Proposed, found: Sequence[_Tried], trials: Trials) -> bool:
     """Return whether nobody needs what is to be tried next: another method, a larger GPU, what helps only a little."""
-    fits = [each for each in found if each.trial.fits]
+    fits = [each for each in found if each.trial.fits and not each.is_exhausted]
     if trials.took > DEAR and fits and not trials.reason:
         trials.reason = f"a dry run takes {duration(trials.took)}, and one that fits is known"
         return True
@@ -253,8 +253,8 @@ def _worth(found: _Tried) -> int:
     return found.saves or found.advice.frees or 0
 
 
-def _rank(found: _Tried, most: int, *, is_all: bool) -> tuple[int, int, int, int]:
-    """Order suggestions: what fits, what may; a larger GPU where all was tried; what does not fit; what was not tried.
+def _rank(found: _Tried, most: int) -> tuple[int, int, int, int]:
+    """Order suggestions: what fits, what may, a larger GPU, what does not fit, what was not tried.
 
     Within these they are ordered by what they cost. `most` is the largest number of bytes that any is worth: crumbs
     never stand above a leak.
@@ -263,7 +263,7 @@ def _rank(found: _Tried, most: int, *, is_all: bool) -> tuple[int, int, int, int
     if trial.fits:
         return (0 if trial.certain else 1), found.tier, 0, found.place
     if found.tier == MONEY:
-        return (3 if is_all else 6), 0, 0, found.place
+        return 3, 0, 0, found.place
     if trial.needs is not None:
         return (2 if trial.fits is None else 4), found.tier >= DRASTIC, -found.saves, found.place
     is_code = bool(found.advice.changes or found.advice.first)  # what it says is clear, where to write it may not be

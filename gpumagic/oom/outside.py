@@ -82,7 +82,8 @@ def _effect(event: str, args: tuple[Any, ...], frame: FrameType) -> str | None:
         return effects.of_event(event, args) if any(list(_changed(event, args))) else None
     else:
         what = effects.of_event(event, args)
-    if what is None or effects.COMPILERS.fullmatch(effects.program_of(event, args)):
+    program = effects.program_of(event, args)
+    if what is None or program in effects.ASKS_THE_MACHINE or effects.COMPILERS.fullmatch(program):
         return None
     is_local = event.startswith("socket.") and not any(isinstance(each, tuple) for each in args)
     return None if any(_is_harmless(each, is_local=is_local) for each in frames.stack(frame)) else what

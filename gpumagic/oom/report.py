@@ -21,14 +21,11 @@ CUBLAS, WORKSPACE = "cuBLAS", "workspace"
 class Try:
     """One run of a cell."""
 
-    number: int
-    """From 1."""
     size: int | None
     """What the int was that goes up and down; None where none does."""
     device: str | None
     """Where it ran, if it was sent elsewhere."""
     fits: bool
-    seconds: float
     line: int | None = None
     """Where it failed."""
     lost: tuple[str, ...] = ()

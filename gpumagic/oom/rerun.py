@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import time
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -153,7 +152,6 @@ class Rerun(guards.BodyRuns):
 
     def _start(self) -> str:
         """Set the value for the coming run, and return the code to run."""
-        self._started = time.perf_counter()
         if self._device is not None and self._setting is not None:
             self._size = self._setting.value
             self._setting.restore()
@@ -168,8 +166,7 @@ class Rerun(guards.BodyRuns):
     def _result(self) -> Try:
         """Return the record of the run that ended."""
         line = self._guard.failure.facts.line if self._guard.failure is not None and not self._fits else None
-        number, seconds = len(self._tries) + 1, time.perf_counter() - self._started
-        return Try(number, self._size, self._device, self._fits, seconds, line)
+        return Try(self._size, self._device, self._fits, line)
 
     def _announcement(self) -> str:
         last = self._tries[-1]

@@ -159,7 +159,8 @@ class Trials:
             known(early)
         cut = self._search(choice, others, runs, is_known=early is not None)
         smaller = [value for value in runs if value < choice.now]
-        if not cut and choice.is_setting and 1 in runs and runs[1].fits is False:
+        is_none = not cut and 1 in runs and runs[1].fits is False
+        if is_none and choice.is_setting:
             self.exhausted.append(f"No {choice.name} fits alone, not even 1.")
         passed = [value for value in smaller if runs[value].fits]
         found = self._finished(choice, max(passed), others, early) if passed else early
@@ -172,7 +173,7 @@ class Trials:
             within = [value for value in is_open if (came[value].needs or 0) <= (came[value].had or 0)]
             usual = sorted(is_open, key=lambda value: abs(value - choice.guess))[:1]
             best = max(passed or within or usual or [min(smaller)])
-            is_extreme = best < choice.least or (came[best].fits is False and not cut)
+            is_extreme = is_none or best < choice.least or (came[best].fits is False and not cut)
             found = Chosen(choice.make(best), came[best], is_exhausted=is_extreme)
         return found._replace(advice=replace(found.advice, evidence=found.advice.evidence + cut))
 

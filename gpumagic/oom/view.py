@@ -26,19 +26,9 @@ def view_failure(report: OomReport) -> Document:
         before, after = report.allocated_at_failure, report.allocated_after
         freed = before - after if before is not None and after is not None else 0
         said = [report.verdict] if report.advice else []  # else it is in the first line
-        said += [f"Freed {size(freed)}{_still_held(report, freed)}."] if freed > 0 else []
+        said += [f"Freed {size(freed)}."] if freed > 0 else []
         return Document((heading, *([Paragraph(" ".join(said))] if said else []), *failure))
     return Document((heading, Fold(f"Why it ran out at first: {report.verdict}", failure)))
-
-
-_AT_WORK = (WORKSPACE, "module", "optimizer")
-
-
-def _still_held(report: OomReport, freed: int) -> str:
-    """Return the variable that holds more than the failure gave back, where one does."""
-    largest = report.holders[0] if report.holders else None
-    is_more = largest is not None and largest.kind not in _AT_WORK and largest.nbytes > max(freed, LARGE)
-    return f"; {largest.name} still holds {size(largest.nbytes)}" if largest is not None and is_more else ""
 
 
 def _failure(report: OomReport) -> Iterator[Block]:
@@ -173,10 +163,6 @@ def _advice(report: OomReport) -> Iterator[Block]:
         yield Paragraph(f"Nothing that was tried fits on {report.device}.")
     for number, each in enumerate(others[: SHOWN_ADVICE - 1], 2):
         yield Fold(f"{number}. {each.title}{_worth(each)}", list(_how(each)))
-    rest = list(enumerate(advice[SHOWN_ADVICE:], SHOWN_ADVICE + 1))
-    if rest:
-        blocks = [block for number, each in rest for block in (Paragraph(f"{number}. {each.title}"), *_how(each))]
-        yield Fold(f"and {len(rest)} more: " + "; ".join(each.title for _, each in rest), blocks)
 
 
 def known_early(advice: Advice) -> str:

@@ -158,7 +158,7 @@ def measure(
         wrong = oom_corpus.contradictions(report)
         texts = [f"  {each.covers} {each.title} | {each.trial}" for each in report.advice]
         texts = [
-            f"  {report.verdict} need={report.need} notes={report.notes}",
+            f"  {report.verdict} need={report.need} notes={report.notes} untried={report.untried}",
             *texts,
             *(f"  WRONG {w}" for w in wrong),
         ]
