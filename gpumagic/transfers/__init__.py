@@ -16,6 +16,6 @@ log, whoever makes them.
     advice.py            what to change about them
     explain.py           an error about devices, explained; `device_errors.py` knows the errors
     report.py            the records; `view.py` shows them
-    move.py              `--move`; `contents.py`: what variables hold
+    move.py              `--move`
     trace/               `--trace`, line by line
 """

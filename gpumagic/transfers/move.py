@@ -1,23 +1,25 @@
-"""`--move`: move named variables to the device before the cell runs.
+"""`--move`: move named variables to the device before the cell runs, as torch moves each.
 
-Names, contents and room are checked first, then every tensor is copied, as `Tensor.to` does; only then modules, leaves
-and optimizers get the copies, and the names last. So a missing name or too little memory leaves the notebook as it
-was; a module that raises as it takes its copies does not, and the error says what had been moved by then.
+Names, contents and room are checked first; then modules go by their own `to`, tensors and optimizers' state by
+`Tensor.to`, and the names are bound last. So a missing name or too little memory leaves the notebook as it was.
+Containers are not changed: new ones are made around what moved, so that other references keep the old one.
 """
 
 from __future__ import annotations
 
+import collections
+import copy
 import time
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from gpumagic.errors import GpuMagicError, OptionError, nearest
 from gpumagic.heap import branches, modules
-from gpumagic.heap.storages import plain, undisturbed
 from gpumagic.memory.devices import room
 from gpumagic.notebook import session
 from gpumagic.report.units import size
-from gpumagic.transfers.contents import Contents, rebuilt, slots_of
 from gpumagic.transfers.log import direction
 from gpumagic.transfers.report import TransferRow
 
@@ -27,7 +29,7 @@ CAUSE = "--move"
 def check_names(names: Iterable[str], namespace: Mapping[str, Any]) -> None:
     """Raise what `relocate` raises for a name that is missing or holds nothing that could move, and move nothing."""
     for name in names:
-        _load(name, namespace)
+        _parts(name, namespace)
 
 
 def relocate(names: Iterable[str], namespace: MutableMapping[str, Any], device: str) -> tuple[TransferRow, ...]:
@@ -46,101 +48,152 @@ def relocate(names: Iterable[str], namespace: MutableMapping[str, Any], device: 
         OptionError: a name is missing, or holds nothing that could move. Nothing has changed then.
         GpuMagicError: it does not fit, or something cannot be moved; the message says what has been moved, if anything.
     """
+    import torch
+
     names = list(dict.fromkeys(names))
     if device == "meta" and names:
         raise OptionError(f"{CAUSE}: meta tensors have no values, so moving {', '.join(names)} there would lose them")
-    combined, tensors = load_all(names, namespace, device)
-    nbytes, free = sum(_nbytes(tensor) for _, tensor in tensors), room(device)
-    if free is not None and nbytes > free:
-        need = f"{', '.join(names)} need{'s' if len(names) == 1 else ''} {size(nbytes)}"
-        raise GpuMagicError(f"{CAUSE}: {need} on {device}, which has {size(free)} free; nothing was moved")
-    moved, failure = _Moved(device), None
+    parts = {name: _parts(name, namespace) for name in names}
+    optimizers = _optimizers([each for found in parts.values() for each in found], namespace)
+    _check_room([*(each for found in parts.values() for each in found), *optimizers.values()], names, device)
+    moves, failure, values = _Moves(device), None, dict[str, Any]()
     try:
-        moved.copy(tensors)
-        moved.replace(combined, names, namespace)
+        whole = [(name, module) for name, found in parts.items() for module in _modules_of(found)]
+        of_modules = {id(each) for _, module in whole for each in _tensors_of(module)}
+        for name, part in ((name, part) for name, found in parts.items() for part in found):
+            if id(part) not in of_modules:
+                moves.moved(name, part)  # where it runs out of memory for them, nothing has changed
+        # Those that may refuse, as quantized ones do, come first.
+        for name, module in sorted(whole, key=lambda each: type(each[1]).to is torch.nn.Module.to):
+            moves.move_module(name, module)
+        done: dict[int, Any] = {}
+        for name in names:
+            values[name] = _rebuilt(namespace[name], partial(moves.moved, name), done)
+        for name, optimizer in optimizers.items():
+            moves.move_optimizer(name, optimizer)
+        namespace.update(values)
     except Exception as error:  # from torch, a module or an optimizer: our error has its text
         failure = str(error).partition("\n")[0] or type(error).__name__
     finally:
-        moved.copies.clear()  # an interrupt's traceback keeps this frame
+        moves.copies.clear()  # an interrupt's traceback keeps this frame
+        values.clear()
     if failure is not None:  # out here: raised inside, it would keep that error, its frames and their tensors
-        done = f"{moved.modules} of the modules had been moved" if moved.modules else "nothing was moved"
-        raise GpuMagicError(f"{CAUSE}: {', '.join(names)} cannot go to {device}, and {done}: {failure}")
-    return tuple(moved.rows())
+        done_by_now = (
+            f"{', '.join(dict.fromkeys(moves.modules))} had been moved" if moves.modules else "nothing was moved"
+        )
+        raise GpuMagicError(f"{CAUSE}: {', '.join(names)} cannot go to {device}, and {done_by_now}: {failure}")
+    return tuple(moves.rows())
 
 
 # ---- What there is to move
 
 
-def load_all(names: list[str], namespace: Mapping[str, Any], device: str) -> tuple[Contents, list[tuple[str, Any]]]:
-    """Return what the names hold together, and the tensors that are not on the device yet, with the first's name."""
-    combined, taken = Contents(), dict[int, tuple[str, Any]]()
-    for name in names:
-        contents = _load(name, namespace)
-        combined.add(namespace[name])
-        _take(name, contents.with_gradients(), taken, device)
-    moving = {id(each) for each in combined.with_gradients()}
-    for name, optimizer in _followers(combined, moving, namespace):
-        if all(optimizer is not each for each in combined.optimizers):
-            combined.optimizers.append(optimizer)
-        _take(name, _state_to_move(optimizer, moving), taken, device)
-    return combined, list(taken.values())
+def _parts(name: str, namespace: Mapping[str, Any]) -> list[Any]:
+    """Return the tensors, modules and optimizers that a variable holds, each once.
 
-
-def _take(name: str, tensors: Iterable[Any], taken: dict[int, tuple[str, Any]], device: str) -> None:
-    for tensor in tensors:
-        with undisturbed():
-            is_there = str(plain(tensor, "device")) == device
-        if not is_there:
-            taken.setdefault(id(tensor), (name, tensor))
-
-
-def _load(name: str, namespace: Mapping[str, Any]) -> Contents:
-    """Return what a variable holds; raise `OptionError` if it is missing or holds nothing with a device."""
+    Raises:
+        OptionError: it is missing or holds none, a tensor of it has no values, or a container in it holds itself.
+    """
     if name not in namespace:
         near = nearest(name, session.names_of_users(namespace))
         hint = f"did you mean {near}?" if near else "write names of variables, such as --move model,x"
         raise OptionError(f"{CAUSE}: there is no variable {name!r}; {hint}")
-    found = Contents()
-    if not found.add(namespace[name]):
-        kind = branches.name_of_type(type(namespace[name]))
+    value, found = namespace[name], dict[int, Any]()
+    try:
+        _rebuilt(value, lambda part: found.setdefault(id(part), part), {})
+    except ValueError as error:
+        raise OptionError(f"{CAUSE}: {name!r} cannot be moved: {error}") from None
+    if not found:
+        kind = branches.name_of_type(type(value))
         hint = "; torch.from_numpy makes it a tensor" if kind == "ndarray" else ""
-        if branches.class_attribute(type(namespace[name]), "to") is not None:
+        if branches.class_attribute(type(value), "to") is not None:
             hint = f"; it has a .to() of its own: {name} = {name}.to(...)"
         raise OptionError(f"{CAUSE}: {name!r} ({kind}) holds no tensor, module or optimizer that could move{hint}")
-    return found
-
-
-def _followers(combined: Contents, moving: set[int], namespace: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the optimizers that are named or whose parameters move, each with a name."""
-    import torch
-
-    found: dict[int, tuple[str, Any]] = {}
-    for name, value in list(namespace.items()):
-        if issubclass(type(value), torch.optim.Optimizer) and not name.startswith("_"):
-            optimizer = modules.unwrapped(value)
-            works_on = {id(each) for group in modules.parameter_groups(optimizer) for each in group["params"]}
-            if works_on & moving:
-                found.setdefault(id(optimizer), (name, optimizer))
-    for optimizer in combined.optimizers:
-        found.setdefault(id(optimizer), ("optimizer", optimizer))
+    if any(each.is_meta for part in found.values() for each in _tensors_of(part)):
+        raise OptionError(f"{CAUSE}: {name!r} has meta tensors, which have no values to move")
     return list(found.values())
 
 
-def _state_to_move(optimizer: Any, parameters: set[int]) -> list[Any]:
-    """Return an optimizer's state tensors for the parameters of these ids.
+def _modules_of(parts: Iterable[Any]) -> Iterator[Any]:
+    """Yield the modules among the parts, and the parameters of the optimizers as one: torch moves them alike."""
+    import torch
+
+    for part in parts:
+        if issubclass(type(part), torch.nn.Module):
+            yield part
+        elif issubclass(type(part), torch.optim.Optimizer):
+            parameters = [each for each in _parameters_of(part) if isinstance(each, torch.nn.Parameter)]
+            yield torch.nn.ParameterList(parameters)
+
+
+def _optimizers(parts: Iterable[Any], namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the optimizers among the parts, and those of variables that work on what moves, by name."""
+    import torch
+
+    parts = list(parts)
+    moving = {id(each) for part in parts for each in _tensors_of(part)}
+    named = [(name, each) for name, each in list(namespace.items()) if not name.startswith("_")]
+    found: dict[int, tuple[str, Any]] = {}
+    for name, value in [*named, *(("optimizer", each) for each in parts)]:
+        if issubclass(type(value), torch.optim.Optimizer):
+            optimizer = modules.unwrapped(value)
+            if any(id(each) in moving for each in _parameters_of(optimizer)):
+                found.setdefault(id(optimizer), (name, optimizer))
+    return dict(found.values())
+
+
+def _parameters_of(optimizer: Any) -> list[Any]:
+    return [each for group in modules.parameter_groups(modules.unwrapped(optimizer)) for each in group["params"]]
+
+
+def _tensors_of(part: Any) -> Iterator[Any]:
+    """Yield a tensor, or those of a module or an optimizer, with their gradients."""
+    import torch
+
+    if issubclass(type(part), torch.nn.Module):
+        tensors = [each for _, _, each in _slots_of(part)]
+    else:
+        tensors = [part] if issubclass(type(part), torch.Tensor) else _parameters_of(part)
+    for each in tensors:
+        yield each
+        if each.is_leaf and each.grad is not None:
+            yield each.grad
+
+
+def _slots_of(module: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield the parameters and buffers of a module and its submodules: the dict that has it, the key, the tensor."""
+    for _, part in modules.modules_in(module):
+        own = branches.attributes_of(part)
+        for kept in (own.get("_parameters"), own.get("_buffers")):
+            if isinstance(kept, dict):
+                yield from ((kept, key, tensor) for key, tensor in list(dict.items(kept)) if tensor is not None)
+
+
+def _state_of(optimizer: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield what of an optimizer's state goes with its parameters: the dict that has it, the key, the value.
 
     A step counter stays on the host unless the optimizer says otherwise, as in `Optimizer.load_state_dict`.
     """
-    found = Contents()
-    kept = branches.attributes_of(optimizer).get("state")
-    states = {id(each): state for each, state in dict.items(kept)} if isinstance(kept, dict) else {}
     for group in modules.parameter_groups(optimizer):
         for parameter in group["params"]:
-            state = states.get(id(parameter)) if id(parameter) in parameters else None
-            for key, value in (state or {}).items():
+            state = optimizer.state.get(parameter, {})
+            for key, value in list(state.items()):
                 if key != "step" or group.get("capturable") or group.get("fused"):
-                    found.add(value)
-    return found.tensors
+                    yield state, key, value
+
+
+def _check_room(parts: Iterable[Any], names: list[str], device: str) -> None:
+    import torch
+
+    found: dict[int, Any] = {}
+    for part in parts:
+        found.update((id(each), each) for each in _tensors_of(part))
+        for _, _, value in _state_of(part) if issubclass(type(part), torch.optim.Optimizer) else ():
+            _rebuilt(value, lambda each: found.setdefault(id(each), each), {})
+    nbytes, free = sum(_nbytes(each) for each in found.values() if str(each.device) != device), room(device)
+    if free is not None and nbytes > free:
+        need = f"{', '.join(names)} need{'s' if len(names) == 1 else ''} {size(nbytes)}"
+        raise GpuMagicError(f"{CAUSE}: {need} on {device}, which has {size(free)} free; nothing was moved")
 
 
 def _nbytes(tensor: Any) -> int:
@@ -152,31 +205,76 @@ def _nbytes(tensor: Any) -> int:
 # ---- The move
 
 
-class _Moved:
-    """The copies, and what has them by now."""
+class _Moves:
+    """What has been moved so far."""
 
     def __init__(self, device: str) -> None:
-        self.copies: dict[int, Any] = {}
-        """By the `id` of a tensor, which the caller keeps alive: its copy."""
-        self.modules = 0
-        """How many have theirs."""
+        self.copies: dict[int, tuple[Any, Any]] = {}
+        """By the `id` of a tensor: itself, so that no other gets that, and what is there in its place."""
+        self.modules: list[str] = []
+        """Their names."""
         self._device = device
-        self._final: dict[int, Any] = {}
-        """What is to be had for a tensor of a module, or a leaf: itself, where torch puts new data into it."""
         self._sums: dict[tuple[str, str], tuple[int, int, float]] = {}
 
-    def copy(self, tensors: Iterable[tuple[str, Any]]) -> None:
-        """Copy tensors, each for a name."""
+    def moved(self, name: str, part: Any) -> Any:
+        """Return the copy of a tensor; modules and optimizers stay the objects they are."""
         import torch
 
-        for name, tensor in tensors:
-            start, source, nbytes = time.perf_counter(), str(tensor.device), _nbytes(tensor)
-            # A tensor that a graph made stays in the graph, as with `x = x.to(...)`.
-            with torch.set_grad_enabled(tensor.grad_fn is not None):
-                self.copies[id(tensor)] = tensor.to(self._device)
-            if nbytes:
-                count, total, seconds = self._sums.get((name, source), (0, 0, 0.0))
-                self._sums[name, source] = count + 1, total + nbytes, seconds + time.perf_counter() - start
+        if not issubclass(type(part), torch.Tensor):
+            return part
+        if id(part) not in self.copies:
+            self.copies[id(part)] = part, self._copy(name, part)
+        return self.copies[id(part)][1]
+
+    def _copy(self, name: str, tensor: Any) -> Any:
+        import torch
+
+        source, start = str(tensor.device), time.perf_counter()
+        if source == self._device:
+            return tensor
+        # A tensor that a graph made stays in the graph, as with `x = x.to(...)`; a leaf has a leaf for a copy.
+        with torch.set_grad_enabled(tensor.grad_fn is not None):
+            made = tensor.to(self._device)
+        self._add(name, source, _nbytes(tensor), time.perf_counter() - start)
+        if tensor.is_leaf and tensor.requires_grad:
+            made = torch.nn.Parameter(made) if isinstance(tensor, torch.nn.Parameter) else made.requires_grad_()
+            made.grad = None if tensor.grad is None else self.moved(name, tensor.grad)
+        return made
+
+    def move_module(self, name: str, module: Any) -> None:
+        """Move a module by its own `to`."""
+        slots = [(*slot, str(slot[2].device)) for slot in _slots_of(module)]
+        gradients = [None if not tensor.is_leaf else tensor.grad for _, _, tensor, _ in slots]
+        start, counted = time.perf_counter(), set()
+        module.to(self._device)
+        self.modules.append(name)
+        for (kept, key, old, source), gradient in zip(slots, gradients, strict=True):
+            new = kept[key]
+            if source != self._device and id(new) not in counted:
+                counted.add(id(new))
+                self._add(name, source, _nbytes(new), time.perf_counter() - start)
+                if gradient is not None:
+                    self._add(name, source, _nbytes(gradient), 0.0)
+                start = time.perf_counter()
+            # A tied weight stays one where torch makes new parameters, as on PrivateUse1.
+            kept[key] = self.copies.setdefault(id(old), (old, new))[1]
+
+    def move_optimizer(self, name: str, optimizer: Any) -> None:
+        """Give an optimizer its parameters, and move their state, in its own dictionaries."""
+        done: dict[int, Any] = {}
+        for kept, key, value in list(_state_of(optimizer)):
+            kept[key] = _rebuilt(value, partial(self.moved, name), done)
+        for group in optimizer.param_groups:
+            parameters = [self.moved(name, each) for each in group["params"]]
+            for old, new in zip(group["params"], parameters, strict=True):
+                if new is not old and old in optimizer.state:
+                    optimizer.state[new] = optimizer.state.pop(old)
+            group["params"][:] = parameters
+
+    def _add(self, name: str, source: str, nbytes: int, seconds: float) -> None:
+        if nbytes:
+            count, total, spent = self._sums.get((name, source), (0, 0, 0.0))
+            self._sums[name, source] = count + 1, total + nbytes, spent + seconds
 
     def rows(self) -> Iterator[TransferRow]:
         """Yield what was copied."""
@@ -184,59 +282,73 @@ class _Moved:
             way = direction(source, self._device)
             yield TransferRow(way, source, self._device, *figures, line=None, code=None, name=name, cause=CAUSE)
 
-    def replace(self, contents: Contents, names: list[str], namespace: MutableMapping[str, Any]) -> None:
-        """Put the copies into modules, leaves and optimizers, and bind the names."""
-        import torch
 
-        done: dict[int, Any] = {}
-        for name in names:
-            rebuilt(namespace[name], lambda tensor: tensor, done)  # raises for what holds itself
-        # Those that may refuse, as quantized ones do, come first.
-        for module in sorted(contents.modules, key=lambda module: type(module).to is torch.nn.Module.to):
-            self._move_module(module)
-        for leaf in contents.leaves():
-            self._move_leaf(leaf)
-        for optimizer in contents.optimizers:
-            self._move_optimizer(optimizer)
-        done = {}
-        namespace.update({name: rebuilt(namespace[name], self._new, done) for name in names})
+# ---- Containers
 
-    def _new(self, tensor: Any) -> Any:
-        return self._final.get(id(tensor), self.copies.get(id(tensor), tensor))
+_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
+_WITH_ATTRIBUTES = (dict, list, collections.UserDict, collections.UserList, SimpleNamespace)
+_UNFINISHED = object()
 
-    def _move_module(self, module: Any) -> None:
-        """Do what `Module.to` does, by the module's own `_apply`; then its own `to`, if it has one."""
-        import torch
 
-        slots = list(slots_of(module))
-        module._apply(lambda tensor: self.copies.get(id(tensor), tensor))
-        for kept, key, tensor in slots:  # a tied weight stays one where torch makes new parameters
-            kept[key] = self._final.setdefault(id(tensor), kept[key])
-        if type(module).to is not torch.nn.Module.to:
-            module.to(self._device)
-        self.modules += 1
+def _rebuilt(value: Any, change: Callable[[Any], Any], done: dict[int, Any]) -> Any:
+    """Return a container or dataclass with each tensor, module and optimizer in it changed; itself if none differs.
 
-    def _move_leaf(self, leaf: Any) -> None:
-        """Put the copy into a leaf that requires gradients, or make a new one where torch cannot."""
-        import torch
+    ``done`` is ``{id: result}`` for containers already rebuilt, so that two names of one stay two names of one.
 
-        new = self.copies.get(id(leaf))
-        if new is None or id(leaf) in self._final:
-            return  # it is there already, or belongs to a module
-        gradient = None if leaf.grad is None else self._new(leaf.grad)
-        if torch._has_compatible_shallow_copy_type(leaf, new):
-            leaf.grad, leaf.data = None, new
-            made = leaf
-        else:
-            made = torch.nn.Parameter(new) if isinstance(leaf, torch.nn.Parameter) else new.requires_grad_()
-        made.grad = gradient
-        self._final[id(leaf)] = made
+    Raises:
+        ValueError: a container holds itself.
+    """
+    import torch
 
-    def _move_optimizer(self, optimizer: Any) -> None:
-        """Give an optimizer its parameters and their state, in its own dictionaries."""
-        done: dict[int, Any] = {}
-        state = {self._new(key): rebuilt(value, self._new, done) for key, value in optimizer.state.items()}
-        for group in optimizer.param_groups:
-            group["params"][:] = [self._new(each) for each in group["params"]]
-        optimizer.state.clear()
-        optimizer.state.update(state)
+    kind = type(value)  # not isinstance(): a proxy's __class__ may evaluate or raise
+    if kind in _ATOMS:
+        return value
+    if issubclass(kind, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)):
+        return change(value)
+    if id(value) not in done:
+        items, attributes = _items_of(value, kind), _attributes_of(value, kind)
+        done[id(value)] = _UNFINISHED if items or attributes else value
+        new = {key: _rebuilt(part, change, done) for key, part in items.items()}
+        named = {name: _rebuilt(part, change, done) for name, part in attributes.items()}
+        same = all(new[key] is part for key, part in items.items())
+        same &= all(named[name] is part for name, part in attributes.items())
+        done[id(value)] = value if same else _like(value, new, named)
+    if done[id(value)] is _UNFINISHED:
+        raise ValueError("it holds itself")
+    return done[id(value)]
+
+
+def _items_of(value: Any, kind: type) -> dict[Any, Any]:
+    """Return the items of a dict by key, of a list or tuple by place; none where all are numbers and texts."""
+    from torch.nn.utils.rnn import PackedSequence
+
+    base = next((each for each in (dict, list, tuple) if issubclass(kind, each)), None)
+    if base is None:
+        return {}
+    items = dict(dict.items(value)) if base is dict else dict(enumerate(base.__iter__(value)))
+    if kind is PackedSequence:
+        del items[1]  # its batch sizes must stay on the host
+    return {} if _ATOMS.issuperset(map(type, items.values())) else items
+
+
+def _attributes_of(value: Any, kind: type) -> dict[str, Any]:
+    """Return a dataclass's fields, and the attributes that subclasses of containers have along with their items."""
+    fields = branches.class_attribute(kind, "__dataclass_fields__")
+    own = branches.attributes_of(value) if isinstance(fields, dict) or issubclass(kind, _WITH_ATTRIBUTES) else {}
+    return {name: own[name] for name in fields if name in own} if isinstance(fields, dict) else dict(own)
+
+
+def _like(value: Any, items: dict[Any, Any], attributes: dict[str, Any]) -> Any:
+    kind: Any = type(value)
+    if issubclass(kind, tuple):
+        parts = [items.get(place, part) for place, part in enumerate(value)]
+        if hasattr(kind, "_make"):
+            return kind._make(parts)
+        # What torch.max and its like return takes one sequence.
+        return kind(parts) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, parts)
+    made = copy.copy(value)
+    for key, part in items.items():
+        (dict if issubclass(kind, dict) else list).__setitem__(made, key, part)
+    for name, part in attributes.items():
+        object.__setattr__(made, name, part)  # a frozen dataclass too: nothing else has the new one yet
+    return made

@@ -18,7 +18,7 @@ from stages import examples
 import gpumagic
 from gpumagic import simgpu
 from gpumagic.errors import GpuMagicError, OptionError
-from gpumagic.transfers import contents, move
+from gpumagic.transfers import move
 from gpumagic.transfers.move import relocate
 
 pytestmark = pytest.mark.usefixtures("two_devices")
@@ -121,9 +121,8 @@ def test_buffers_and_layers_of_a_module_go_along() -> None:
 def test_a_tied_weight_stays_tied() -> None:
     model = torch.nn.ModuleList([torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)])
     model[1].weight = model[0].weight
-    _, (row,) = move_all(model=model)
+    move_all(model=model)
     assert model[1].weight is model[0].weight
-    assert (row.count, row.nbytes) == (1, 64)
 
 
 class Prepared(torch.optim.Optimizer):
@@ -286,25 +285,6 @@ def test_from_card_to_card_and_back_to_the_host() -> None:
     assert devices(model.parameters()) == {"cpu"}
 
 
-# ---- Where torch can put new data into a tensor, as it can for CUDA: here from the host to the host
-
-
-def test_parameters_and_leaves_stay_the_objects_they_are_where_torch_can_do_that() -> None:
-    model, optimizer = trained()
-    leaf = torch.ones(2, requires_grad=True)
-    old = [*model.parameters(), leaf]
-    copies = {id(each): each.detach() + 5 for each in old}
-    copies.update({id(each.grad): each.grad + 5 for each in model.parameters()})
-    wanted = [each.tolist() for each in copies.values()]
-    moved, held = move._Moved("cpu"), contents.Contents()
-    moved.copies = copies
-    for each in (model, leaf, optimizer):
-        held.add(each)
-    moved.replace(held, [], {})
-    assert all(new is before for new, before in zip([*model.parameters(), leaf], old, strict=True))
-    assert [*(each.tolist() for each in old), *(each.grad.tolist() for each in model.parameters())] == wanted
-
-
 # ---- In a cell and a block
 
 
@@ -314,10 +294,8 @@ def test_a_cell_moves_its_variables_first_and_reports_it(bare_shell) -> None:
     result = bare_shell.run_cell("%%ondevice simgpu:0 --move model,x -o report\ny = model(x).sum().item()")
     assert result.success
     report = bare_shell.user_ns["report"]
-    assert [(row.name, row.cause, row.nbytes) for row in report][:2] == [
-        ("model", "--move", 8008),
-        ("x", "--move", 4000),
-    ]
+    moved = {(row.name, row.nbytes) for row in report if row.cause == "--move"}
+    assert moved == {("model", 8008), ("x", 4000)}
     assert str(bare_shell.user_ns["x"].device) == THERE
     assert report.elsewhere == ()
 
@@ -404,7 +382,7 @@ def cycle() -> list[Any]:
 @pytest.mark.parametrize(
     ("last", "said"),
     [
-        (cycle, "and nothing was moved: it holds itself"), (lambda: torch.ones(2, device="meta"), "meta"),
+        (cycle, "cannot be moved: it holds itself"), (lambda: torch.ones(2, device="meta"), "meta"),
     ],
 )  # fmt: skip
 def test_if_one_cannot_be_moved_nothing_has_changed(last: Any, said: str) -> None:
@@ -421,21 +399,21 @@ def test_if_one_cannot_be_moved_nothing_has_changed(last: Any, said: str) -> Non
     with pytest.raises(GpuMagicError, match=said) as caught:
         relocate(["model", "x", "batch", "last"], namespace, THERE)
     assert "\n" not in str(caught.value)
-    assert caught.value.__context__ is None, "the first error's frames would keep the copies"
     assert state(namespace) == before
 
 
 @pytest.mark.parametrize(
     ("last", "said"), [(lambda: Refuses(2, 2), "nothing was moved: .*4-bit models"),
-    (FailsHalfway, "1 of the modules had been moved: no such luck")],
+    (FailsHalfway, "model had been moved: no such luck")],
 )  # fmt: skip
 def test_a_module_that_raises_leaves_the_names_bound_as_they_were(last: Any, said: str) -> None:
     """Those before it have their copies by then, and the error says so."""
     model, optimizer = trained()
     namespace = {"model": model, "optimizer": optimizer, "x": torch.ones(1000), "last": last()}
     before = {name: id(value) for name, value in namespace.items()}
-    with pytest.raises(GpuMagicError, match=said):
+    with pytest.raises(GpuMagicError, match=said) as caught:
         relocate(["model", "x", "last"], namespace, THERE)
+    assert caught.value.__context__ is None, "the first error's frames would keep the copies"
     assert {name: id(value) for name, value in namespace.items()} == before
     assert devices([namespace["x"]]) == {"cpu"}
 
@@ -443,6 +421,7 @@ def test_a_module_that_raises_leaves_the_names_bound_as_they_were(last: Any, sai
 def test_too_much_is_refused_before_anything_is_copied() -> None:
     model, optimizer = trained()
     namespace = {"model": model, "optimizer": optimizer, "x": torch.empty(5 * 2**30, dtype=torch.uint8)}
+    gc.collect()
     before = state(namespace)
     simgpu.reset_copies()
     with pytest.raises(GpuMagicError, match=r"need 5.0 GiB on simgpu:0, which has .* free; nothing was moved"):
