@@ -12,10 +12,10 @@ from typing import Any
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import loops
 from gpumagic.oom.rules.facts import BatchSize, Facts, Loader
-from gpumagic.oom.rules.proposal import Choice, Region, called_models, find, propose, read_tensors
+from gpumagic.oom.rules.proposal import Choice, Region, called_models, failed, find, loop_around, propose, read_tensors
 from gpumagic.report.units import count, size
 from gpumagic.source.cell_code import ints_named, is_batch_name
-from gpumagic.source.text import CellText, Change, called_name
+from gpumagic.source.text import CellText, Change, called_name, names_in
 
 MOST_PARTS = 64
 """Nobody wants a batch that is a smaller part of the one that there was."""
@@ -26,6 +26,8 @@ def smaller(facts: Facts) -> Iterator[Choice]:
     if not facts.batches or not facts.may_take_less or (facts.trainer and facts.trainer.library == "transformers"):
         return  # of a trainer of transformers `loops.batch` knows what else its arguments say
     found = facts.batches[0]
+    if facts.stage not in ("forward", "backward") and not _goes_with(facts, found):
+        return
 
     def edit(value: int, steps: int) -> dict[str, Any]:
         size = _edit(facts, found, value)
@@ -40,6 +42,18 @@ def smaller(facts: Facts) -> Iterator[Choice]:
         facts, found.name, found.value, f"{found.name}'s batch_size" if found.loader else found.name, _evidence(found),
         edit, is_setting=not found.loader and not found.cell, least=found.value // MOST_PARTS,
     )  # fmt: skip
+
+
+def _goes_with(facts: Facts, found: BatchSize) -> bool:
+    """Return whether the line that failed, or its loop, names a batch size or something that is so long."""
+    names: set[str] = set()
+    for text, statement in failed(facts):
+        loop = loop_around(text, statement.lineno)
+        names = names_in(statement.iter if isinstance(statement, ast.For) else statement)
+        names |= names_in(loop.iter) if isinstance(loop, ast.For) else set()
+    at_work = [*(facts.tensors.get(name) for name in names), *facts.operands.values()]
+    lengths = {fact.shape[0] for fact in at_work if fact is not None and fact.shape}
+    return found.name.partition(".")[0] in names or bool(lengths & {found.value, 2 * found.value})  # two views of each
 
 
 IMAGE, CHANNELS = 3, (1, 3, 4)
