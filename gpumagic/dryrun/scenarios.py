@@ -229,13 +229,14 @@ class _Scenarios:
     def _agree(self) -> bool:
         """Return whether what was run tells that the values do not matter."""
         conclusive = [each for each in self._all if each.is_conclusive]
-        places, fits = set(self._places()), {each.fits for each in conclusive}
-        if len(fits) != 1 or None in fits or any(each.places != places for each in conclusive):
-            return False  # also where a branch that one took decides by more
+        fits = {each.fits for each in conclusive}
+        if len(fits) != 1 or None in fits or not _went_both_ways(conclusive):
+            return False
+        is_one = len(self._places()) == 1
         if len(conclusive) > 1 and all(each.did_the_same(conclusive[0]) for each in conclusive):
-            return len(conclusive) == len(self._all) or len(places) == 1
+            return len(conclusive) == len(self._all) or is_one
         peaks = [each.peak for each in conclusive]
-        return len(places) == 1 and max(peaks) <= min(peaks) * (1 + _ALIKE)
+        return is_one and max(peaks) <= min(peaks) * (1 + _ALIKE)
 
     def _run_mixed(self) -> None:
         """Run scenarios in which some places go one way and some the other, also those that only these come to."""
@@ -290,6 +291,17 @@ class _Scenarios:
         outcome["unknown"].insert(0, _reason(base, other, keys))
         open_on = list(dict.fromkeys(key[:2] for key in keys if key != HOST))
         return {**outcome, "varies": True, "depends": True, "open_on": open_on, "is_open": not ends}
+
+
+def _went_both_ways(scenarios: Iterable[_Scenario]) -> bool:
+    """Return whether each place that decides went one way and the other, also one that only some of them came to."""
+    ways: dict[Key, set[bool]] = {}
+    for each in scenarios:
+        turned = {place for place, _ in each.course["turned"]}
+        for place, _, outcomes in each.decides:
+            is_other = place in turned or each.course["numbers"] > 0
+            ways.setdefault(place, set()).update([is_other] if outcomes is None else outcomes)
+    return all(len(each) == 2 for each in ways.values())
 
 
 def _reason(base: _Scenario, other: _Scenario, keys: list[Key]) -> str:

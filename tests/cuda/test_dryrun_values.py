@@ -233,6 +233,16 @@ DECIDES_NOTHING = {
     "a list of numbers": "print(sum(x[0].tolist()) / 1024, max(x[0].tolist()))",
     "written as JSON": "import json\nprint(json.dumps({'loss': loss.item()}, indent=2))",
     "a factor on the device": "y = x * loss.item()",
+    "a field of a dataclass": (
+        "import dataclasses\nState = dataclasses.make_dataclass('State', ['loss'])\n"
+        "print(dataclasses.asdict(State(loss.item())))"
+    ),
+    "a state on the host and back": (
+        "kept = {name: each.detach().cpu().clone() for name, each in layer.state_dict().items()}\n"
+        "twin = nn.Linear(1024, 1024).cuda()\ntwin.load_state_dict(kept)\n"
+        "torch.optim.SGD(twin.parameters()).step()\nkept = {name: each.cpu() for name, each in kept.items()}\n"
+        "twin.load_state_dict(kept)\ntwin.cpu()"
+    ),
 }  # fmt: skip
 
 
@@ -263,6 +273,7 @@ DECIDES = {
     "an isnan": "import math\nn = 40 if math.isnan(loss.item()) else 1",
     "the smaller of two": "n = 40 if min(1e9, loss.item()) > 1e3 else 1",
     "an order": "n = 40 if sorted([loss.item(), 50.0])[0] == 50 else 1",
+    "a branch in a branch that only some outcomes come to": "n = 1 if x.sum() > 5 or x.min() > 5 else 40",
     "a match": "match (x > 5).sum().item():\n    case 1: n = 1\n    case _: n = 40",
 }
 

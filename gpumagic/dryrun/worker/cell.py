@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import linecache
 import sys
@@ -12,7 +13,7 @@ from types import CodeType, FrameType
 from gpumagic.dryrun.effects import CACHES
 from gpumagic.dryrun.worker.guesses import THREAD, Key
 from gpumagic.memory.ledger import Place
-from gpumagic.source.text import span_at
+from gpumagic.source.text import expression_at, span_at
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Notes:
 
 Location = tuple[str, str, int]
 """A file, a function in it, and a line."""
-_BETWEEN = ("gpumagic.", "torch._ops")
+_BETWEEN = ("gpumagic.", "torch._ops", "torch._compile", "torch._dynamo.eval_frame")
 """Modules that stand between the code that calls an operator and what answers for it."""
 _COPIES = {"cpu", "to", "copy_"}
 
@@ -64,6 +65,7 @@ class Lines:
         self._lines = {name: text.splitlines() for name, text in sources.items()}
         self._place = functools.cache(self._place_of)
         self._text = functools.cache(self._text_at)
+        self._copies = functools.cache(self._copies_at)
 
     def where(self) -> Place:
         """Return the cell's innermost running line, and the notebook's function it is in where that is another's."""
@@ -86,7 +88,12 @@ class Lines:
     def keeps(self) -> bool:
         """Return whether a method is called that copies a tensor and looks at none of its numbers."""
         frame = _calling()
-        return frame is not None and _method(self._text(frame.f_code, frame.f_lasti, frame.f_lineno)) in _COPIES
+        return frame is not None and self._copies(frame.f_code, frame.f_lasti)
+
+    def _copies_at(self, code: CodeType, instruction: int) -> bool:
+        call = expression_at(code, instruction, self._lines.get(code.co_filename))
+        method = call.func if isinstance(call, ast.Call) else None
+        return isinstance(method, ast.Attribute) and method.attr in _COPIES
 
     def _running(self) -> tuple[FrameType | None, FrameType | None]:
         """Return the cell's innermost frame, and the innermost one of the notebook's other code that it has called."""
@@ -136,16 +143,6 @@ def _calling() -> FrameType | None:
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
         frame = frame.f_back
     return frame
-
-
-def _method(text: str) -> str:
-    """Return the name of what an expression calls last; nothing where it is no call."""
-    depth = 0
-    for place in range(len(text) - 1, -1, -1):
-        depth += {")": 1, "(": -1}.get(text[place], 0)
-        if depth == 0:
-            return text[:place].rpartition(".")[2]
-    return ""
 
 
 def _location(frame: FrameType) -> Location:

@@ -10,7 +10,6 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,8 +19,7 @@ Key = tuple["int | None", str, str]
 """A line of the cell, the expression that reads or decides, and where in a library it does, or nothing."""
 
 
-@dataclass(slots=True, eq=False)
-class Read:
+class Read:  # no dataclass, or `dataclasses.asdict` would take a `noted.Noted` apart
     """A number that was read from a device.
 
     Attributes:
@@ -30,9 +28,10 @@ class Read:
         may_be_known: whether a run that follows values may know it.
     """
 
-    number: Any
-    key: Key
-    may_be_known: bool
+    __slots__ = ("key", "may_be_known", "number")
+
+    def __init__(self, number: Any, key: Key, may_be_known: bool) -> None:
+        self.number, self.key, self.may_be_known = number, key, may_be_known
 
 
 HOST: Key = (None, "", "")

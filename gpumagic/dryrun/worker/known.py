@@ -29,8 +29,11 @@ _SHAPES = frozenset({
 })  # fmt: skip
 """Operators that take from their first operand no more than what it looks like."""
 _MAKE_ROOM = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"})
-_SIZED = frozenset({"where", "argwhere", "nonzero_numpy", "repeat_interleave", "tensor_split", "narrow", "allclose"})
-"""Operators composed of others of which one returns as much, or something else, as values say."""
+_SIZED = frozenset({
+    "where", "argwhere", "nonzero_numpy", "repeat_interleave", "tensor_split", "narrow", "allclose", "is_nonzero",
+    "_nested_tensor_from_mask_left_aligned", "_choose_qparams_per_tensor",
+})  # fmt: skip
+"""Operators that return as much, or something else, as values say, or are composed of such, and that have no tag."""
 _FROM_HOST = "lift_fresh"
 """What `torch.tensor` calls last, when the contents are there."""
 _LEAVES_FINITE = "_amp_foreach_non_finite_check_and_unscale_"
@@ -355,7 +358,7 @@ class Fetched:
         results = list(tensors_in(made))
         name = op._schema.name.removeprefix("aten::")
         sized = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(op.tags)
-        if not results or name in _SIZED or sized:
+        if name in _SIZED or sized:
             self._guesses.lose(read, is_all=True)
         if op._schema.is_mutable:
             results += tensors_in(args[:1])

@@ -19,7 +19,6 @@ import statistics
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +28,7 @@ from gpumagic.dryrun.worker.guesses import Read
 from gpumagic.heap.running_module import tensors_in
 
 if TYPE_CHECKING:
-    from gpumagic.dryrun.worker.guesses import Guesses
+    from gpumagic.dryrun.worker.guesses import Guesses, Key
 
 _LOGS = (
     "logging", "tqdm", "json", "pprint", "csv", "rich", "wandb", "mlflow", "matplotlib", "tensorboard", "tensorboardX",
@@ -53,11 +52,14 @@ _SHOWN: deque[tuple[str, Any]] = deque(maxlen=64)
 """Numbers that were made a text lately, to know them again where the notebook makes a number of that."""
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class Noted(Read):
     """A number from a device that notes what it decides; `guesses` is told."""
 
-    guesses: Guesses
+    __slots__ = ("guesses",)
+
+    def __init__(self, number: Any, key: Key, may_be_known: bool, guesses: Guesses) -> None:
+        super().__init__(number, key, may_be_known)
+        self.guesses = guesses
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
