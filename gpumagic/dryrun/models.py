@@ -26,7 +26,6 @@ class TensorGroup:
     itemsize: int
     shape: tuple[int, ...]
     requires_grad: bool
-    device: str
     is_linear: bool
     """Whether it is a linear layer's weight other than the output's, which is what int8 and int4 make smaller."""
     count: int
@@ -50,38 +49,16 @@ class Model:
         name: the variable.
         kind: the class's name.
         tensors: its parameters and buffers, each once where it is shared.
-        capacity: bytes of the device of the dry run.
     """
 
     name: str
     kind: str
     tensors: tuple[TensorGroup, ...]
-    capacity: int | None = None
 
     @property
     def parameters(self) -> int:
         """The number of its parameters."""
         return sum(each.numel * each.count for each in self.tensors if each.role == "parameter")
-
-    @property
-    def nbytes(self) -> dict[str, int]:
-        """Bytes on each device as the cell leaves it, as torch's allocator counts them."""
-        found: dict[str, int] = {}
-        for each in self.tensors:
-            found[each.device] = found.get(each.device, 0) + each.count * rounded(each.numel * each.itemsize)
-        return found
-
-    def by_dtype(self, training: bool = False, *, optimizer: str = "adamw") -> DtypeReport:
-        """Return what it takes with weights of float32, bfloat16, int8 and int4.
-
-        Args:
-            training: with gradients and the optimizer's state, in place of weights and buffers alone.
-            optimizer: ``"adamw"``, ``"adam"``, ``"momentum"`` (SGD with momentum) or ``"sgd"``.
-
-        Raises:
-            OptionError: another optimizer.
-        """
-        return table([self], self.capacity, training=training, optimizer=optimizer)
 
 
 @dataclass(frozen=True)
@@ -120,7 +97,7 @@ class DtypeReport(Report[DtypeRow]):
         return self.dtypes
 
 
-def models_of(told: Iterable[dict[str, Any]], capacity: int | None) -> tuple[Model, ...]:
+def models_of(told: Iterable[dict[str, Any]]) -> tuple[Model, ...]:
     """Return the models of a worker's outcome."""
     models = []
     for each in told:
@@ -128,7 +105,7 @@ def models_of(told: Iterable[dict[str, Any]], capacity: int | None) -> tuple[Mod
             TensorGroup(role, dtype, itemsize, tuple(shape), *others)
             for role, dtype, itemsize, shape, *others in each["groups"]
         ]
-        models.append(Model(each["name"], each["kind"], tuple(groups), capacity))
+        models.append(Model(each["name"], each["kind"], tuple(groups)))
     return tuple(models)
 
 

@@ -72,6 +72,7 @@ class Absent:
     def __exit__(self, *_: object) -> None:
         pass
 
+    __torch_function__ = _refuse  # which torch calls where one is among a function's arguments
     __call__ = __iter__ = __len__ = __getitem__ = __setitem__ = __next__ = __bool__ = _refuse
     __add__ = __mul__ = __sub__ = __contains__ = __setattr__ = __float__ = __int__ = _refuse
 

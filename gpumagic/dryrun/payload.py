@@ -22,7 +22,7 @@ import marshal
 import pickle
 import sys
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from gpumagic.dryrun import parts
@@ -43,8 +43,6 @@ from gpumagic.source.frames import names_looked_up
 
 KEPT_CONTENTS = 1 << 20
 """Bytes up to which a CPU tensor's or an array's contents go with the rest."""
-KEPT_INTEGERS = 32 << 20
-"""The same for whole numbers that have no room in the shared memory: they may be lengths and labels."""
 _NOT_SENT = frozenset({"__builtins__", "In", "_ih", "_dh", "get_ipython", "exit", "quit", "open", "_i", "_ii", "_iii"})
 _CLASS_OWN = frozenset({
     "__dict__", "__weakref__", "_abc_impl", "__slots__", "__static_attributes__", "__firstlineno__",
@@ -78,7 +76,6 @@ def pack(
     extra: object = None,
     *,
     backend: str = "",
-    needed: Collection[str] | None = None,
     with_graphs: bool = False,
     only_used: bool = False,
 ) -> Payload:
@@ -88,8 +85,7 @@ def pack(
         namespace: the notebook's.
         names: those the code uses.
         extra: one more object, under the name ``__dry_run__``.
-        backend: whose devices the dry run has; a name that leads elsewhere is left out where it is not needed.
-        needed: those of the names whose values the code uses; all without.
+        backend: whose devices the dry run has; tensors on others are left out.
         only_used: whether to leave out what only holds tensors, and so stays alive in the dry run.
         with_graphs: whether what graphs keep is sent with the tensors that lead to them.
     """
@@ -97,7 +93,6 @@ def pack(
     while True:
         packing = _Packing(namespace, backend, Graphs() if with_graphs else None)
         try:
-            packing.gives_up = set() if needed is None else {*names, *namespace} - set(needed)
             failed = packing.fill([*names, *(() if only_used else holders(namespace))], extra, bad)
         except BaseException:  # Ctrl-C
             packing.shared.close()
@@ -128,9 +123,8 @@ class _Packing(pickle.Pickler):
         self.buffer = io.BytesIO()
         super().__init__(self.buffer, protocol=5)
         self.graphs = graphs
+        self.backend = backend
         self.backends = {backend, "cpu", "meta"}
-        self.gives_up: set[str] = set()
-        self.is_needed = True
         self.scopes: list[Mapping[str, Any]] = [namespace]
         self.todo: list[tuple[int, str]] = []
         self.done: set[tuple[int, str]] = set()
@@ -148,7 +142,6 @@ class _Packing(pickle.Pickler):
             self.dump((0, "__dry_run__", extra))
         while self.todo:
             scope, name = self.todo.pop()
-            self.is_needed = scope != 0 or name not in self.gives_up
             if (scope, name) in self.done or name in _NOT_SENT or name not in self.scopes[scope]:
                 continue
             self.done.add((scope, name))
@@ -204,8 +197,6 @@ class _Packing(pickle.Pickler):
         if array.nbytes <= parts.ROOM:
             whole = numpy.ascontiguousarray(array)
             slot = self.shared.put(whole.ctypes.data, whole.nbytes)
-        if slot is None and array.dtype.kind in "iub" and array.nbytes <= KEPT_INTEGERS:
-            return self._plain(array)
         self.zeroed |= slot is None
         return parts.make_array, (array.dtype.str, array.shape, array.nbytes, slot)
 
@@ -226,8 +217,8 @@ class _Packing(pickle.Pickler):
         kind = type(tensor)
         if torch.nn.parameter.is_lazy(tensor):  # of a lazy module that has not run: no storage, and few methods
             return kind, (tensor.requires_grad, str(tensor.device), tensor.dtype), dict(vars(tensor)) or None
-        if tensor.device.type not in self.backends and not self.is_needed:
-            raise pickle.PicklingError("a tensor on another device, which the cell gives up")
+        if tensor.device.type not in self.backends:
+            return parts.Absent, (f"a tensor on {tensor.device} (make it on {self.backend} in the cell)",)
         if kind in {torch.Tensor, torch.nn.Parameter} and str(tensor.layout) in COMPONENTS:
             return self._sparse(tensor)
         if kind not in {torch.Tensor, torch.nn.Parameter} or tensor.layout != torch.strided or tensor.is_quantized:
@@ -274,7 +265,7 @@ class _Packing(pickle.Pickler):
             contents = slot = None
             if device == "cpu" and nbytes > KEPT_CONTENTS:
                 slot = self.shared.put(storage.data_ptr(), nbytes)
-            if device == "cpu" and slot is None and nbytes <= (KEPT_INTEGERS if is_whole else KEPT_CONTENTS):
+            elif device == "cpu":
                 contents = ctypes.string_at(storage.data_ptr(), nbytes) if nbytes else b""
             self.zeroed |= device == "cpu" and contents is None and slot is None
             address = storage.data_ptr()

@@ -58,7 +58,7 @@ def report_of(outcome: dict[str, Any], target: Target, parts: payload.Payload) -
             for each in sorted(outcome["lines"], key=lambda each: (each["line"], each["device"]))
         ),
         operators=outcome["operators"], seconds=outcome["seconds"],
-        models=models.models_of(outcome["models"], device.capacity), versions=outcome.get("versions", {}),
+        models=models.models_of(outcome["models"]), versions=outcome.get("versions", {}),
         checked=outcome.get("checked") if complete and not target.is_amd else None,
     )  # fmt: skip
 

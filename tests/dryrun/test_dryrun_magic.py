@@ -113,10 +113,6 @@ def test_of_an_amd_gpu_the_size_counts_and_nothing_is_certain(run) -> None:
         ("%%dryrun --gpu T5\n1", "'T5' is not a GPU that is known here; did you mean T4?"),
         ("%%dryrun --gpu 24GB\n1", "'24GB' is a size: L4, A10G, RTX-3090, RTX-4090, "),
         ("%%dryrun --gpu list\n1", "there are "),
-        (
-            "%%dryrun --gpu T4\ny = model(1)",
-            "the cell uses tensors on simgpu:0, and this dry run has cuda:0: make them in the cell, or give a ",
-        ),
         ("%%dryrun --fti n\n1", "%%dryrun has no option '--fti'; did you mean --fit?"),
         ("%%oomguard --fit n\n1", "%%oomguard has no option '--fit'; %%dryrun has it"),
         ("%%oomguard --capacity=1GiB\n1", "%%oomguard has no option '--capacity=1GiB'; %%dryrun has it"),

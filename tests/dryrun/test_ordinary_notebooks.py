@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import gpumagic
-from gpumagic.errors import OptionError
 
 EARLIER = {
     "a module that raises KeyError for what it has not": (
@@ -220,5 +219,6 @@ def test_a_name_that_the_cell_binds_anew_may_be_on_another_device(two_devices: l
     names = {"__name__": "__main__", "DEVICE": "cuda:0"}
     exec(f"import torch\nx = torch.ones(4, device={two_devices[0]!r})", names)
     assert gpumagic.dry_run(cell, names, capacity=1 << 30, device="cuda:0").fits is True
-    with pytest.raises(OptionError, match="uses tensors on simgpu:0"):
-        gpumagic.dry_run("y = x + 1\nx = torch.ones(4, device=DEVICE)", names, capacity=1 << 30, device="cuda:0")
+    for used in "y = x + 1", "y = torch.relu(x)", "y = x.cpu()":
+        report = gpumagic.dry_run(f"{used}\nx = torch.ones(4, device=DEVICE)", names, capacity=1 << 30, device="cuda:0")
+        assert "stopped on line 1: it uses a tensor on simgpu:0 (make it on cuda in the cell)" in report.error

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gpumagic.dryrun import parts
 from gpumagic.dryrun.worker.cuda.history import History
 from gpumagic.heap.kinds import Graphs
 from gpumagic.heap.running_module import RunningModule
@@ -105,6 +106,8 @@ class Modules(RunningModule):
             return [key for each in with_storages(tensor) if (key := self._key_of(each))]
 
     def _leaf(self, leaf: torch.Tensor) -> None:
+        if isinstance(leaf, parts.Absent):
+            return
         if isinstance(leaf, nn.Parameter):
             self._mark(leaf, "parameters")
         if leaf.is_leaf and leaf.grad is not None:
@@ -212,10 +215,9 @@ def _described(name: str, module: nn.Module) -> dict[str, Any]:
     groups: Counter[tuple[Any, ...]] = Counter()
     for role, tensors in (("parameter", module.parameters()), ("buffer", module.buffers())):
         for each in tensors:
-            if not is_lazy(each):  # else its module has not run, so it has no shape
-                dtype, device = str(each.dtype).removeprefix("torch."), str(each.device)
-                is_linear = id(each) in linear
-                groups[role, dtype, each.itemsize, tuple(each.shape), each.requires_grad, device, is_linear] += 1
+            if not (is_lazy(each) or isinstance(each, parts.Absent)):  # which have no shape
+                dtype, is_linear = str(each.dtype).removeprefix("torch."), id(each) in linear
+                groups[role, dtype, each.itemsize, tuple(each.shape), each.requires_grad, is_linear] += 1
     return {"name": name, "kind": type(module).__name__, "groups": [[*key, times] for key, times in groups.items()]}
 
 
