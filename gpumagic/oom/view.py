@@ -141,7 +141,7 @@ def _holders(report: OomReport) -> Iterator[Block]:
     shown += [f"{count(len(rest), 'name')} {size(sum(holder.nbytes for holder in rest))}"] if rest else []
     whole = report.allocated_after or sum(holder.nbytes for holder in report.holders) or 1
     columns: tuple[Column[Holder], ...] = (
-        Column("Held by", lambda holder: holder.name, shrinks=True),
+        Column("Kept by", lambda holder: holder.name, shrinks=True),
         Column("What", lambda holder: holder.kind, priority=1),
         Column("Frees" if any(holder.kind == WORKSPACE for holder in report.holders[:SHOWN_HOLDERS])
                else "Freed by del", lambda holder: size(holder.nbytes), "right", bar=lambda holder: holder.nbytes),

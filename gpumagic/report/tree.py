@@ -11,7 +11,7 @@ from gpumagic.report.units import count, size
 
 SHOWN = 16
 """Branches of the table: the largest, in the order of the tree."""
-OUTSIDE = "(outside)"
+OUTSIDE = "(no module)"
 """Stands for what belongs to no path."""
 
 

@@ -66,7 +66,7 @@ def _held_by(line: Line[LeakRow]) -> Cell:
 
 LEAK_COLUMNS: tuple[Column[Line[Any]], ...] = (
     Column("No.", lambda line: str(line.row.number), "right"),
-    Column("Held by", _held_by, shrinks=True, cut="middle"),
+    Column("Kept by", _held_by, shrinks=True, cut="middle"),
     *storage_columns(SIZE),
 )
 
