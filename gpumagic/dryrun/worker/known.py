@@ -188,38 +188,11 @@ class Known:
             made = value.flatten().repeat(each.numel() // value.numel()) if is_whole and value is not None else None
             self.write(each, None if made is None else made.view(each.shape))
 
-    def needs(
-        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
-    ) -> tuple[list[torch.Tensor] | None, list[torch.Tensor]]:
-        """Return the tensors without which nothing is known of what an operator does, and those that it writes to.
-
-        The first is None where nothing ever is. It is the same for all calls of the same metadata.
-        """
+    def may_follow(self, op: Any, keys: list[int]) -> bool:
+        """Return whether an operator on tensors of some storages may change what is known."""
         traits = _traits(op)
-        written = list(self._written(traits, args, kwargs))
-        if traits.absorbing is not None:
-            return [], written
-        results = [each for each in tensors_in(made) if self.is_here(each)]
-        is_small = results and all(each.numel() * each.itemsize <= LARGEST for each in results)
-        if not is_small or not traits.computes:
-            return None, written
-        given = [(name, each) for name, value in (*enumerate(args), *kwargs.items()) for each in tensors_in(value)]
-        return [each for name, each in given if name not in traits.overwritten and self.is_here(each)], written
-
-    def may_follow(self, needs: list[int] | None, written: list[int]) -> bool:
-        """Return whether something may be known of what an operator did; where not, what it wrote to is forgotten.
-
-        Args:
-            needs: the storages of what `needs` returns.
-            written: the same of those that are written to.
-        """
-        kept = self._kept
-        if needs is not None and all(key in kept for key in needs):
-            return True
-        if kept:
-            for key in written:
-                kept.pop(key, None)
-        return False
+        is_free = traits.absorbing is not None or bool(traits.overwritten)
+        return is_free or not keys or any(key in self._kept for key in keys)
 
     def _read_in(self, tensors: list[torch.Tensor]) -> None:
         """Note that what lies in the memory of some tensors is what the host put there."""

@@ -212,8 +212,9 @@ class Operators:
         if plan is None:
             return self._by_meta_kernel(operator, operands, args, kwargs)
         result = plan.result(operands.tensors, self._storages)
-        if plan.may_follow(operands.keys, self._contents.known):
-            self._contents.known.follow(operator.op, args, kwargs, result)
+        known = self._contents.known
+        if known.may_follow(operator.op, operands.keys):
+            known.follow(operator.op, args, kwargs, result)
         return result
 
     def _by_meta_kernel(
@@ -242,10 +243,8 @@ class Operators:
                     is_like_others = False
         plan = Plan(call, operands, returned, device, scratch(call) if self._is_cuda else ())
         result = plan.result(operands.tensors, self._storages)
-        known = self._contents.known
-        known.follow(op, args, kwargs, result)
+        self._contents.known.follow(op, args, kwargs, result)
         if is_like_others:
-            plan.follow(operands, *known.needs(op, args, kwargs, result))
             operator.keep(operands.key, plan)
         return result
 

@@ -14,7 +14,6 @@ import torch
 
 from gpumagic.dryrun.worker.fake.calls import Call
 from gpumagic.dryrun.worker.fake.storages import SPACING, Form, Storages, as_view
-from gpumagic.dryrun.worker.known import Known
 
 Key = tuple[Any, ...]
 MOST = 20_000
@@ -123,7 +122,7 @@ Recipe = Given | View | Fixed | Form | list["Recipe"] | tuple["Recipe", ...]
 
 
 class Plan:
-    """What a call returns and does to small values that are known.
+    """What a call returns.
 
     Args:
         call: the call.
@@ -133,27 +132,13 @@ class Plan:
         scratch: the bytes of what the kernel allocates for itself.
     """
 
-    __slots__ = ("_made", "_scratch", "needs", "recipe", "writes")
+    __slots__ = ("_made", "_scratch", "recipe")
 
     def __init__(self, call: Call, operands: Operands, returned: Any, device: int, scratch: Iterable[int]) -> None:
         self._scratch = [Form((nbytes,), (1,), torch.uint8, device) for nbytes in scratch]
         self._made: dict[int, int] = {}
         tensors = {id(each): place for place, each in enumerate(operands.tensors)}
         self.recipe = self._recipe(call, tensors, returned, device)
-        self.needs: list[int] | None = None
-        """The operands that must be known for the result to be known; None where it never is."""
-        self.writes: list[int] = []
-
-    def follow(self, operands: Operands, needs: list[torch.Tensor] | None, writes: list[torch.Tensor]) -> None:
-        """Note what `Known.needs` returned."""
-        places = {id(each): place for place, each in enumerate(operands.tensors)}
-        self.needs = None if needs is None else [places[id(each)] for each in needs]
-        self.writes = [places[id(each)] for each in writes]
-
-    def may_follow(self, keys: list[int], known: Known) -> bool:
-        """Return whether something may be known of what a call of this metadata does with these storages."""
-        needs = None if self.needs is None else [keys[place] for place in self.needs]
-        return known.may_follow(needs, [keys[place] for place in self.writes])
 
     def _recipe(self, call: Call, tensors: dict[int, int], value: Any, device: int) -> Recipe:
         if isinstance(value, list | tuple):
