@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import functools
 import linecache
 import os
 import random
@@ -60,7 +59,10 @@ def dry_run(
         DryRunUnavailable: this torch or system cannot.
         OptionError: there is no snapshot to be had.
     """
-    one = functools.partial(_dry_run, what, namespace, target, values or {}, time_limit, only, snapshot)
+
+    def one(rank: Rank | None) -> tuple[DryRunReport, dict[str, Any]]:
+        return _dry_run(what, namespace, target, values or {}, time_limit, only, snapshot, rank)
+
     if target.ranks is None:
         report, outcome = one(None)
         if "ranks" not in outcome:
