@@ -57,6 +57,9 @@ LEAST_SHARE = 0.1
 """The share of what is missing that a suggestion has to save to be worth a word."""
 
 
+AGAIN = "Run the cell again"
+
+
 class _Proposed(NamedTuple):
     """A suggestion before it is tried."""
 
@@ -97,6 +100,8 @@ def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
         facts: of the failure, with what the cell needs where a dry run told.
         trials: tries them.
     """
+    if facts.need is not None and facts.need.fits and facts.need.certain:
+        return (_again(facts.need),)
     proposals = [
         _Proposed(tier, place, each, _is_too_little(facts.need, rule, each))
         for tier, rules in enumerate(TIERS)
@@ -114,6 +119,14 @@ def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
     most = max((_worth(each) for each in worth if each.tier < DRASTIC), default=0)
     rank = functools.partial(_rank, most=most)
     return tuple(_finished(facts, each) for each in sorted(worth, key=rank))
+
+
+def _again(need: Need) -> Advice:
+    """Return the advice for a cell that fits from where the failure left the device."""
+    return Advice(
+        AGAIN, None, True, evidence="what an earlier failure held is free now, and what is free lies in other pieces",
+        cost="none", trial=EditTrial(True, True, need.needed, need.had),
+    )  # fmt: skip
 
 
 def _is_too_little(need: Need | None, rule: Rule, each: Proposal) -> bool:

@@ -15,7 +15,7 @@ from gpumagic.oom import advice, failing_code, ownership
 from gpumagic.oom.failure import Failure, GuardState
 from gpumagic.oom.recognition import OomEvent
 from gpumagic.oom.report import OomReport
-from gpumagic.oom.rules import limits, training, verdict
+from gpumagic.oom.rules import training, verdict
 from gpumagic.oom.rules.facts import BatchSize, Facts, Loader, Ownership
 from gpumagic.oom.trials import Trials
 from gpumagic.report import base
@@ -59,8 +59,6 @@ def conclude(
         tried.reason = state.effects.sentence()
     with tried.until_interrupted():
         need = tried.need()
-        if need is not None and need.fits and facts.came_back < LARGE and not limits.is_fragmented(facts):
-            tried.reason, need = "the cell fits in a dry run, so a dry run does not know what it failed for", None
         facts = replace(facts, need=need)
         advised = () if recovered else advice.advise(facts, tried)
     notes += [*verdict.sentences(facts), *_notes(facts, failure.event, state, kept), *dict.fromkeys(tried.exhausted)]

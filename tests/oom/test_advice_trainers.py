@@ -100,6 +100,15 @@ def test_lightnings_trainer_accumulates_what_a_loaders_batch_no_longer_holds() -
     assert titles(known) == ["Compute the forward pass in bfloat16"]
 
 
+def test_a_batch_that_no_fair_number_divides_is_cut_all_the_same() -> None:
+    cell = "bs = 97\nfor i in range(9):\n    loss = f(bs)\n    loss.backward()\n    opt.step()\n    opt.zero_grad()"
+    known = facts(cell, [], {}, batches=(BatchSize("bs", 97, 1),), line=4, functions=frozenset({"forward"}))
+    (choice,) = batch.smaller(known)
+    advice = choice.finish(50)
+    assert advice.title == "Lower bs from 97 to 48 and accumulate 2 passes a step"
+    assert advice.cost == "the same gradient, of 96 of 97, except through batch norm"
+
+
 @pytest.mark.parametrize("history", [[], ["", "def make():\n    trainer = Trainer(model, args)"], ["", "not python ("]])
 def test_a_trainer_that_no_cell_shows_is_none(history: list[str]) -> None:
     assert facts("trainer.train()", history, notebook()).trainer is None

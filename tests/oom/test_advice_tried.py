@@ -108,6 +108,8 @@ def test_what_an_earlier_failure_held_is_told_and_the_cell_said_to_fit(report_of
     assert report.cause == "earlier failure"
     assert report.verdict.startswith("160.0 MiB of simgpu:0 was kept by the traceback of an earlier failure")
     assert (report.need.needed, report.need.fits) == (120 * MIB, True)
+    assert [(each.title, each.covers) for each in report.advice] == [("Run the cell again", True)]
+    assert bare_shell.run_cell("y = torch.ones(30 << 20, device='simgpu:0')").success
 
 
 def test_time_that_is_up_leaves_a_report_with_what_is_known(report_of, bare_shell) -> None:

@@ -217,7 +217,7 @@ def _evaluated(facts: Facts, said: str) -> Iterator[Advice]:
     graphs = [*facts.graph_names, *(name for name, each in facts.collections.items() if each.graphs)]
     if graphs or facts.stage == "forward":
         yield propose(
-            "Evaluate without an autograd graph", text=facts.text, changes=_ungraphed(facts),
+            "Evaluate without an autograd graph", text=facts.text, changes=ungraphed(facts),
             evidence=f"{said} and nothing calls backward" + (f", yet {graphs[0]} has a graph" if graphs else ""),
             cost="its results cannot be part of a backward pass",
         )  # fmt: skip
@@ -270,7 +270,7 @@ retained = Remedy(
 )  # fmt: skip
 
 
-def _ungraphed(facts: Facts) -> Sequence[Change]:
+def ungraphed(facts: Facts) -> Sequence[Change]:
     """Return the changes that put what made a graph, up to the failed statement, under `inference_mode`."""
     text, line = facts.text, facts.line
     if text is None or line is None:

@@ -94,11 +94,13 @@ def lowered(
         return propose(f"Lower {called} from {now} to {value}", evidence=evidence, cost=cost, **edit(value, 1))
 
     def accumulated(most: int) -> Advice | None:
-        steps = next(each for each in range(-(-now // most), now + 1) if now % each == 0)
-        change = edit(now // steps, steps)
+        least = -(-now // most)
+        steps = next((each for each in range(least, 2 * least) if now % each == 0), least)
+        change, together = edit(now // steps, steps), now // steps * steps
         return None if not change else propose(
             f"Lower {called} from {now} to {now // steps} and accumulate {steps} passes a step", **change,
-            evidence=f"{evidence}; up to {most} fits", cost="the same gradient, except through batch norm",
+            evidence=f"{evidence}; up to {most} fits",
+            cost=f"the same gradient{f', of {together} of {now}' if together < now else ''}, except through batch norm",
         )  # fmt: skip
 
     return Choice(name, now, made, now // 2, finish=accumulated if trains else None, changes_result=trains, **more)

@@ -12,6 +12,7 @@ from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.batch import MOST_DOUBLINGS
 from gpumagic.oom.rules.expressions import FUNCTIONS, UNARY, Joined, joined_in, match
 from gpumagic.oom.rules.facts import Facts
+from gpumagic.oom.rules.kept import ungraphed
 from gpumagic.oom.rules.proposal import Choice, calls, failed, propose
 from gpumagic.report.units import count, size
 from gpumagic.source.cell_code import ints_named
@@ -191,9 +192,12 @@ def _advice(facts: Facts, text: CellText, joined: Joined, rows: Rows, method: st
     parts = f"{part}{margin}    for part in {rows.name}.split({number}){margin}"
     code = f"sum({margin}    {parts})" if method else f"torch.cat([{margin}    {parts}])"
     code += f" / len({rows.name})" if method == "mean" else ""
+    changes, how = joined.replaced_by(text, code), "at a time"
+    if rows.of_model and facts.cell is not None and not facts.cell.switches_grad_off and text is facts.text:
+        changes, how = [*changes, *ungraphed(facts)], f"{how}, without an autograd graph"
     return propose(
-        f"Compute line {joined.last.lineno} with {count(number, 'row')} of {rows.name} at a time", text=text,
-        changes=joined.replaced_by(text, code),
+        f"Compute line {joined.last.lineno} with {count(number, 'row')} of {rows.name} {how}", text=text,
+        changes=changes,
         evidence=f"the line makes {size(facts.requested)} at once for all {count(fact.shape[0], 'row')}",
         cost=cost,
     )  # fmt: skip
