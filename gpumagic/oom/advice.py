@@ -33,7 +33,7 @@ TIERS: tuple[tuple[Rule, ...], ...] = (
      training.mixed, *loops.SWITCHES, training.smaller_parameters),
     (),  # a number of the tier before that changes the result
     # Another model, another optimizer, more devices.
-    (training.leaner, loops.adafactor, batch.numbers, limits.divided, limits.large_blocks, limits.watermark),
+    (training.leaner, loops.adafactor, batch.numbers, limits.divided),
     (limits.larger,),
 )  # fmt: skip
 """The rules in the order of what their suggestions cost."""

@@ -130,12 +130,10 @@ class EveryCell:
     def install(self) -> None:
         """Follow the cells that start from now on."""
         self._shell.events.register("pre_run_cell", self._starts)
-        self._shell.events.register("post_execute", self._ended)
 
     def uninstall(self) -> None:
         """Undo `install`; a cell that runs now ends unguarded."""
         session.unregister(self._shell, "pre_run_cell", self._starts)
-        session.unregister(self._shell, "post_execute", self._ended)
         for guard in list(self._guards):
             self._sessions.drop(guard)
 
@@ -143,15 +141,6 @@ class EveryCell:
         guard = self._make()
         self._guards.add(guard)
         self._sessions.start(guard, info)
-
-    def _ended(self) -> None:
-        """Release what a silent cell pins that no other cell runs: it has no start event."""
-        result = self._shell.last_execution_result
-        if result is None or not result.info.silent or result.error_in_exec is None or self._sessions.is_any_running():
-            return
-        guard = self._make()
-        guard.close(result.error_in_exec)
-        guard.finish(result)
 
 
 def switch(shell: InteractiveShell, state: str, sessions: CellSessions, make: Callable[[], Guard]) -> str:

@@ -95,17 +95,6 @@ def test_a_cap_on_the_process_is_lifted_not_worked_around() -> None:
     assert not list(limits.fraction(SHORTAGE))
 
 
-def test_limits_of_xpu_and_mps_name_the_variable_and_the_restart() -> None:
-    block = one(limits.large_blocks, replace(SHORTAGE, kind="xpu block limit"))
-    cap = one(limits.watermark, replace(SHORTAGE, kind="mps allocator"))
-    assert (block.edit, cap.edit) == (
-        "UR_L0_USE_RELAXED_ALLOCATION_LIMITS=1", "PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0",
-    )  # fmt: skip
-    assert "restart" in block.cost
-    assert "restart" in cap.cost
-    assert not [*limits.large_blocks(SHORTAGE), *limits.watermark(SHORTAGE)]
-
-
 def test_several_devices_take_parts_of_the_batch_or_of_a_model_that_is_too_large_alone() -> None:
     facts = replace(SHORTAGE, cell=cell_code.read_cell("net(x).backward()"), free_elsewhere={"cuda:1": GIB})
     assert "each batch among 2 devices" in one(limits.divided, facts).title

@@ -82,16 +82,6 @@ fraction = Remedy(
     first=lambda facts, *_: "torch.cuda.set_per_process_memory_fraction(1.0"
     + ("" if facts.device in (None, "cuda:0") else f', "{facts.device}"') + ")",
 )  # fmt: skip
-large_blocks = Remedy(
-    "Allow blocks of more than 4 GB", lambda facts: facts.kind == "xpu block limit",
-    "the driver refuses single blocks beyond 4 GB unless the environment says so at the start",
-    "a restart of the kernel", edit="UR_L0_USE_RELAXED_ALLOCATION_LIMITS=1",
-)  # fmt: skip
-watermark = Remedy(
-    "Lift MPS's cap on its share of the machine's memory", lambda facts: facts.kind == "mps allocator",
-    lambda facts, *_: f"the cap is {size(facts.capacity)}, a share of the memory that the CPU uses too",
-    "a restart of the kernel; the machine may stall", edit="PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0",
-)  # fmt: skip
 
 A_FAIR_SHARE = 8
 """Every process has pieces too small for the next request; less than one part in so many is no fragmentation."""
