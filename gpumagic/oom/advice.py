@@ -246,6 +246,8 @@ def _is_worth_a_word(found: _Tried, facts: Facts) -> bool:
     """Return whether a suggestion works, may work, or saves a fair share of what is missing."""
     if facts.need is None:
         return True
+    if found.trial.fits is None and found.trial.needs is not None and not found.saves:
+        return False
     if found.trial.fits is not False:
         return not found.trial.reason.startswith("the cell fails")  # an edit that breaks the cell
     return found.saves > 0 and found.saves >= LEAST_SHARE * facts.need.missing
