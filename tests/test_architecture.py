@@ -187,7 +187,7 @@ def test_every_public_name_is_there_and_described() -> None:
 
 
 def test_every_part_of_memory_has_its_colour() -> None:
-    from gpumagic.memory.parts import PARTS
+    from gpumagic.memory.ledger import PARTS
     from gpumagic.report.document import PART_COLOURS
 
     assert {part.name for part in PARTS} == set(PART_COLOURS)

@@ -9,8 +9,7 @@ Start with `graph.py`: what some roots reach, and by which references.
     readers.py     what an object holds, read without running anybody's code: containers, instances, modules, classes
     modules.py     modules and optimizers by what they store
     running_module.py  whose forward or backward runs: the hooks of all modules; imports torch at its top
-    calls.py       what functions, generators, frames and exceptions hold
-    foreign.py     what types written in C hold: arrays, columns, thread locals, context variables, iterators
+    calls.py       what types written in C hold: functions, generators, frames, exceptions, arrays, columns, iterators
     graph.py       what is reached from some roots: every reference, once; names, holders and ownership are read from it
     holders.py     the roots, IPython's outputs and the last error among them, and what keeps tensors without a name
     paths.py       a path to a tensor, as code that evaluates to it

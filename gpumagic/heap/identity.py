@@ -15,7 +15,6 @@ _weakref_offset_of = type.__dict__["__weakrefoffset__"].__get__  # a metaclass o
 _SMALL = (bool, int, float, complex, str, bytes, type(None))
 _MEMBERS = 8
 """How many members of a container stand for it: one that is still in it, at its address, is enough."""
-_DEPTH = 3
 _CONTAINERS = (list, tuple, dict, set)
 
 
@@ -40,42 +39,37 @@ class Identities:
         return name in self._marks and is_marked(self._marks[name], value)
 
 
-class _Container:
-    """A list, dict, tuple or set, which takes no weak references: its address and some of its members or keys."""
+class _Unreferable:
+    """An object that takes no weak references: its address, and some of its members or keys, which must still be in it.
 
-    def __init__(self, value: Any, depth: int) -> None:
+    A container among those is told by its address alone.
+    """
+
+    def __init__(self, value: Any, *, is_member: bool) -> None:
         self.address = id(value)
-        self.members = [mark(each, depth - 1) for each in _first(value)] if depth else []
+        has_members = type(value) in _CONTAINERS and not is_member
+        self.members = [mark(each, is_member=True) for each in _first(value)] if has_members else []
 
 
-class _Address:
-    """An object that takes no weak references and has no members that are known."""
-
-    def __init__(self, value: object) -> None:
-        self.address = id(value)
-
-
-def mark(value: object, depth: int = _DEPTH) -> object:
+def mark(value: object, *, is_member: bool = False) -> object:
     """Return what `is_marked` tells an object by later; only numbers, texts and None are kept alive."""
-    kind = type(value)
-    if kind in _SMALL:
+    if type(value) in _SMALL:
         return value
-    if kind in _CONTAINERS:
-        return _Container(value, depth)
-    return weakref.ref(value) if _weakref_offset_of(kind) else _Address(value)
+    if _weakref_offset_of(type(value)) and type(value) not in _CONTAINERS:
+        return weakref.ref(value)
+    return _Unreferable(value, is_member=is_member)
 
 
 def is_marked(made: object, value: object) -> bool:
     """Return whether a mark was made of this very object."""
     if type(made) is weakref.ref:
         return made() is value
-    if isinstance(made, _Address):
-        return made.address == id(value)
-    if not isinstance(made, _Container):
+    if not isinstance(made, _Unreferable):
         return made is value
-    if made.address != id(value) or type(value) not in _CONTAINERS:
+    if made.address != id(value):
         return False
-    return not made.members or not value or any(is_marked(old, each) for old in made.members for each in _first(value))
+    now = _first(value) if type(value) in _CONTAINERS else []
+    return not made.members or not now or any(is_marked(old, each) for old in made.members for each in now)
 
 
 def _first(value: Any) -> list[object]:

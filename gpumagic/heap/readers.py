@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from gpumagic.heap import calls, foreign
+from gpumagic.heap import calls
 from gpumagic.heap.branches import (
     CONTAINED,
     FIELD,
@@ -69,13 +69,13 @@ def _reader_by_base(kind: type) -> Reader | None:
             return Reader(read, fields, container, has_own_class=has_own_class, is_indexed=is_indexed)
     if is_node(kind):
         return Reader(read_node, fields_of(kind))
-    if read_foreign := foreign.read_by_base(kind):
+    if read_foreign := calls.read_by_base(kind):
         is_indexed = not _is_overridden(kind, "__getitem__")
         return Reader(read_foreign, fields_of(kind), is_indexed=is_indexed)
     is_plain = kind is types.SimpleNamespace
     fields = fields_of(kind) if is_plain or is_heap_type(kind) else None
-    if not is_plain and foreign.shows_more(kind):
-        return Reader(foreign.read_opaque, fields, has_own_class=has_own_class)
+    if not is_plain and calls.shows_more(kind):
+        return Reader(calls.read_opaque, fields, has_own_class=has_own_class)
     return Reader(_instance, fields, has_own_class=has_own_class) if fields or has_own_class else None
 
 

@@ -4,10 +4,9 @@ Start with `allocator`, which every feature reads; `timeline` has the records of
 
     devices.py     names of devices as people write them, and the memory that can still be had of each
     allocator.py   statistics of each device's allocator, read without initialising a backend
-    ledger.py      the life of every block: the account of a peak, by line, part and module
+    ledger.py      the life of every block: the account of a peak, by line, part and module; what parts are called
     presets.py     GPUs by name, such as T4
     workspaces.py  what cuBLAS keeps
-    parts.py       what a part of a breakdown is called
     history.py     the CUDA allocator's own history of a cell, for memory_viz
     segments.py    the allocator's segments and blocks, from `memory_snapshot`
     host.py        the RAM that is available to this process

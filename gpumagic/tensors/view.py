@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from gpumagic.memory.parts import PART_OF_KIND, SHORT_KINDS
+from gpumagic.memory.ledger import PART_OF_KIND, SHORT_KINDS
 from gpumagic.memory.workspaces import CLEAR_WORKSPACES
 from gpumagic.report.base import grouped
 from gpumagic.report.columns import Column, Table

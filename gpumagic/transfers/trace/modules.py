@@ -18,8 +18,7 @@ from gpumagic.heap import branches
 from gpumagic.heap.modules import registered
 from gpumagic.heap.running_module import RunningModule
 from gpumagic.heap.storages import local_of
-from gpumagic.memory.ledger import REST
-from gpumagic.memory.parts import OF_MODULES
+from gpumagic.memory.ledger import OF_MODULES, REST
 from gpumagic.transfers.trace.memory import Owner, TracedMemory
 from gpumagic.transfers.trace.report import ModuleReport, ModuleRow
 

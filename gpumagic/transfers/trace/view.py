@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from gpumagic.memory.parts import OF_MODULES
+from gpumagic.memory.ledger import OF_MODULES
 from gpumagic.report import document as doc
 from gpumagic.report.columns import Column, Table
 from gpumagic.report.tree import OUTSIDE, tree_blocks
