@@ -101,7 +101,7 @@ def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
         trials: tries them.
     """
     if facts.need is not None and facts.need.fits and facts.need.certain:
-        return (_again(facts.need),)
+        return (_again(facts, facts.need),)
     proposals = [
         _Proposed(tier, place, each, _is_too_little(facts.need, rule, each))
         for tier, rules in enumerate(TIERS)
@@ -121,11 +121,12 @@ def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
     return tuple(_finished(facts, each) for each in sorted(worth, key=rank))
 
 
-def _again(need: Need) -> Advice:
+def _again(facts: Facts, need: Need) -> Advice:
     """Return the advice for a cell that fits from where the failure left the device."""
+    first = cleared(None, facts.residue, facts.half_made)
     return Advice(
         AGAIN, None, True, evidence="what an earlier failure held is free now, and what is free lies in other pieces",
-        cost="none", trial=EditTrial(True, True, need.needed, need.had),
+        cost="none", trial=EditTrial(True, True, need.needed, need.had), first=first, edit=first,
     )  # fmt: skip
 
 

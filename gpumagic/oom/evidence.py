@@ -59,6 +59,8 @@ def conclude(
         tried.reason = state.effects.sentence()
     with tried.until_interrupted():
         need = tried.need()
+        if need is not None and need.fits and any(nbytes >= LARGE for nbytes in facts.stale.values()):
+            tried.reason, need = "a dry run leaves out the old values of names that the cell binds first", None
         facts = replace(facts, need=need)
         advised = () if recovered else advice.advise(facts, tried)
     notes += [*verdict.sentences(facts), *_notes(facts, failure.event, state, kept), *dict.fromkeys(tried.exhausted)]
