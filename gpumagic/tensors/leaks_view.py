@@ -116,7 +116,7 @@ def _holders(rows: Sequence[LeakRow]) -> str:
 def _release(report: FreedReport) -> Iterator[Block]:
     changed = [row for row in report.freed if row.freed or row.storages]
     if not report.released:
-        yield Heading("Nothing to free: no output and no error keeps a tensor that no variable reaches")
+        yield Heading("Nothing to free: no output, error or cycle keeps a tensor that no variable reaches")
     else:
         came_back = ", ".join(f"{size(row.freed)} on {row.device}" for row in changed) or "nothing"
         yield Heading(f"Freed {came_back}")
