@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import difflib
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from gpumagic.report.units import LARGE, size
-from gpumagic.source.text import apply_changes, called_name, parse
-from gpumagic.source.text import keyword as keyword_of
 from gpumagic.transfers.report import Explanation, Operand
 
 
@@ -30,9 +26,9 @@ class DeviceError:
     """The expression that raised, if Python reports it."""
     operands: tuple[Operand, ...] = ()
     can_move: bool = False
-    """Whether the line's names are global, so that `--move` can bind them."""
-    in_cell: bool = True
-    """Whether it was a cell, with a magic, rather than a `with` block."""
+    """Whether the line is a cell's and its names are global, so that `--move` can bind them."""
+    inner: frozenset[str] = frozenset()
+    """Names that a comprehension or a lambda of the line binds: only within it can they be moved."""
     function: str | None = None
     """The function whose line it is."""
 
@@ -70,7 +66,7 @@ def _different_devices(error: DeviceError) -> tuple[str, str | None, str]:
     if len(devices) < 2:
         return _unnamed_operand(error, placed, devices)
     target, others = _target(placed, error.device), misplaced(error)
-    fixes = [_move_code(each, target) for each in others]
+    fixes = [_move_code(error, each, target) for each in others]
     return f"{_locations(placed)}.", "; ".join(fixes), _alternative(error, others, target)
 
 
@@ -89,10 +85,12 @@ def misplaced(error: DeviceError) -> list[Operand]:
 def is_given(error: DeviceError, parameters: Collection[str]) -> bool:
     """Return whether all that is misplaced comes by parameters of the function, so that its caller can mend it."""
     found = misplaced(error) if _rule(error.text) is _different_devices else []
-    return bool(found) and all(
-        re.match(r"\w*", each.code)[0] in parameters and not each.is_unregistered  # type: ignore[index]
-        for each in found
-    )
+    return bool(found) and all(_root(each) in parameters and not each.is_unregistered for each in found)
+
+
+def _root(operand: Operand) -> str:
+    """Return the variable by which an operand is reached."""
+    return re.split(r"\W", operand.code, maxsplit=1)[0]
 
 
 def _unnamed_operand(error: DeviceError, placed: Sequence[Operand], devices: set[str]) -> tuple[str, str | None, str]:
@@ -109,7 +107,7 @@ def _unnamed_operand(error: DeviceError, placed: Sequence[Operand], devices: set
     if others != [error.device]:
         return what, None, ""
     # New tensors are where the cell runs, and these are not.
-    fixes = "; ".join(_move_code(each, error.device) for each in placed)
+    fixes = "; ".join(_move_code(error, each, error.device) for each in placed)
     return what, fixes, _alternative(error, placed, error.device)
 
 
@@ -124,9 +122,9 @@ def _target(placed: Sequence[Operand], device: str) -> str:
     return next((each for each in found if each != "cpu"), device)
 
 
-def _move_code(operand: Operand, target: str) -> str:
+def _move_code(error: DeviceError, operand: Operand, target: str) -> str:
     code, move = operand.code, f'{operand.code}.to("{target}")'
-    if operand.kind == "module":
+    if operand.kind == "module" or _root(operand) in error.inner:
         return move
     if operand.kind == "optimizer":
         return f"{code}.load_state_dict({code}.state_dict())  # takes its state to its parameters"
@@ -144,12 +142,9 @@ def _alternative(error: DeviceError, others: Sequence[Operand], target: str) -> 
     movable = [
         each.code for each in others if each.is_variable and each.kind not in ("optimizer", "generator", "device")
     ]
-    if not error.can_move or target != error.device or len(movable) != len(others):
+    if not error.can_move or error.inner or target != error.device or len(movable) != len(others):
         return ""
-    names = ",".join(movable)
-    if error.in_cell:
-        return f"Or before the cell: %%ondevice {target} --move {names}"
-    return f'Or before the block: with gpumagic.ondevice("{target}", move="{names}")'
+    return f"Or before the cell: %%ondevice {target} --move {','.join(movable)}"
 
 
 def _locations(operands: Sequence[Operand]) -> str:
@@ -190,7 +185,7 @@ def _numpy(error: DeviceError) -> tuple[str, str | None, str]:
         return f"{what}, and the tensor is on {device}.", None, "Put .cpu() before it."
     what = f"{_locations(there)}, and {what}."
     call = ".detach().cpu()" if any(each.requires_grad for each in there) else ".cpu()"
-    return what, _read_first(error.expression, {each.code for each in there}, call), "It is a copy, and the host waits."
+    return what, "; ".join(f"{each.code}{call}" for each in there), "It is a copy, and the host waits."
 
 
 def _ordinal(error: DeviceError) -> tuple[str, str | None, str]:
@@ -200,16 +195,12 @@ def _ordinal(error: DeviceError) -> tuple[str, str | None, str]:
     there = ", ".join(each for each in error.here if each not in ("cpu", "meta"))
     if not missing:
         return f"The line asks for a device number that does not exist; there are {there}.", None, ""
-    near = difflib.get_close_matches(missing[0], error.here, n=1) or [error.device]
-    failing = error.expression or ""
-    fix = failing.replace(missing[0], near[0]) if missing[0] in failing else None
-    return f"There is no {missing[0]} here; there are {there}.", fix, "Numbers start at 0."
+    return f"There is no {missing[0]} here; there are {there}.", None, "Numbers start at 0."
 
 
 def _deserialize(error: DeviceError) -> tuple[str, str | None, str]:
     what = "The file was saved from a device that is not here, and without map_location a tensor goes back to its own."
-    fix = _with_keyword(error.expression or error.code, "load", f'map_location="{error.device}"')
-    return what, fix or f'torch.load(..., map_location="{error.device}")', ""
+    return what, f'torch.load(..., map_location="{error.device}")', ""
 
 
 def _fork(error: DeviceError) -> tuple[str, str | None, str]:
@@ -226,32 +217,8 @@ def _fork(error: DeviceError) -> tuple[str, str | None, str]:
 
 def _pin(error: DeviceError) -> tuple[str, str | None, str]:
     what = f"Only host memory can be pinned; new tensors are on {error.device} here, those of a dataset too."
-    fix = _with_keyword(error.expression or error.code, "DataLoader", "pin_memory=False")
     note = 'Or make the data with device="cpu". The Trainer of transformers takes dataloader_pin_memory=False.'
-    return what, fix or "DataLoader(..., pin_memory=False)", note
-
-
-def _read_first(expression: str | None, codes: set[str], call: str) -> str | None:
-    """Return the expression with a call added before its `.numpy()`, or after each of the operands if it has none."""
-    code = None if expression is None else parse(expression)
-    if code is None:
-        return expression
-    before = [node.value for node in code.nodes() if isinstance(node, ast.Attribute) and node.attr == "numpy"]
-    places = {code.code(each) for each in before if not isinstance(each, ast.Name) or each.id in codes} or codes
-    found = [each for each in code.expressions() if code.code(each) in places]
-    return apply_changes((code.append(each, call) for each in found), code.source)
-
-
-def _with_keyword(expression: str | None, function: str, keyword: str) -> str | None:
-    """Return the expression with a keyword added to its call of a function; None if there is no such call."""
-    code = parse(expression or "")
-    for node in code.nodes() if code is not None else ():
-        if code is not None and isinstance(node, ast.Call) and called_name(node) == function:
-            name, _, value = keyword.partition("=")
-            given = keyword_of(node, name)
-            change = code.add_argument(node, keyword) if given is None else code.replace(given.value, value)
-            return apply_changes([change], code.source)
-    return None
+    return what, "DataLoader(..., pin_memory=False)", note
 
 
 _RULES: dict[str, Rule] = {

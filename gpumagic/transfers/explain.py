@@ -19,7 +19,7 @@ from gpumagic.heap.branches import stored_attribute
 from gpumagic.memory import allocator
 from gpumagic.source import frames, magics
 from gpumagic.source.frames import MISSING, is_function_frame, is_user_code
-from gpumagic.source.text import failing_node, names_in
+from gpumagic.source.text import failing_node, names_in, parse_lines
 from gpumagic.transfers import device_errors
 from gpumagic.transfers.device_errors import DeviceError
 from gpumagic.transfers.log import bytes_by_device, kind_of
@@ -135,7 +135,7 @@ def explain(
         return None
     try:
         found = _read(error, DeviceError(text, device, (*allocator.accelerators(), "cpu", "meta")), namespace)
-        return device_errors.explain(replace(found, in_cell=in_cell))
+        return device_errors.explain(replace(found, can_move=found.can_move and in_cell))
     except Exception:  # a failure here must not cost the user the report
         return None
 
@@ -173,7 +173,24 @@ def _at_line(step: TracebackType, known: DeviceError, namespace: Mapping[str, An
         expression=ast.unparse(node) if written is None or "\n" in written else written,  # as its author wrote it
         operands=operands_of(node, frames.resolve_names(frame, names_in(node))),
         can_move=frame.f_globals is namespace and function is None,
+        inner=_bound_inside(lines, step.tb_lineno),
     )
+
+
+def _bound_inside(lines: tuple[str, ...], line: int) -> frozenset[str]:
+    """Return the names that comprehensions and lambdas on a line bind."""
+    tree = parse_lines(dict(enumerate(lines, 1)))
+    found: set[str] = set()
+    for node in () if tree is None else ast.walk(tree):
+        if isinstance(node, _INNER) and node.lineno <= line <= (node.end_lineno or line):
+            found |= {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
+            found |= {
+                each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+            }
+    return frozenset(found)
+
+
+_INNER = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 
 
 def _short_name(function: str | None) -> str | None:
