@@ -106,6 +106,9 @@ def shell(bare_shell: Any, tmp_path: Path) -> Iterator[Any]:
     yield bare_shell
     gc.enable()
     sys.modules.pop("of_mine", None)
+    bare_shell.run_line_magic("reset", "-f")
+    bare_shell._main_mod_cache.clear()
+    gpumagic.free_leaks()
 
 
 def promised(shell: Any) -> Iterator[tuple[str, list[str], int]]:
