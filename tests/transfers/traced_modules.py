@@ -50,6 +50,8 @@ def traced_training(backend: str, *, checkpointed: bool = False) -> TransferRepo
         "net": net, "batch": torch.ones(BATCH, WIDTH, device=f"{backend}:0"),
         "optimizer": torch.optim.AdamW(net.parameters()),
     }  # fmt: skip
+    device = torch.device(backend, 0)
+    torch.accelerator.reset_peak_memory_stats(device)  # a peak is told only where the cell raised the counter
     report, _, _ = corpus.run(STEPS, backend=backend, trace=True, names=names)
     return report
 
