@@ -136,7 +136,7 @@ class Account:
     """The request that was refused, or would have been."""
 
 
-class Change(NamedTuple):
+class BlockChange(NamedTuple):
     """A block taken, or given back: the second time that its life is in the timeline."""
 
     life: Life
@@ -160,7 +160,7 @@ class Ledger:
     where: Callable[[], Place] = Place
     lives: list[Life] = field(default_factory=list)
     lines: dict[tuple[int | None, int], LineUse] = field(default_factory=dict)
-    timeline: list[Change] = field(default_factory=list)
+    timeline: list[BlockChange] = field(default_factory=list)
     """Every change since `start`."""
     at_start: list[Life] = field(default_factory=list)
     """What was in use when the cell began."""
@@ -260,7 +260,7 @@ class Ledger:
             use = self.lines[self.place.line, device] = LineUse(self.place, device)
         use.after = allocated = account.allocated
         use.peak = max(use.peak, allocated)
-        self.timeline.append(Change(life, self.operators, self.place.line, allocated))
+        self.timeline.append(BlockChange(life, self.operators, self.place.line, allocated))
 
 
 def point(peak: Peak) -> dict[str, Any]:
@@ -332,7 +332,7 @@ class _Use:
         return {part: nbytes for part, nbytes in self._sums.items() if nbytes}
 
 
-def _shown(changes: list[Change]) -> set[int]:
+def _shown(changes: list[BlockChange]) -> set[int]:
     """Return the places of at most `MOST_POINTS` changes, and one."""
     stride = max(1, -(-len(changes) // MOST_POINTS))
     starts = range(0, len(changes), stride)
