@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
     info = commands.add_parser(
         "gpuinfo", help="show the GPUs, or why there is none", usage="%(prog)s [DEVICE ...] [OPTIONS]",
-        epilog="-p, -a and -w [SECONDS] are those of %%gpuinfo; -w goes on until Ctrl-C",
+        epilog="-p, -a and -w [SECONDS] are those of %gpuinfo; -w goes on until Ctrl-C",
     )  # fmt: skip
     instead = info.add_mutually_exclusive_group()
     instead.add_argument("--best", action="store_true", help="print only the device with most free memory")

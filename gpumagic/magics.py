@@ -222,9 +222,9 @@ class GPUMagic(Magics):
 
     def _on_engines(self, magic: str, options: Namespace) -> object:
         """Return one report of all engines."""
-        from gpumagic.cluster import queries
+        from gpumagic.cluster import connection
 
-        return queries.query_of(magic, options)(self.engine_timeout)
+        return connection.query_of(magic, options)(self.engine_timeout)
 
     def _cell_of_engines(
         self, magic: str, options: Namespace, cell: str | None, device: str | None = None

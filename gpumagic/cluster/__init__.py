@@ -1,9 +1,8 @@
 """`--engines`: the four magics on the engines of an ipyparallel cluster, and reports of many processes as one.
 
-Start with `queries.py` for the line magics and with `cells.py` for the cell magics.
+Start with `connection.py` for the line magics and with `cells.py` for the cell magics.
 
-    connection.py   which engines are meant, which device each gets, what each answers or why it does not
-    queries.py      `%gpuinfo` and `%devices` on every engine
+    connection.py   which engines are meant, which device each gets, what each answers; line magics on every engine
     cells.py        a cell of `%%ondevice` or `%%oomguard` on every engine
     requests.py     what runs in the engine: `answer`, sent as text, and what it calls there
     report.py       `ClusterReport`, merging, and GPUs that several engines share
@@ -18,7 +17,6 @@ Start with `queries.py` for the line magics and with `cells.py` for the cell mag
 
 from __future__ import annotations
 
-from gpumagic.cluster.connection import use
-from gpumagic.cluster.queries import devices, gpuinfo
+from gpumagic.cluster.connection import devices, gpuinfo, use
 
 __all__ = ["devices", "gpuinfo", "use"]

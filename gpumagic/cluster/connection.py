@@ -7,13 +7,15 @@ time is up is cancelled, so that it does not run later.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import io
 import pickle
+import time
 import weakref
 import zlib
 from argparse import Namespace
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -21,10 +23,10 @@ from typing import Any
 
 from gpumagic import _compat
 from gpumagic.cluster import requests
-from gpumagic.cluster.report import EngineAnswer
-from gpumagic.errors import OptionError
+from gpumagic.cluster.report import ClusterReport, EngineAnswer
+from gpumagic.errors import DeviceNotFound, OptionError
 from gpumagic.notebook import session
-from gpumagic.options import parser
+from gpumagic.options import ENGINE_TIMEOUT, parser
 from gpumagic.report.base import Origin
 
 PX = "px"
@@ -279,3 +281,77 @@ class _Records(pickle.Unpickler):
                 if dataclasses.is_dataclass(found) or is_named_tuple or issubclass(found, Enum):
                     return found
         raise pickle.UnpicklingError(f"{module}.{name} is no record of gpumagic's")
+
+
+_NO_DEVICE = "DeviceNotFound: "
+
+
+def gpuinfo(
+    *devices: str, engines: str = PX, timeout: float = ENGINE_TIMEOUT, processes: bool = False,
+    everything: bool = False,
+) -> ClusterReport:  # fmt: skip
+    """Return the GPUs of all engines; a GPU that several engines see is reported once.
+
+    Args:
+        devices: only these, by each engine's own names.
+        engines: ``"all"``, ``"0,2"``, ``"1:3"``; by default those of `%%px`.
+        timeout: seconds to wait; engines that have not answered by then are listed as such.
+        processes: also read the processes on each GPU.
+        everything: also read the fan, the PCI bus and so on.
+
+    Raises:
+        OptionError: there are no engines, or not these.
+        DeviceNotFound: a device that no engine has.
+    """
+    arguments = {"names": devices, "processes": processes, "everything": everything}
+    return ask("gpuinfo", arguments, engines, timeout)
+
+
+def devices(
+    *devices: str, engines: str = PX, timeout: float = ENGINE_TIMEOUT, by: str | None = None,
+    limit: int | None = 20,
+) -> ClusterReport:  # fmt: skip
+    """Return the live tensors of all engines, one row per storage.
+
+    Args:
+        devices: only these, by each engine's own names.
+        engines: ``"all"``, ``"0,2"``, ``"1:3"``; by default those of `%%px`.
+        timeout: seconds to wait; engines that have not answered by then are listed as such.
+        by: show totals by ``"dtype"``, ``"kind"`` or ``"holder"`` instead of rows.
+        limit: how many rows to show; the report has all.
+
+    Raises:
+        OptionError: there are no engines, or not these.
+        DeviceNotFound: a device that no engine has.
+    """
+    return ask("devices", {"names": devices, "by": by, "limit": limit}, engines, timeout)
+
+
+def ask(magic: str, arguments: Mapping[str, object], engines: str, timeout: float) -> ClusterReport:
+    """Return the report of the engines that were asked; the function of `requests` that answers is called as the magic.
+
+    Raises:
+        OptionError: there are no engines, or not these.
+        DeviceNotFound: a device that no engine has.
+    """
+    connection = connect(engines)
+    started = time.perf_counter()
+    answers = ask_all(connection, (magic, arguments), timeout)
+    refused = [answer.detail for answer in answers if answer.detail.startswith(_NO_DEVICE)]
+    if refused and len(refused) == len(answers):  # no engine has the device: the line itself is wrong
+        raise DeviceNotFound(f"on the engines: {refused[0].removeprefix(_NO_DEVICE)}")
+    return ClusterReport(magic, answers, time.perf_counter() - started)
+
+
+def query_of(magic: str, options: Namespace) -> Callable[[float], ClusterReport]:
+    """Return what a line with `--engines` asks, to be called with a time limit in seconds.
+
+    Raises:
+        OptionError: an option is about one process; `%px` has each engine answer for itself.
+    """
+    check_options(magic, options, "%px %")
+    if magic == "devices":
+        arguments = {"names": options.devices, "by": options.by, "limit": options.n}
+    else:
+        arguments = {"names": options.devices, "processes": options.processes, "everything": options.all}
+    return functools.partial(ask, magic, arguments, options.engines)

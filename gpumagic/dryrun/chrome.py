@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from gpumagic.dryrun.report import DryRunReport
-from gpumagic.report.chrome_trace import MICRO, ChromeTrace, events_of
+from gpumagic.report.exports import MICRO, ChromeTrace, events_of
 
 
 @events_of.register(DryRunReport)

@@ -15,7 +15,7 @@ from gpumagic.errors import GpuMagicError
 from gpumagic.report import document as doc
 from gpumagic.report.columns import Column, Table
 from gpumagic.report.document import document_of, stacking_order
-from gpumagic.report.plot import figure_of, finish_memory, label, mark_point, new_figure, part_colour, unit_for
+from gpumagic.report.exports import figure_of, finish_memory, label, mark_point, new_figure, part_colour, unit_for
 from gpumagic.report.tree import tree_blocks
 from gpumagic.report.units import count, duration, size, size_of, size_range
 

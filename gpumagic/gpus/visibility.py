@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -171,50 +171,34 @@ NVIDIA_VENDOR, DISPLAY_CLASS = "0x10de", "0x03"
 INSTALL_TORCH = "install a CUDA build with the command that https://pytorch.org/get-started gives"
 
 
-@dataclass(frozen=True, slots=True)
-class Environment:
-    """The machine around this process, from its files and environment variables alone."""
-
-    platform: str = "linux"
-    colab: bool = False
-    kaggle: bool = False
-    container: bool = False
-    wsl: bool = False
-    driver_loaded: bool = False
-    card: bool = False
-    """Whether an NVIDIA card is on the PCI bus."""
-
-
-def detect_environment() -> Environment:
-    """Read files and variables; starts nothing and needs no privileges."""
-    return Environment(
-        platform=sys.platform,
-        colab="COLAB_RELEASE_TAG" in os.environ or "google.colab" in sys.modules,
-        kaggle="KAGGLE_KERNEL_RUN_TYPE" in os.environ,
-        container=_exists(".dockerenv", "run/.containerenv") or "KUBERNETES_SERVICE_HOST" in os.environ,
-        wsl=_exists("dev/dxg"),
-        driver_loaded=_exists("proc/driver/nvidia/version", "dev/nvidiactl", "sys/module/nvidia"),
-        card=_has_nvidia_card(),
-    )
+def detect_environment() -> set[str]:
+    """Return what files and environment variables say of the machine around this process; starts nothing."""
+    signs = {
+        "mac": sys.platform == "darwin",
+        "colab": "COLAB_RELEASE_TAG" in os.environ or "google.colab" in sys.modules,
+        "kaggle": "KAGGLE_KERNEL_RUN_TYPE" in os.environ,
+        "container": _exists(".dockerenv", "run/.containerenv") or "KUBERNETES_SERVICE_HOST" in os.environ,
+        "wsl": _exists("dev/dxg"),
+        "driver": _exists("proc/driver/nvidia/version", "dev/nvidiactl", "sys/module/nvidia"),
+        "card": _has_nvidia_card(),
+    }
+    return {name for name, is_there in signs.items() if is_there}
 
 
 def explain(
-    answer: NvmlSnapshot | NvmlFailure,
-    build: TorchBuild,
-    view: Visibility | None,
-    environment: Environment | None = None,
+    answer: NvmlSnapshot | NvmlFailure, build: TorchBuild, view: Visibility | None, here: Collection[str] | None = None
 ) -> str:
     """Return why torch can use no GPU, with the remedy.
 
     ``view`` is what CUDA_VISIBLE_DEVICES leaves visible of NVML's cards, None if NVML did not answer.
     """
-    environment = environment or detect_environment()
+    here = detect_environment() if here is None else here
     if build.hip:
         return "torch is a ROCm build, whose GPUs are only shown once in use: run torch.cuda.init() and ask again."
     if isinstance(answer, NvmlFailure):
-        return _no_driver(answer, build, environment)
+        return _no_driver(answer, build, here)
     if not answer.cards:
-        return _on_hosted_notebook(environment) or _NOT_LISTED[environment.container]
+        return _on_hosted_notebook(here) or _NOT_LISTED["container" in here]
     if build.version is None:
         return "PyTorch is not installed in this environment, so nothing here can use the GPU: pip install torch."
     if build.known and build.cuda is None:
@@ -241,61 +225,56 @@ def _hidden_from_cuda(answer: NvmlSnapshot, build: TorchBuild, view: Visibility 
     return "CUDA started in this process and found none of the driver's GPUs: restart the kernel."
 
 
-def _no_driver(failure: NvmlFailure, build: TorchBuild, here: Environment) -> str:
+def _no_driver(failure: NvmlFailure, build: TorchBuild, here: Collection[str]) -> str:
     if hosted := _on_hosted_notebook(here):
         return hosted
-    if here.platform == "darwin":
+    if "mac" in here:
         return "A Mac has no NVIDIA driver; its own GPU is shown once torch is imported and was built with MPS."
     if build.xpu:
         return "torch is an XPU build, whose devices are shown once it is imported: import torch and ask again."
-    for problem, applies, sentence in _CAUSES:
-        if problem == failure.problem and applies(here):
+    for problem, signs, sentence in _CAUSES:
+        if problem == failure.problem and set(signs.split()) <= set(here):
             return sentence.format(failure.detail)
     return f"The NVIDIA driver does not answer ({failure.detail}): see what nvidia-smi says in a terminal."
 
 
-def _on_hosted_notebook(here: Environment) -> str | None:
-    if here.colab:
+def _on_hosted_notebook(here: Collection[str]) -> str | None:
+    if "colab" in here:
         return "This Colab runtime has no GPU: choose one in the menu Runtime > Change runtime type."
-    if here.kaggle:
+    if "kaggle" in here:
         return "This Kaggle session has no GPU: choose one under Settings > Accelerator."
     return None
 
 
-def _always(_: Environment) -> bool:
-    return True
-
-
 _ASK_FOR_GPU = "start it with --gpus all (Docker) or ask for nvidia.com/gpu (Kubernetes)."
-_CAUSES: tuple[tuple[str, Callable[[Environment], bool], str], ...] = (
-    ("no answer", _always, ("The NVIDIA driver did not answer in {}: see whether nvidia-smi does in a terminal; if it "
+_CAUSES = (
+    ("no answer", "", ("The NVIDIA driver did not answer in {}: see whether nvidia-smi does in a terminal; if it "
      "hangs too, the GPU or its driver does, which ends with a reboot.")),
-    ("no binding", _always, "nvidia-ml-py is not installed, so the driver cannot be asked: pip install nvidia-ml-py."),
-    ("no library", lambda here: here.driver_loaded and here.container,
+    ("no binding", "", "nvidia-ml-py is not installed, so the driver cannot be asked: pip install nvidia-ml-py."),
+    ("no library", "driver container",
      ("The driver is loaded, but its library libnvidia-ml.so.1 was not brought into this container: start it with the "
      "NVIDIA Container Toolkit and NVIDIA_DRIVER_CAPABILITIES=compute,utility.")),
-    ("no library", lambda here: here.driver_loaded,
+    ("no library", "driver",
      ("The NVIDIA driver is loaded, but its library libnvidia-ml.so.1 is not found: reinstall the driver's user-space "
      "package of the same version.")),
-    ("no library", lambda here: here.wsl,
+    ("no library", "wsl",
      "WSL shows no NVIDIA driver: install NVIDIA's driver in Windows (not in WSL), then wsl --shutdown."),
-    ("no library", lambda here: here.card and not here.container,
-     "There is an NVIDIA card, but no driver: install NVIDIA's driver and reboot."),
-    ("no library", lambda here: here.card,
+    ("no library", "card container",
      f"The machine has an NVIDIA card, but this container was started without it: {_ASK_FOR_GPU}"),
-    ("no library", lambda here: here.container,
+    ("no library", "card", "There is an NVIDIA card, but no driver: install NVIDIA's driver and reboot."),
+    ("no library", "container",
      f"This container has no NVIDIA GPU and no driver: if its machine has one, {_ASK_FOR_GPU}"),
-    ("no library", _always, "This machine has no NVIDIA GPU and no NVIDIA driver: run where there is one."),
-    ("no driver", lambda here: here.container and not here.driver_loaded,
-     f"The driver's library is in this container, but no GPU: {_ASK_FOR_GPU}"),
-    ("no driver", _always, "The NVIDIA driver is installed but not loaded: run sudo modprobe nvidia, or reboot."),
-    ("version mismatch", _always, ("The NVIDIA driver was updated while the old one still runs (library and kernel "
+    ("no library", "", "This machine has no NVIDIA GPU and no NVIDIA driver: run where there is one."),
+    ("no driver", "driver", "The NVIDIA driver is installed but not loaded: run sudo modprobe nvidia, or reboot."),
+    ("no driver", "container", f"The driver's library is in this container, but no GPU: {_ASK_FOR_GPU}"),
+    ("no driver", "", "The NVIDIA driver is installed but not loaded: run sudo modprobe nvidia, or reboot."),
+    ("version mismatch", "", ("The NVIDIA driver was updated while the old one still runs (library and kernel "
      "module differ): reboot.")),
-    ("no permission", _always, ("This user may not open the NVIDIA devices: check the permissions of /dev/nvidia* (on "
+    ("no permission", "", ("This user may not open the NVIDIA devices: check the permissions of /dev/nvidia* (on "
      "many machines the group video), or ask an administrator.")),
-    ("old driver", _always, "The NVIDIA driver is too old to be asked: install a current one."),
+    ("old driver", "", "The NVIDIA driver is too old to be asked: install a current one."),
 )  # fmt: skip
-"""Why NVML does not answer: its problem, where it applies, and what to say; the first that applies is said."""
+"""Why NVML does not answer: its problem, the signs that must be there, and what to say; the first that applies."""
 _NOT_LISTED = {
     False: "The NVIDIA driver runs but finds no GPU: see why in sudo dmesg (lines with NVRM), or reboot.",
     True: f"The NVIDIA driver answers but has given this container no GPU: {_ASK_FOR_GPU}",

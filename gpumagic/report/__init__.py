@@ -7,10 +7,8 @@ Start with `base.Report`. Views turn a report into a `document.Document`; render
     columns.py     tables by declared columns
     text.py        documents as plain text
     html.py        documents as HTML
-    markdown.py    documents as Markdown
     tree.py        figures by dotted path, as a tree
-    chrome_trace.py  events for Perfetto and chrome://tracing
-    plot.py        reports as matplotlib figures
+    exports.py     Markdown, events for Perfetto, matplotlib figures
     units.py       bytes, times and counts as text
     progress.py    one line that is rewritten while something takes long
 """

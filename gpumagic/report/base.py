@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
 
 from gpumagic.errors import OptionError
-from gpumagic.report import html, markdown, text
-from gpumagic.report.chrome_trace import events_of
+from gpumagic.report import exports, html, text
 from gpumagic.report.document import Document, document_of, unfolded
-from gpumagic.report.plot import figure_of
+from gpumagic.report.exports import events_of, figure_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -91,7 +90,7 @@ class Report(Generic[Row]):
 
     def to_markdown(self) -> str:
         """Return the report as Markdown, for an issue: its text, and what is folded behind `<details>`."""
-        return markdown.render(to_document(self))
+        return exports.to_markdown(to_document(self))
 
     def save(self, path: str | Path) -> Path:
         """Write the report to a file, and return its path.

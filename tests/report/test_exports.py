@@ -18,7 +18,7 @@ from gpumagic.dryrun.report import DryRunPoint, DryRunReport, DryRunRow
 from gpumagic.errors import OptionError
 from gpumagic.report.base import Report
 from gpumagic.report.document import Cell, Column, Document, Fold, Heading, Listing, Table
-from gpumagic.report.markdown import render
+from gpumagic.report.exports import to_markdown as render
 from gpumagic.transfers.report import TransferReport
 
 EVIL = "<script>alert(1)</script> | `x` @someone *b* [a](b)"

@@ -1,17 +1,96 @@
-"""Reports as figures, where matplotlib is installed: what their plots share."""
+"""What reports become elsewhere: Markdown for an issue, events for Perfetto, figures of matplotlib's."""
 
 from __future__ import annotations
 
 import functools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from html import escape
 from io import BytesIO
+from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.errors import GpuMagicError
-from gpumagic.report.document import OTHER_COLOUR, PART_COLOURS
+from gpumagic.report.document import OTHER_COLOUR, PART_COLOURS, Block, Document, Fold
+from gpumagic.report.text import render as render_text
 from gpumagic.report.units import printable, size, truncate_middle
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+MARKDOWN_WIDTH = 100
+"""Columns of the text in Markdown."""
+
+
+def to_markdown(document: Document) -> str:
+    """Return the document as Markdown, for an issue: text as a terminal has it, and `<details>`.
+
+    In a fence nothing is markup, a mention or a link, so text from outside needs no escapes there.
+    """
+    return "\n\n".join(_parts(document.blocks)) + "\n"
+
+
+def _parts(blocks: Iterable[Block]) -> Iterator[str]:
+    for is_fold, group in groupby(blocks, lambda block: isinstance(block, Fold)):
+        if is_fold:
+            yield from (_details(each) for each in group if isinstance(each, Fold))
+        else:
+            shown = render_text(Document(tuple(group)), MARKDOWN_WIDTH, unicode=True)
+            ticks = "`" * max(3, *(len(run) + 1 for run in re.findall(r"`+", shown)), 0)  # more than any that is in it
+            yield f"{ticks}text\n{shown}\n{ticks}"
+
+
+def _details(fold: Fold) -> str:
+    summary = escape(printable(fold.summary), quote=False).replace("@", "@\N{ZERO WIDTH SPACE}")
+    inner = "\n\n".join(_parts(fold.blocks))
+    return f"<details><summary>{summary}</summary>\n\n{inner}\n\n</details>"
+
+
+PROCESS = 1
+MICRO = 1e6
+
+
+class ChromeTrace:
+    """Events in Chrome's trace-event format, which Perfetto and chrome://tracing open; its times are microseconds.
+
+    Args:
+        title: the name of the process.
+    """
+
+    def __init__(self, title: str) -> None:
+        self._events: list[dict[str, Any]] = []
+        self._add("M", "process_name", args={"name": title})
+
+    def thread(self, number: int, name: str) -> None:
+        """Name a row of spans."""
+        self._add("M", "thread_name", tid=number, args={"name": name})
+
+    def span(self, name: str, thread: int, start: float, seconds: float, **args: object) -> None:
+        """Add what ran from a time on, in seconds from the start; spans of a thread must lie in each other."""
+        self._add("X", name, tid=thread, ts=start * MICRO, dur=max(0.0, seconds) * MICRO, cat="python", args=args)
+
+    def counter(self, name: str, at: float, values: Mapping[str, int]) -> None:
+        """Add the values of a counter at a time; several are drawn one on the other."""
+        self._add("C", name, ts=at * MICRO, args=dict(values))
+
+    def write(self, path: str | Path) -> Path:
+        """Write the file and return its path."""
+        found = {"traceEvents": self._events, "displayTimeUnit": "ms"}
+        path = Path(path)
+        path.write_text(json.dumps(found), encoding="utf-8")
+        return path
+
+    def _add(self, phase: str, name: str, *, tid: int = 0, **fields: Any) -> None:
+        self._events.append({"ph": phase, "name": name, "pid": PROCESS, "tid": tid, **fields})
+
+
+@functools.singledispatch
+def events_of(report: object) -> ChromeTrace:
+    """Return the events of a report; the module `chrome` of the folder it is defined in registers how."""
+    raise TypeError(f"{type(report).__name__} has no events")
+
 
 GIB = 1024**3
 MIB = 1024**2
