@@ -55,8 +55,6 @@ class Target:
     capacities: list[int | None]
     allocated: list[int]
     """What this process has allocated there now."""
-    pinned: list[int]
-    """Bytes that the allocator cannot give back now: live blocks, and what lies between them."""
     extra: tuple[int, int]
     cuts_to_size: bool
     """Whether the allocator is simgpu's; see `worker.fake.allocator`."""
@@ -127,7 +125,6 @@ def choose(device: str | None, capacity: int | None, gpu: str | None = None, ran
         backend, chosen,
         capacities=[_capacity(name, capacity, here) for name in names],
         allocated=[0 if each is None else each.allocated for each in figures],
-        pinned=[0 if each is None else each.allocated + _between(name) for name, each in zip(names, figures)],  # noqa: B905
         extra=(0, 0) if simulated else STATED if is_stated else _extra(has_context=initialised and capacity is None),
         cuts_to_size=simulated,
         segments=[
@@ -145,7 +142,7 @@ def of_ranks(target: Target, ranks: Ranks) -> Target:
     number, extra = min(ranks), target.extra if target.is_imagined else _extra(has_context=False)
     return replace(
         target, chosen=0, capacities=[target.capacities[target.chosen]] * number, allocated=[0] * number,
-        pinned=[0] * number, segments=[None] * number, extra=extra, is_here=False, ranks=ranks,
+        segments=[None] * number, extra=extra, is_here=False, ranks=ranks,
     )  # fmt: skip
 
 
@@ -162,15 +159,6 @@ def _capacity(name: str, capacity: int | None, here: list[str]) -> int | None:
         return capacity
     free, figures = devices.room(name), allocator.device_stats(name)
     return free if free is None or figures is None else free + figures.allocated
-
-
-def _between(name: str) -> int:
-    """Return the bytes of cached blocks whose segments hold live ones too."""
-    backend, index = Device.parse(name)
-    module = allocator.device_module(backend)
-    if module is None or not hasattr(module, "memory_stats"):
-        return 0
-    return int(module.memory_stats(index).get("inactive_split_bytes.all.current", 0))
 
 
 # ---- The engine

@@ -40,6 +40,7 @@ CUDA_DIFFERS = {
 }
 FAKE_DIFFERS = {
     "compiled_mlp": "torch.compile is refused",
+    "data_parallel": "DataParallel is refused",
     "packed_lstm": "cuDNN's LSTM is refused",
 }
 VERDICT_DIFFERS = {"per_sample_gradients": CUDA_DIFFERS["per_sample_gradients"]}

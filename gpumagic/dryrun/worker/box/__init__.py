@@ -1,7 +1,7 @@
 """What keeps a dry run from having effects: the machine's kernel, for C code and started programs as for Python.
 
-    overlay.py    a private view of the file system, network and names of its own, where namespaces are allowed
-    landlock.py   no writing elsewhere, no look into other processes
+    files.py      a private view of the file system, network and names of its own, where namespaces are allowed; and
+                  no writing elsewhere, no look into other processes
     seccomp.py    no connections, signals, programs, mounts; calls that a user should hear of are told
     watch.py      the other end: what was refused, in words
 
@@ -20,7 +20,7 @@ import struct
 import sys
 from typing import NamedTuple
 
-from gpumagic.dryrun.worker.box import landlock, overlay, seccomp, watch
+from gpumagic.dryrun.worker.box import files, seccomp, watch
 from gpumagic.dryrun.worker.box.seccomp import NOTIFY, Rule, refuse
 
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -65,7 +65,7 @@ class Box(NamedTuple):
     def written(self) -> list[str]:
         """Return in words what was done to the files of the process's own."""
         try:
-            return [] if self.stage is None else list(overlay.written(self.stage))
+            return [] if self.stage is None else list(files.written(self.stage))
         except OSError:  # the cell has closed descriptors that it had not opened
             return []
 
@@ -79,14 +79,14 @@ def enter(*, listens: bool = False) -> Box:
     if sys.platform != "linux":
         _no_growing_files()
         return Box(None, has_network=False, listener=None, missing=(_FILES, _SIGNALS, _CONNECTIONS))
-    stage, has_network = overlay.enter()
+    stage, has_network = files.enter()
     has_files = stage is not None
     if has_network:
         _switch_loopback_on()
-    overlay.drop_capabilities()
-    writable = [*_DEVICES, *(overlay.folders() if has_files else ())]
+    files.drop_capabilities()
+    writable = [*_DEVICES, *(files.folders() if has_files else ())]
     missing = []
-    if not landlock.restrict(writable):
+    if not files.restrict(writable):
         if not has_files:
             _no_growing_files()
             missing.append(_FILES)

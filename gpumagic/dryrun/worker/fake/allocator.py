@@ -105,11 +105,6 @@ class Allocator:
             self.reserved -= sum(size for size, _, each in blocks if each.is_whole_segment())
             self._cached[pool] = [entry for entry in blocks if not entry[2].is_whole_segment()]
 
-    def shrink(self, nbytes: int) -> None:
-        """Take bytes off the capacity: gaps between live blocks that the real allocator has and this one has not."""
-        if self.capacity is not None and nbytes > 0:
-            self.capacity = max(0, self.capacity - nbytes)
-
     def _new_segment(self, size: int, pool: Pool) -> Block:
         nbytes = segment_size(size)
         if self._is_too_much(nbytes):

@@ -29,7 +29,6 @@ FLOAT32_RESULT = _listed("""
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
     linalg_matrix_norm.str_ord sum sum.dim_IntList
 """)
-FLOAT32_OVERLOAD = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 WIDEST = _listed("""
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add stack cat
 """)
@@ -57,14 +56,12 @@ class Autocast:
         in_float32 = functools.partial(self._in, torch.float32)
         all_names = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
         ours = (each.removeprefix("aten::") for each in all_names if not each.startswith("aten::cudnn"))
-        others = set(ours) - {*LOWER, *FLOAT32_RESULT, *FLOAT32_OVERLOAD, *WIDEST, "binary_cross_entropy"}
+        others = set(ours) - {*LOWER, *FLOAT32_RESULT, *WIDEST, "binary_cross_entropy"}
         policies = ((LOWER, self._in_lower), (others, in_float32), (FLOAT32_RESULT, self._to_float32),
                     (WIDEST, self._in_widest))  # fmt: skip
         for names, policy in policies:
             for name in names:
                 self._impl(listed, name, policy)
-        for name, wider in FLOAT32_OVERLOAD.items():
-            listed.impl(_op(name), self._with_dtype(_op(wider)), "AutocastPrivateUse1")
         self._impl(listed, "binary_cross_entropy", _refuse)
         self._libraries += [rest, listed]
         clear = torch.clear_autocast_cache
@@ -103,14 +100,6 @@ class Autocast:
         flat = [each for value in (*args, *kwargs.values()) for each in (value if isinstance(value, list) else [value])]
         is_wide = any(self._is_eligible(each) and each.dtype == torch.float32 for each in flat)
         return self._in(torch.float32 if is_wide else torch.get_autocast_dtype(self._type), op, args, kwargs)
-
-    def _with_dtype(self, wider: Any) -> Callable[..., Any]:
-        def kernel(tensor: torch.Tensor, p: Any = 2, *rest: Any) -> Any:
-            with torch._C._ExcludeDispatchKeyGuard(_BELOW):
-                dtype = torch.float32 if self._is_eligible(tensor) else tensor.dtype
-                return wider(tensor, p, *rest, dtype=dtype)
-
-        return kernel
 
     def _is_eligible(self, value: Any) -> bool:
         if not isinstance(value, torch.Tensor):

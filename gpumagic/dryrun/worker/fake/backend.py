@@ -8,12 +8,10 @@ on the stack and where torch needs no queue for each device.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._utils import _flatten_dense_tensors, _reorder_tensors_as, _take_tensors, _unflatten_dense_tensors
 
 from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.dryrun.worker.fake.allocator import FakeLedger
@@ -124,11 +122,11 @@ class FakeModule(DeviceModule):
 
 
 class Stream:
-    """A stream that runs what the others run: none is concurrent here, and all share one cache."""
+    """A stream or an event: what is put on it has been done, since none is concurrent here and all share one cache."""
 
     cuda_stream = stream_id = priority = 0
 
-    def __init__(self, device: object = None, priority: int = 0, **_: object) -> None:
+    def __init__(self, device: object = None, *_: object, **__: object) -> None:
         self.device = device
 
     def query(self) -> bool:
@@ -138,11 +136,15 @@ class Stream:
     def synchronize(self, *_: object) -> None:
         """Wait for nothing."""
 
-    wait_stream = wait_event = synchronize
+    wait = wait_stream = wait_event = record = synchronize
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: Stream | None = None) -> Stream:
         """Return an event."""
-        return event or Event()
+        return event or Stream()
+
+    def elapsed_time(self, end_event: Stream) -> float:
+        """Return a time in ms that means nothing."""
+        return 1.0
 
     def __enter__(self) -> Stream:  # noqa: PYI034  # typing.Self is 3.11
         return self
@@ -151,92 +153,6 @@ class Stream:
         pass
 
 
-class Event:
-    """An event that has happened."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    def query(self) -> bool:
-        """Return that it has happened."""
-        return True
-
-    def record(self, *_: object) -> None:
-        """Record nothing."""
-
-    wait = synchronize = record
-
-    def elapsed_time(self, end_event: Event) -> float:
-        """Return a time in ms that means nothing."""
-        return 1.0
-
-
 def stream(chosen: Stream | None) -> Stream:
     """Return what makes a stream the current one inside a `with`."""
     return chosen or Stream()
-
-
-def current_stream(device: object = None) -> Stream:
-    """Return a stream."""
-    return Stream(device)
-
-
-# ---- Copies of one tensor to many devices and back
-#
-# `DataParallel` asks for them, and torch has them in C++ for CUDA only. They allocate what `torch/csrc/cuda/comm.cpp`
-# allocates: small tensors go to another device in one buffer, of which the copies are views.
-
-HOST = -1
-"""The number of the CPU among the devices."""
-
-
-def broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> list[torch.Tensor]:
-    """Return a tensor on each of some devices; itself on its own."""
-    return [tensor if tensor.get_device() == device else tensor.to(_named(device)) for device in devices]
-
-
-def broadcast_coalesced(
-    tensors: Sequence[torch.Tensor], devices: Sequence[int], buffer_size: int
-) -> list[list[torch.Tensor]]:
-    """Return some tensors on each of some devices, of which the first is their own."""
-    copies: list[list[torch.Tensor]] = [[] for _ in devices[1:]]
-    with torch.no_grad():
-        for chunk in _take_tensors(tensors, buffer_size):
-            flat = broadcast(_flatten_dense_tensors(chunk), devices)
-            for there, made in zip(copies, flat[1:], strict=True):
-                there.extend(each.detach() for each in _unflatten_dense_tensors(made, chunk))
-    return [list(tensors), *(list(_reorder_tensors_as(there, tensors)) for there in copies)]
-
-
-def scatter(
-    tensor: torch.Tensor, devices: Sequence[int], sizes: Sequence[int] | None, dim: int, _streams: Any = None
-) -> list[torch.Tensor]:
-    """Return the parts of a tensor, one on each of some devices."""
-    parts = tensor.chunk(len(devices), dim) if sizes is None else tensor.split(list(sizes), dim)
-    return [part.to(_named(device), non_blocking=True) for part, device in zip(parts, devices, strict=False)]
-
-
-def gather(tensors: Sequence[torch.Tensor], dim: int, device: int | None) -> torch.Tensor:
-    """Return tensors put together on one device."""
-    shape = list(tensors[0].shape)
-    shape[dim] = sum(each.size(dim) for each in tensors)
-    where = _named(torch.cuda.current_device() if device is None else device)
-    target = torch.empty(shape, dtype=tensors[0].dtype, device=where)
-    for part, tensor in zip(target.split([each.size(dim) for each in tensors], dim), tensors, strict=True):
-        part.copy_(tensor, non_blocking=True)
-    return target
-
-
-def is_nccls(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether NCCL adds up some tensors, in place of `torch.cuda.nccl.is_available`."""
-    given = list(tensors)
-    devices = {each.get_device() for each in given}
-    return len(devices) == len(given) and all(not each.is_sparse and each.is_contiguous() for each in given)
-
-
-def add_up(*_: object, **__: object) -> None:
-    """Add tensors up into one that is there, in place of `torch.cuda.nccl.reduce`."""
-
-
-def _named(device: int) -> torch.device:
-    return torch.device("cpu") if device == HOST else torch.device("cuda", device)

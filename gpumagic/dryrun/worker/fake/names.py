@@ -9,25 +9,23 @@ LSTM is refused.
 from __future__ import annotations
 
 import functools
-import importlib
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from gpumagic.dryrun.parts import CannotDryRun
-from gpumagic.dryrun.worker.fake import backend
-from gpumagic.dryrun.worker.fake.backend import OURS, Event, FakeModule, Stream, current_stream, stream
+from gpumagic.dryrun.worker.fake.backend import OURS, FakeModule, Stream, stream
 from gpumagic.dryrun.worker.fake.scratch import attention
 from gpumagic.memory.devices import Device
 
 _REFUSED = ("ExternalStream", "CUDAGraph", "graph", "make_graphed_callables", "MemPool")
 _AMONG_DEVICES = ("broadcast", "broadcast_coalesced", "scatter", "gather")
+"""What `DataParallel` asks for, which torch has in C++ for CUDA only."""
 _STREAMS: dict[str, Any] = {
-    "Stream": Stream, "Event": Event, "stream": stream, "current_stream": current_stream,
-    "default_stream": current_stream,
+    "Stream": Stream, "Event": Stream, "stream": stream, "current_stream": Stream, "default_stream": Stream,
 }  # fmt: skip
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
@@ -205,9 +203,7 @@ def _share(theirs: Any, module: FakeModule) -> None:
         if hasattr(theirs, name):
             setattr(theirs, name, type(name, (_Refused,), {"__module__": theirs.__name__}))
     for name in _AMONG_DEVICES:
-        setattr(torch._C, f"_{name}", getattr(backend, name))
-    nccl: Any = importlib.import_module("torch.cuda.nccl")
-    nccl.is_available, nccl.reduce = backend.is_nccls, backend.add_up
+        setattr(torch._C, f"_{name}", _refuse_copies)
     for name, value in _STREAMS.items():
         if hasattr(theirs, name):
             setattr(theirs, name, value)
@@ -220,6 +216,10 @@ class _Refused:
 
     def __init__(self, *_: object, **__: object) -> None:
         raise CannotDryRun(f"it uses {type(self).__module__}.{type(self).__name__}, which is not part of a dry run")
+
+
+def _refuse_copies(*_: object) -> NoReturn:
+    raise CannotDryRun("it uses DataParallel, whose copies are dry-run on a CUDA build of torch only")
 
 
 def _first(real: Callable[..., Any], change: Callable[[Any], Any], *args: Any) -> Any:

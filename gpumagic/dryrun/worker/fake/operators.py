@@ -18,9 +18,8 @@ import torch
 from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.dryrun.worker.fake.allocator import FakeLedger
 from gpumagic.dryrun.worker.fake.backend import FakeModule
-from gpumagic.dryrun.worker.fake.calls import Call
+from gpumagic.dryrun.worker.fake.calls import Call, Operands, Operator, Plan
 from gpumagic.dryrun.worker.fake.contents import Contents
-from gpumagic.dryrun.worker.fake.plans import Operands, Operator, Plan
 from gpumagic.dryrun.worker.fake.scratch import scratch
 from gpumagic.dryrun.worker.fake.storages import CPU, Form, Storages, key_of
 
@@ -233,8 +232,6 @@ class Operators:
         device = call.device if call.device is not None else self._device(call.asked_for)
         if fills:
             returned = args[0]
-        elif call.is_settled():
-            returned = call.target
         else:
             returned = call.on_meta()
             for tensor, twin in call.written():

@@ -63,11 +63,6 @@ class FakeRun(Run):
             if nbytes > 0:
                 self.kept.append(self._storages.new((nbytes,), (1,), torch.uint8, device))
             self.ledger.hold(device)
-        for account, pinned, segments in zip(
-            self.ledger.accounts, self.request["pinned"], self.request["segments"], strict=True
-        ):
-            if segments is None:
-                account.allocator.shrink(pinned - account.allocator.reserved)
         self.ledger.start()
         self._before = self.ledger.figures()
         self._operators.give_up = lambda error: self.send(self.failed(error))
