@@ -55,6 +55,15 @@ def dry_run(cell: str, capacity: int = 1 << 40) -> DryRunReport:
     return run.dry_run(script_of(cell), {}, targets.choose("cuda:0", capacity))
 
 
+def test_of_layers_that_are_copies_of_one_the_host_has_the_first_few() -> None:
+    """A layer of 256 MiB, 80 times: `nn.TransformerEncoder` makes its layers so."""
+    cell = "import copy, torch\nlayer = torch.nn.Linear(8192, 8192)\nm = [copy.deepcopy(layer) for _ in range(80)]"
+    report = dry_run(MEASURED.format(cell=cell))
+    assert report.error is not None
+    before, after, most = json.loads(report.error[report.error.index("[") :])
+    assert max(after, most) - before < 1024 * MIB
+
+
 @pytest.mark.parametrize(
     ("way", "itemsize"),
     [

@@ -81,7 +81,7 @@ class DeferredFills:
         self._files: list[_Unwritten] = []
         self._mode = Answering(self._follow)
         self._room = ROOM
-        self._left_to_draw = DRAWN
+        self._left_to_draw = self._left_to_copy = DRAWN
         self._skipped: torch.Tensor | None = None
         """Where the generator was after the last weights, if some were not drawn."""
         self._is_drawing = False
@@ -121,6 +121,7 @@ class DeferredFills:
                     self._mode.end()
             return made
 
+        torch.nn.Parameter.__deepcopy__ = self._deep_copying(torch.nn.Parameter.__deepcopy__)
         torch.UntypedStorage.from_file = staticmethod(mapped)
         torch.nn.Module._apply = applied
         torch.autograd._engine_run_backward = self._without_mode(torch.autograd._engine_run_backward)
@@ -152,6 +153,20 @@ class DeferredFills:
             return tensor
 
         return filled
+
+    def _deep_copying(self, copied: Callable[..., Any]) -> Callable[..., Any]:
+        def deep_copied(parameter: torch.nn.Parameter, memo: dict[int, Any]) -> Any:
+            """Leave copies of weights that were drawn unwritten too, beyond the first: of 32 layers, 31 are copies."""
+            if id(parameter) in memo or not self._is_followed() or not _is_large(parameter) or self._of(parameter):
+                return copied(parameter, memo)
+            self._left_to_copy -= parameter.numel()
+            if self._left_to_copy >= 0:
+                return copied(parameter, memo)
+            blank = _blank(parameter.detach())
+            self._leave(blank.untyped_storage(), _Unwritten())
+            return memo.setdefault(id(parameter), type(parameter)(blank, parameter.requires_grad))
+
+        return deep_copied
 
     def _making(self, fill: str | int | None, make: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(make)
