@@ -13,7 +13,7 @@ what they do. Nothing of the notebook changes.
     payload.py     the notebook as code and metadata; `sendable.py` decides how each object goes, `parts.py` as what
     client.py      the parent's end of the worker process
     worker/        what runs in that process
-    report.py      the records; `view.py` shows them, `chrome.py` writes trace events
+    report.py      the records; `view.py` shows them
     models.py      the models of a cell, and what they take in other types
 """
 

@@ -1,21 +1,15 @@
-"""A dry run on behalf of the magics: of a cell, or of one that ran out of memory with other values of its batch size.
-
-The latter takes limited time and is never fatal: where the cell cannot be dry-run, that is an answer too.
-"""
+"""A dry run of a cell on behalf of its magic."""
 
 from __future__ import annotations
 
 import re
-import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpumagic.dryrun import fitting, run, targets
 from gpumagic.dryrun.report import DryRunReport
 from gpumagic.dryrun.script import script_of
 from gpumagic.errors import GpuMagicError, OptionError
-from gpumagic.source.settings import Setting
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -64,49 +58,3 @@ def show_and_check(report: DryRunReport) -> None:
     if not report.fits:
         why = report.verdict
         raise GpuMagicError(f"not run: {why[:1].lower()}{why[1:]}")
-
-
-SECONDS = 30.0
-"""How long all dry runs of one question may take."""
-
-What = str | Callable[[], object]
-
-
-class OtherValues:
-    """Dry-runs code with one number changed.
-
-    Args:
-        with_value: returns the code, or a callable, and the variables that a value comes with.
-        namespace: the names that the code sees.
-    """
-
-    def __init__(
-        self, with_value: Callable[[int], tuple[What, Mapping[str, object]]], namespace: Mapping[str, Any]
-    ) -> None:
-        self._with_value, self._namespace = with_value, namespace
-        self._until: float | None = None
-
-    def fits(self, value: int) -> bool | None:
-        """Return whether the code fits with a value, as the devices are now; None where that cannot be told."""
-        left = SECONDS if self._until is None else self._until - time.monotonic()
-        if left <= 0:
-            return None
-        what, values = self._with_value(value)
-        target = targets.choose(None, None)
-        try:
-            report = run.dry_run(script_of(what), self._namespace, target, values=values, time_limit=left)
-        except GpuMagicError:
-            return None
-        if self._until is None:  # the worker's start does not count
-            self._until = time.monotonic() + SECONDS
-        return report.fits
-
-
-def with_other_values(source: str, setting: Setting, namespace: Mapping[str, Any]) -> OtherValues:
-    """Return the question for a cell's text and a number in it, or in the notebook."""
-
-    def with_value(value: int) -> tuple[What, Mapping[str, object]]:
-        text, values = setting.with_value(value)
-        return source if text is None else text, values
-
-    return OtherValues(with_value, namespace)

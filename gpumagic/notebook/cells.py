@@ -133,10 +133,6 @@ class CellSessions:
             self._forget([session])
             self._close([session], None)
 
-    def is_any_running(self) -> bool:
-        """Return whether this thread runs a cell that is not silent."""
-        return bool(self._cells.get(threading.get_ident()))
-
     def ready_body(self, runs: BodyRuns, body: str) -> Callable[[], object]:
         """Return a function that runs the body of a cell magic under a guard and returns its last expression's value.
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
 from gpumagic.errors import OptionError
 from gpumagic.report import exports, html, text
 from gpumagic.report.document import Document, document_of, unfolded
-from gpumagic.report.exports import events_of, figure_of
+from gpumagic.report.exports import figure_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -211,12 +211,6 @@ def to_figure(record: object) -> Figure:
     """
     _import_view(record)
     return figure_of(record)
-
-
-def write_chrome_trace(record: object, path: str | Path) -> Path:
-    """Write a report's trace events, and return the path."""
-    import_module(f"{type(record).__module__.rpartition('.')[0]}.chrome")
-    return events_of(record).write(path)
 
 
 def _import_view(record: object) -> None:
