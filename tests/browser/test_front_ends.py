@@ -28,11 +28,13 @@ def test_tab_completes_options_and_devices(notebook_page, expect) -> None:
         page.page.keyboard.press("Escape")
 
 
-def test_watch_moves_while_other_cells_run_and_an_interrupt_stops_it(notebook_page, expect) -> None:
+def test_watch_moves_while_other_cells_run_until_off(notebook_page, expect) -> None:
     page = notebook_page
     threads = "import threading\nprint([t.name for t in threading.enumerate() if 'gpumagic' in t.name])"
     grow = "y = torch.ones(4 * 2**20, device='simgpu:1')"
-    page.open([SETUP, "%gpuinfo -w 0.2", grow, threads, "print('busy')\nwhile True: pass", threads])
+    page.open(
+        [SETUP, "%gpuinfo -w 0.2", grow, threads, "print('busy')\nwhile True: pass", f"%gpuinfo -w off\n{threads}"]
+    )
     page.run(0)
     table = page.run(1).get_by_role("row", name="simgpu:1").first  # the second is its history
     expect(table).to_contain_text("0.0 / 64.0 MiB")
