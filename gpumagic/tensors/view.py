@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from gpumagic.memory.ledger import PART_OF_KIND, SHORT_KINDS
@@ -52,6 +53,8 @@ def view_tensors(report: TensorReport) -> Document:
     return Document(tuple(blocks))
 
 
+SHOWN = 20
+"""Lines of a table unless more are asked for."""
 LARGE_SHARE = 0.1
 """The share of all that the report lists, from which what may be freed is its first line."""
 
@@ -107,20 +110,43 @@ def _amount(report: TensorReport) -> str:
     if not tensors:
         return f"No live tensors on {', '.join(report.only)}" if report.only else "No live tensors"
     storages = sum(row.storages for row in report.by_device)
-    shares = ", ".join(f"{row.device} {size(row.in_rows)}" for row in report.by_device if row.tensors)
+    shares = ", ".join(f"{row.device} {size(row.in_rows)}{_cache(row)}" for row in report.by_device if row.tensors)
     return f"{count(tensors, 'tensor')} in {count(storages, 'storage')}: {shares}"
 
 
+def _cache(row: DeviceMemoryRow) -> str:
+    """Return in words how much more the allocator keeps for later, if that is worth a word."""
+    cached = row.cached or 0
+    return f" and {size(cached)} of cache" if cached >= max(LARGE, LARGE_SHARE * (row.allocated or 0)) else ""
+
+
 def _largest(report: TensorReport) -> Iterator[Block]:
-    lines = fold(report.tensors)
     wholes = {row.device: row.in_rows for row in report.by_device}
+    lines, limit = _in_order(fold(report.tensors), wholes, report.limit)
     yield Table.of(
-        lines, NAMED_COLUMNS, "The largest storages", limit=report.limit, rest=more_storages,
+        lines, NAMED_COLUMNS, "The largest storages", limit=limit, rest=more_storages,
         whole=lambda line: wholes.get(line.row.device, 0),
     )  # fmt: skip
-    about = grouped((_note(line.row), line.text) for line in lines[: report.limit] if line.row.note is not None)
+    about = grouped((_note(line.row), line.text) for line in lines[:limit] if line.row.note is not None)
     for note, names in about.items():
         yield Paragraph(f"{few(list(dict.fromkeys(names)), 3)}: {note}", muted=True)
+
+
+_FEW_LINES, _SMALL = 10, 0.001
+"""Of more lines than so many, those of less than this share of what is on their device stand in one together."""
+
+
+def _in_order(
+    lines: list[Line[TensorRow]], wholes: Mapping[str, int], limit: int | None
+) -> tuple[list[Line[TensorRow]], int | None]:
+    """Return lines by size with those of accelerators first, and how many are shown: not the small ones of many."""
+    if any(line.nbytes < after.nbytes for line, after in pairwise(lines)):
+        return lines, limit  # someone has put them in another order
+    small = {id(line) for line in lines if line.nbytes < _SMALL * wholes.get(line.row.device, 0)}
+    if len(lines) <= _FEW_LINES or limit is None or limit > SHOWN or len(small) > len(lines) - 3:
+        small = set()
+    ordered = sorted(lines, key=lambda line: (id(line) in small, line.row.device in ("cpu", "meta")))
+    return ordered, min(limit, len(lines) - len(small)) if small and limit is not None else limit
 
 
 def _note(row: TensorRow) -> str:

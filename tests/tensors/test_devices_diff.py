@@ -9,6 +9,7 @@ import pytest
 from IPython.core.error import UsageError
 
 from gpumagic.magics import compares_with_its_start
+from gpumagic.report.base import to_text
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 
@@ -185,7 +186,7 @@ def test_the_variable_that_grew_most_comes_first_with_its_graphs_and_what_helps(
     run("losses += [(w * w).exp().sum() for _ in range(3)]\nother = torch.ones(20)")
     report = run("%devices --diff")
     assert report.by_variable == {"losses": 3 * (256 * 256 * 4 + 4), "other": 40}  # exp keeps its result; w has a name
-    first, second, *_ = str(report).splitlines()
+    first, second, *_ = to_text(report, 100).splitlines()
     assert first == ("losses +768.0 KiB: 768.0 KiB of it in autograd graphs; collect loss.item() or .detach()")
     assert second.startswith("+768.1 KiB in 7 new storages")
     run("del other")

@@ -53,10 +53,10 @@ Name                    Device         Size               Shape           Kind
 ──────────────────────  ────────  ──────────────────────  ──────────────  ──────
 model.embed.weight      simgpu:0  512.0 MiB █████░░░░░░░  [131072, 1024]  param
 opt.state[…ht].exp_avg  simgpu:0  512.0 MiB █████░░░░░░░  [131072, 1024]  optim
-small                   cpu       300.0 MiB ████████████  [10]            plain
 (Out[12])               simgpu:0   64.0 MiB █░░░░░░░░░░░  [4096, 4096]    activ.
 (no name) × 5,000       simgpu:0   19.5 MiB █░░░░░░░░░░░  [32, 32]        plain
 (last traceback)        simgpu:0   16.0 MiB █░░░░░░░░░░░  [2048, 2048]    plain
+small                   cpu       300.0 MiB ████████████  [10]            plain
 and 2 more storages, 0 B
 small: a 40 B view keeps a 300.0 MiB storage alive; .clone() it
 Device        Named  No variable  Unattributed  Allocated                 Cached
@@ -104,6 +104,17 @@ def test_an_order_other_than_size_is_kept() -> None:
     rows = sorted(ROWS, key=lambda each: each.shape)
     lines = text(TensorReport(tuple(rows), SUMS)).splitlines()
     assert lines[3].startswith("ragged")
+
+
+def test_of_many_lines_the_small_ones_are_one_and_a_large_cache_is_told_in_words() -> None:
+    large = [row("host", 900 * MIB, "cpu"), *(row(name, 64 * MIB) for name in ("w", "x", "y", "z"))]
+    small = [row(name, KIB) for name in ("norm", "bias", "step", "scale", "shift", "count", "mean")]
+    sums = DeviceMemoryRow("simgpu:0", 11, 11, 256 * MIB, 0, allocated=256 * MIB, cached=107 * MIB)
+    shown = text(TensorReport((*large, *small), (sums, DeviceMemoryRow("cpu", 1, 1, 900 * MIB, 0)), limit=20), 100)
+    assert shown.startswith("12 tensors in 12 storages: simgpu:0 256.0 MiB and 107.0 MiB of cache, cpu 900.0 MiB\n")
+    assert [line.split()[0] for line in shown.splitlines()[3:8]] == ["w", "x", "y", "z", "host"]
+    assert "and 7 more storages, 7.0 KiB" in shown
+    assert "norm" in text(TensorReport((*large, *small), (sums,), limit=50))
 
 
 def test_a_few_tensors_of_a_list_have_a_line_each() -> None:
