@@ -143,6 +143,7 @@ def freed_by(lines: list[str], shell: Any) -> int | str:
 def test_each_line_frees_what_is_said(shell: Any, tmp_path: Path, state: str) -> None:
     if "ipywidgets" in STATES[state][0]:
         pytest.importorskip("ipywidgets")
+    gc.freeze()  # pytest's hooks, which are suspended meanwhile and lead to all tests
     for cell in STATES[state]:
         code = cell.replace("SCRIPT", str(tmp_path / "script.py")).replace("FOLDER", str(tmp_path))
         shell.run_cell(code, store_history=True)

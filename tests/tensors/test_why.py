@@ -13,7 +13,6 @@ import torch
 from stages import sample
 
 from gpumagic.errors import OptionError
-from gpumagic.heap import calls
 from gpumagic.tensors import why as why_
 from gpumagic.tensors.scan import scan
 
@@ -101,14 +100,8 @@ def test_the_line_given_is_code_that_frees_it(line) -> None:
     assert not [row for row in scan(namespace) if row.name]
 
 
-@pytest.fixture
-def without_hooks(monkeypatch) -> None:
-    """Leave out suspended functions: of pytest's hooks, which lead to all tests, more than is followed."""
-    monkeypatch.setattr(calls, "SUSPENDED", ())
-
-
-@pytest.mark.usefixtures("without_hooks")
 def test_a_module_that_its_own_class_keeps_is_freed_by_a_collection() -> None:
+    gc.freeze()  # pytest's hooks, which are suspended meanwhile and lead to all tests
     linear = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(7, 1))
     namespace, weak = {"linear": linear}, weakref.ref(linear)
     del linear
@@ -264,8 +257,8 @@ def test_an_autograd_graph_is_a_holder_with_the_line_that_frees_it() -> None:
     assert x() is None
 
 
-@pytest.mark.usefixtures("without_hooks")
 def test_what_only_the_last_error_keeps_is_not_promised_of_a_line_that_leaves_it(bare_shell) -> None:
+    gc.freeze()  # pytest's hooks, which are suspended meanwhile and lead to all tests
     bare_shell.run_cell("import torch\nx = torch.ones(100)\ndef fails():\n    own = torch.ones(300)\n    1 / 0")
     bare_shell.run_cell("fails()")
     report = why("x", bare_shell.user_ns, bare_shell)
