@@ -85,7 +85,7 @@ def _table(table: doc.Table, label: str) -> str:
     columns = list(zip(*table.rows, strict=True)) or [()] * len(table.columns)
     barred = [any(isinstance(cell, doc.Cell) and cell.bar for cell in cells) for cells in columns]
     styles = list(map(_column_style, table.columns, columns, barred))
-    head = "".join(map(_title, table.columns, styles, barred))
+    head = "".join(map(_title, table.columns, barred))
     body = "".join(f"<tr>{''.join(map(_cell, row, table.columns, styles, barred))}</tr>" for row in table.rows)
     rest = _line(doc.Paragraph(table.rest, muted=True)) if table.rest else ""
     return _box(f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>", _named(table.caption or label)) + rest
@@ -93,7 +93,7 @@ def _table(table: doc.Table, label: str) -> str:
 
 def _column_style(column: doc.Column, cells: Sequence[doc.Cell | str], barred: bool) -> str:
     """Return how the cells of a column stand: code and names wrap on a narrow page, so that figures stay on it."""
-    align = f"text-align:{'right' if barred else column.align}"  # so that the bars of a column stand in line
+    align = _align(column, barred)
     if not column.shrinks:
         return f"{align};white-space:nowrap"
     longest = max((len(cell if isinstance(cell, str) else cell.text) for cell in cells), default=0)
@@ -120,7 +120,12 @@ def _box(table: str, name: str) -> str:
     )
 
 
-def _title(column: doc.Column, style: str, barred: bool) -> str:
+def _align(column: doc.Column, barred: bool) -> str:
+    return f"text-align:{'right' if barred else column.align}"  # so that the bars of a column stand in line
+
+
+def _title(column: doc.Column, barred: bool) -> str:
+    style = f"{_align(column, barred)};white-space:nowrap"
     space = _track("", "") if barred else ""
     return f'<th scope="col" style="{style}">{_text(column.title)}{space}</th>'
 
