@@ -38,7 +38,8 @@ def test_each_traced_line_takes_what_the_allocator_counts_when_it_runs_alone(dev
     truth = traced_cells.measured(device.backend)
     told = traced_cells.traced(device.backend)
     for statement, alone, line in zip(traced_cells.STATEMENTS, truth, told, strict=True):
-        assert line == alone, statement
+        slack = traced_cells.SLACK.get(device.backend, 0)
+        assert all(abs(one - other) <= slack for one, other in zip(line, alone, strict=True)), (statement, line, alone)
 
 
 def test_traced_modules_add_up_to_what_the_allocator_counts_and_have_their_parts(device: Accelerator) -> None:

@@ -49,7 +49,7 @@ def test_a_displayed_value_that_was_deleted_is_held_by_its_output(run, bare_shel
     run("%reset -f out")
     # IPython 7 forgets the output, yet leaves a copy in its hidden namespace (ipython#10082).
     left = {holder for _, holder in held(run("%devices"), 1232)}
-    assert left <= {f"user_ns_hidden['_{count}']"}
+    assert left <= {f"_{count}"}
 
 
 def test_a_value_inside_an_output_is_held_by_it(run, bare_shell) -> None:
