@@ -127,6 +127,18 @@ def test_a_lesson_ends_with_three_exercises_and_runs_on_torch_without_an_acceler
     assert "torch.accelerator" not in code, "torch 2.4 and 2.5 have none"
 
 
+def test_each_topic_is_taught_in_the_section_that_the_list_names() -> None:
+    text = {path.stem: "\n".join(cell.source for cell in nbformat.read(path, 4).cells) for path in NOTEBOOKS}
+    listed = re.findall(r"^\| (.+?) \| (\[.+) \|$", text["basics"], re.MULTILINE)
+    assert len(listed) > 15
+    for topic, places in listed:
+        found = re.findall(r"\[(\w+)\]\(\w+\.ipynb\): ([^;|]+)", places)
+        assert found, topic
+        sections = [text[name].partition(f"\n## {title.strip()}\n")[2].partition("\n## ")[0] for name, title in found]
+        assert all(sections), topic
+        assert all(term in "".join(sections) for term in re.findall(r"`([^`]+)`", topic)), topic
+
+
 def test_the_notebooks_outputs_name_no_path_of_the_machine_that_made_them() -> None:
     for path in NOTEBOOKS:
         text = path.read_text(encoding="utf-8")
