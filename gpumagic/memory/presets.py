@@ -8,7 +8,7 @@ import functools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from importlib import resources
 from typing import Any
 
 from gpumagic.errors import OptionError, nearest
@@ -84,7 +84,7 @@ def _read_gpus() -> Iterator[tuple[str, GPU]]:
     "windows", where CUDA tells nearly the label. Of AMD's GPUs only the size counts here; all else, and each
     workspace, is an A100's. An MI250X is two devices.
     """
-    with Path(__file__).with_name("gpus.csv").open(encoding="utf-8", newline="") as table:
+    with resources.files("gpumagic.memory").joinpath("gpus.csv").open(encoding="utf-8") as table:
         for name, full_name, capability, multiprocessors, mib, l2_mib, _ in list(csv.reader(table))[1:]:
             major, minor = map(int, capability.split("."))
             shape = _ARCHITECTURES[major, minor]

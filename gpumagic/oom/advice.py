@@ -125,7 +125,7 @@ def _again(facts: Facts, need: Need) -> Advice:
     """Return the advice for a cell that fits from where the failure left the device."""
     first = cleared(None, facts.residue, facts.half_made)
     return Advice(
-        AGAIN, None, True, evidence="what an earlier failure held is free now, and what is free lies in other pieces",
+        AGAIN, None, True, evidence="from where the failure has left the device, a dry run of the whole cell fits",
         cost="none", trial=EditTrial(True, True, need.needed, need.had), first=first, edit=first,
     )  # fmt: skip
 

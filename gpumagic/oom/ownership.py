@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpumagic.heap import branches, calls, holders, modules
 from gpumagic.heap.graph import MAX_STEPS_OF_ALL, HeapGraph
@@ -20,10 +20,6 @@ from gpumagic.oom.report import CUBLAS, WORKSPACE
 from gpumagic.oom.rules.facts import SAVING_METHODS, Model, Optimizer, Ownership
 from gpumagic.report.base import Holder
 from gpumagic.source import frames
-
-if TYPE_CHECKING:
-    pass
-
 
 FRAMES = "(failed frames)"
 """Stands among the names for the frames of an error that are kept."""

@@ -8,7 +8,7 @@ Start with `base.Report`. Views turn a report into a `document.Document`; render
     text.py        documents as plain text
     html.py        documents as HTML
     tree.py        figures by dotted path, as a tree
-    exports.py     Markdown, events for Perfetto, matplotlib figures
+    exports.py     Markdown and matplotlib figures
     units.py       bytes, times and counts as text
     progress.py    one line that is rewritten while something takes long
 """

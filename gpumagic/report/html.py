@@ -154,7 +154,7 @@ def _track(drawn: str, background: str) -> str:
     """Return the ground of a bar; without one it only keeps the place, so that numbers line up."""
     style = (
         f"display:inline-block;text-align:left;width:9em;width:{BAR_WIDTH};height:.8em;line-height:.8em;"
-        f"font-size:1em;margin-left:.6em"
+        "font-size:1em;margin-left:.6em"
     )
     return f'<span aria-hidden="true" style="{style};white-space:nowrap;overflow:hidden;{background}">{drawn}</span>'
 

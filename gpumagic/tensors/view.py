@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from gpumagic.memory.devices import BUILTIN_DEVICES
 from gpumagic.memory.ledger import PART_OF_KIND, SHORT_KINDS
 from gpumagic.memory.workspaces import CLEAR_WORKSPACES
 from gpumagic.report.base import grouped
@@ -145,7 +146,7 @@ def _in_order(
     small = {id(line) for line in lines if line.nbytes < _SMALL * wholes.get(line.row.device, 0)}
     if len(lines) <= _FEW_LINES or limit is None or limit > SHOWN or len(small) > len(lines) - 3:
         small = set()
-    ordered = sorted(lines, key=lambda line: (id(line) in small, line.row.device in ("cpu", "meta")))
+    ordered = sorted(lines, key=lambda line: (id(line) in small, line.row.device in BUILTIN_DEVICES))
     return ordered, min(limit, len(lines) - len(small)) if small and limit is not None else limit
 
 
