@@ -75,7 +75,7 @@ def _gpuinfo(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise OptionError("-w is not allowed with --best and --json")
     ask = functools.partial(api.gpuinfo, *asked.devices, processes=asked.processes, everything=asked.all)
     if asked.watch is not None:
-        live.GpuRecorder(ask, asked.watch, live.terminal_display()).run()
+        live.GpuWatch(ask, asked.watch, live.terminal_display()).run()
         return 0
     report = ask()
     if options.best and report.best is None:

@@ -1,8 +1,8 @@
 """`%gpuinfo -w` and `--each-cell`: the GPUs every few seconds, shown in place, and a line after every cell.
 
-`GpuRecorder` takes a snapshot every few seconds and keeps a short history. In a notebook it runs in a thread, so that
-other cells can run meanwhile; in a terminal, which has one place to write to, it runs until Ctrl-C. `CellMonitor` reads
-the allocators' counters before and after each cell. What a shell has of both is in its `meta`, and `off` ends it.
+In a notebook `GpuWatch` takes its snapshots in a thread, so that other cells can run meanwhile; in a terminal, which
+has one place to write to, it runs until Ctrl-C. `CellMonitor` reads the allocators' counters before and after each
+cell. What a shell has of both is in its `meta`, and `off` ends it.
 """
 
 from __future__ import annotations
@@ -13,41 +13,35 @@ import shutil
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gpumagic.gpus.report import CellChange, GPUReport, HistoryReport, SampleRow
+from gpumagic.gpus.report import CellChange, GPUReport
 from gpumagic.gpus.view import cell_line
 from gpumagic.memory import allocator
-from gpumagic.memory.sampler import CellMemory
 from gpumagic.notebook import session
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
 
-MAX_SNAPSHOTS = 900
-"""Snapshots to keep: half an hour at two seconds."""
 STOP_LIMIT = 1.0
 """Seconds to wait for a snapshot that is being taken."""
-_WATCH, _CELLS = "gpumagic_recorder", "gpumagic_each_cell"
+_WATCH, _CELLS = "gpumagic_watch", "gpumagic_each_cell"
 
 
-class GpuRecorder:
-    """Takes a snapshot every few seconds; `report` is its history, `stop` ends it.
+class GpuWatch:
+    """Shows the GPUs every few seconds; `report` is the last snapshot, `stop` ends it.
 
     Args:
         read: takes a snapshot.
         seconds: from one snapshot to the next.
-        show: called with the history after each snapshot, and once more at the end.
+        show: called with each snapshot, and once more with the last one at the end; the second argument says which.
     """
 
-    def __init__(self, read: Callable[[], GPUReport], seconds: float, show: Callable[[HistoryReport], None]) -> None:
+    def __init__(self, read: Callable[[], GPUReport], seconds: float, show: Callable[[GPUReport, bool], None]) -> None:
         self._read, self._show, self.seconds = read, show, seconds
-        self._samples: deque[tuple[SampleRow, ...]] = deque(maxlen=MAX_SNAPSHOTS)
-        self._latest: GPUReport | None = None
-        self._started = time.monotonic()
+        self._latest = GPUReport(())
         self._stopping = threading.Event()
         self._until = "%gpuinfo -w off"
         self._thread: threading.Thread | None = None
@@ -55,24 +49,24 @@ class GpuRecorder:
         """Why it has stopped; None while it runs."""
 
     @property
-    def report(self) -> HistoryReport:
-        """Return the history so far."""
-        samples = tuple(row for rows in self._samples for row in rows)
-        return HistoryReport(samples, self._latest, self.seconds, self.ended, self._until)
+    def report(self) -> GPUReport:
+        """The last snapshot, with a note that says what ends the refreshing, or has ended it."""
+        how = f", until {self._until}" if self.ended is None else f"; {self.ended}"
+        return replace(self._latest, notes=(*self._latest.notes, f"A snapshot every {self.seconds:g} s{how}."))
 
     def start(self) -> None:
-        """Record in a thread. The first snapshot is taken in this one, so that its errors are raised here."""
+        """Refresh in a thread. The first snapshot is taken in this one, so that its errors are raised here."""
         self._take()
-        self._thread = threading.Thread(target=self._record, name="gpumagic recorder", daemon=True)
+        self._thread = threading.Thread(target=self._refresh, name="gpumagic watch", daemon=True)
         atexit.register(self.stop)
         self._thread.start()
 
     def run(self) -> None:
-        """Record in this thread until Ctrl-C."""
+        """Refresh in this thread until Ctrl-C."""
         self._until = "Ctrl-C"
         try:
             self._take()
-            self._record()
+            self._refresh()
         except KeyboardInterrupt:
             self._end("interrupted")
 
@@ -86,7 +80,7 @@ class GpuRecorder:
             self._thread.join(STOP_LIMIT)
         atexit.unregister(self.stop)
 
-    def _record(self) -> None:
+    def _refresh(self) -> None:
         try:
             while not self._stopping.wait(self.seconds):
                 self._take()
@@ -95,62 +89,53 @@ class GpuRecorder:
             self._end(f"stopped by {type(error).__name__}: {error}")
 
     def _take(self) -> None:
-        self._latest = report = self._read()
-        seconds = time.monotonic() - self._started
-        self._samples.append(tuple(SampleRow.of(seconds, row) for row in report.devices))
-        self._show(self.report)
+        self._latest = self._read()
+        self._show(self.report, False)
 
     def _end(self, reason: str) -> None:
         if self.ended is None:
             self.ended = reason
-            self._show(self.report)
+            self._show(self.report, True)
 
     def __repr__(self) -> str:
-        return f"<recorder of the GPUs every {self.seconds:g} s; {self.ended or 'stop it with %gpuinfo -w off'}>"
+        return f"<watch of the GPUs every {self.seconds:g} s; {self.ended or 'stop it with %gpuinfo -w off'}>"
 
 
-def watch(shell: InteractiveShell, read: Callable[[], GPUReport], seconds: float) -> GpuRecorder:
+def watch(shell: InteractiveShell, read: Callable[[], GPUReport], seconds: float) -> GpuWatch:
     """Show the GPUs in place until `%gpuinfo -w off` or the extension's unloading; in a terminal until Ctrl-C.
 
     Args:
         shell: in a kernel's, other cells can run meanwhile; another waits for Ctrl-C.
-        read: as for `GpuRecorder`.
+        read: as for `GpuWatch`.
         seconds: from one snapshot to the next.
     """
     stop_watching(shell)
     if getattr(shell, "kernel", None) is None:
-        recorder = GpuRecorder(read, seconds, terminal_display())
-        recorder.run()
-        return recorder
-    recorder = shell.meta[_WATCH] = GpuRecorder(read, seconds, _notebook_display())
+        watching = GpuWatch(read, seconds, terminal_display())
+        watching.run()
+        return watching
+    from IPython.display import DisplayHandle
+
+    handle = DisplayHandle()
+    begin = [handle.display]
+    watching = shell.meta[_WATCH] = GpuWatch(
+        read, seconds, lambda report, _: (begin.pop() if begin else handle.update)(report)
+    )
     try:
-        recorder.start()
+        watching.start()
     except BaseException:
         stop_watching(shell)
         raise
-    return recorder
+    return watching
 
 
 def stop_watching(shell: InteractiveShell) -> None:
-    """Stop the shell's recorder, if there is one, and wait until it has stopped."""
+    """Stop what refreshes in the shell, if anything does, and wait until it has stopped."""
     if _WATCH in shell.meta:
         shell.meta[_WATCH].stop()
 
 
-def _notebook_display() -> Callable[[HistoryReport], None]:
-    from IPython.display import DisplayHandle
-
-    handle = DisplayHandle()
-    shown: list[bool] = []
-
-    def show(report: HistoryReport) -> None:
-        (handle.update if shown else handle.display)(report)
-        shown.append(True)
-
-    return show
-
-
-def terminal_display() -> Callable[[HistoryReport], None]:
+def terminal_display() -> Callable[[GPUReport, bool], None]:
     """Return a function that writes each report over the last one, or below it where stdout is no capable terminal.
 
     Terminals that call themselves `dumb`, as Emacs' shell does, show escape sequences as letters.
@@ -158,14 +143,14 @@ def terminal_display() -> Callable[[HistoryReport], None]:
     in_place = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     written = 0
 
-    def show(report: HistoryReport) -> None:
+    def show(report: GPUReport, is_last: bool) -> None:
         nonlocal written
         if not in_place:
             print(report, flush=True)  # noqa: T201  # the terminal's display is its stdout
             return
         lines = str(report).splitlines()
         height = shutil.get_terminal_size().lines - 1
-        if report.ended is None and len(lines) > height:  # what has scrolled off the top cannot be written over
+        if not is_last and len(lines) > height:  # what has scrolled off the top cannot be written over
             more = f"... {len(lines) - height + 1} more lines in a taller terminal; Ctrl-C ends it"
             lines = [*lines[: height - 1], more]
         up = f"\x1b[{written}F" if written else ""
@@ -176,10 +161,6 @@ def terminal_display() -> Callable[[HistoryReport], None]:
     return show
 
 
-MAX_POINTS = 40
-"""Points in the timeline of each."""
-
-
 @dataclass(frozen=True)
 class _RunningCell:
     """A cell that is running, and the counters before it."""
@@ -187,7 +168,6 @@ class _RunningCell:
     info: ExecutionInfo
     started: float
     before: Mapping[str, allocator.AllocatorStats]
-    memory: CellMemory
 
 
 class CellMonitor:
@@ -209,14 +189,11 @@ class CellMonitor:
             else:
                 session.unregister(self._shell, event, hook)
         if not on:
-            self._close(0)
+            self._open.clear()
             self.is_on = False
 
     def _pre_run_cell(self, info: ExecutionInfo) -> None:
-        before = allocator.all_device_stats()
-        memory = CellMemory(before, self._shell.user_ns, max_points=MAX_POINTS)
-        self._open.append(_RunningCell(info, time.perf_counter(), before, memory))
-        memory.start()
+        self._open.append(_RunningCell(info, time.perf_counter(), allocator.all_device_stats()))
 
     def _post_run_cell(self, result: ExecutionResult | None) -> None:
         now = time.perf_counter()
@@ -224,18 +201,10 @@ class CellMonitor:
         if not places:
             return
         cell = self._open[places[-1]]
-        self._close(places[-1])
-        if cell.info.silent:
-            return
-        after = allocator.all_device_stats()
-        changes = _changes(cell.before, after)
-        print(cell_line(now - cell.started, changes, cell.memory.finished(after)))  # noqa: T201  # what is asked for
-
-    def _close(self, place: int) -> None:
-        """Stop a cell that has ended, and any cells inside it whose end was not reported."""
-        for cell in self._open[place:]:
-            cell.memory.stop()
-        del self._open[place:]
+        del self._open[places[-1] :]  # with any cells inside it whose end was not reported
+        if not cell.info.silent:
+            changes = _changes(cell.before, allocator.all_device_stats())
+            print(cell_line(now - cell.started, changes))  # noqa: T201  # what is asked for
 
 
 def _changes(

@@ -171,29 +171,6 @@ NOT_KNOWN, SIMULATED = "not known", "simulated"
 """Reasons for what nobody says, and for what a simulated device does not have."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRow:
-    """One device in one sample of a recording."""
-
-    seconds: float
-    """Since the recording began."""
-    device: str
-    memory_used: int | None = None
-    memory_total: int | None = None
-    kernel_allocated: int | None = None
-    utilization: float | None = None
-    temperature: float | None = None
-    power: float | None = None
-
-    @classmethod
-    def of(cls, seconds: float, row: GpuRow) -> SampleRow:
-        """Return the sample of one device, taken ``seconds`` after a recording began."""
-        return cls(
-            seconds, row.label, row.memory_used, row.memory_total, row.kernel_allocated, row.utilization,
-            row.temperature, row.power,
-        )  # fmt: skip
-
-
 @dataclass(frozen=True, repr=False)
 class GPUReport(Report[GpuRow]):
     """The GPUs of this machine and this kernel's part in them, at one moment."""
@@ -220,27 +197,6 @@ class GPUReport(Report[GpuRow]):
     @property
     def rows(self) -> tuple[GpuRow, ...]:
         return self.devices
-
-
-@dataclass(frozen=True, repr=False)
-class HistoryReport(Report[SampleRow]):
-    """The GPUs over time, one row per device and sample, oldest first."""
-
-    row_type: ClassVar[type[Any]] = SampleRow
-
-    samples: tuple[SampleRow, ...]
-    latest: GPUReport | None = None
-    """The last snapshot, whole."""
-    interval: float | None = None
-    """Seconds from one snapshot to the next."""
-    ended: str | None = None
-    """Why the recording has ended; None while it runs."""
-    until: str = "stopped"
-    """What ends it."""
-
-    @property
-    def rows(self) -> tuple[SampleRow, ...]:
-        return self.samples
 
 
 class CellChange(NamedTuple):

@@ -13,14 +13,10 @@ from gpumagic.gpus.report import (
     CellChange,
     GPUReport,
     GpuRow,
-    HistoryReport,
     ProcessRow,
-    SampleRow,
 )
-from gpumagic.memory.timeline import MemoryTimeline
-from gpumagic.memory.view import device_sparkline, device_timeline
 from gpumagic.report import document as doc
-from gpumagic.report.base import grouped, to_document
+from gpumagic.report.base import grouped
 from gpumagic.report.columns import Column, Table
 from gpumagic.report.document import Block, Cell, Document, Heading, Paragraph, Segment, document_of
 from gpumagic.report.text import terminal_has_unicode, to_ascii
@@ -33,7 +29,6 @@ from gpumagic.report.units import (
     size,
     size_of,
     size_pair,
-    sparkline,
     truncate_words,
 )
 
@@ -314,66 +309,14 @@ def details_blocks(row: GpuRow) -> list[Block]:
     return [doc.Table(columns, grid, f"All of {row.label}"), *(Paragraph(line, muted=True) for line in lacking)]
 
 
-MAX_SAMPLES = 30
-"""Samples in a sparkline."""
-
-
-@document_of.register(HistoryReport)
-def view_history(report: HistoryReport) -> Document:
-    """Return the snapshot with the history under it."""
-    blocks: list[Block] = list(to_document(report.latest).blocks) if report.latest else []
-    devices = list(dict.fromkeys(row.device for row in report.samples))
-    if devices:
-        blocks.append(_history(report.samples, devices))
-        blocks.append(Paragraph("Lines reach from 0 to 100%, the newest at the right.", muted=True))
-    every = "" if report.interval is None else f"A snapshot every {report.interval:g} s"
-    how = f", until {report.until}" if report.ended is None else f"{'; ' * bool(every)}{report.ended}"
-    blocks.append(Paragraph(f"{every}{how}.", muted=True))
-    return Document(tuple(blocks))
-
-
-def _history(samples: Sequence[SampleRow], devices: Sequence[str]) -> Table:
-    recent = {device: [row for row in samples if row.device == device][-MAX_SAMPLES:] for device in devices}
-
-    def line(share: Callable[[SampleRow], float | None]) -> Callable[[str], Cell]:
-        return lambda device: _sparkline([share(row) for row in recent[device]])
-
-    columns: list[Column[str]] = [
-        Column("History", str),
-        Column("Util", line(lambda row: row.utilization)),
-        Column("Memory", line(lambda row: _percent_of(row.memory_used, row.memory_total))),
-        Column("This kernel", line(lambda row: _percent_of(row.kernel_allocated, row.memory_total)), priority=1),
-    ]
-    return Table.of(devices, columns, "History")
-
-
-def _sparkline(values: Sequence[float | None]) -> Cell:
-    if all(each is None for each in values):
-        return Cell(NOT_AVAILABLE, muted=True)
-    return Cell(sparkline(values, 0, 100))
-
-
-def _percent_of(part: int | None, whole: int | None) -> float | None:
-    return None if part is None or not whole else 100 * part / whole
-
-
-LINE_SPARKLINE = 12
-
-
-def cell_line(seconds: float, changes: Sequence[CellChange], timeline: MemoryTimeline | None = None) -> str:
-    """Return ``"1.24 s · cuda:0 ▁▃▆█▅ +1.2 GiB to 3.4 GiB, peak 5.0 GiB on line 7"``."""
-    parts = [duration(seconds), *(_device_change(each, timeline) for each in changes)]
-    text = truncate_words(printable(" · ".join(parts if changes else [*parts, "no device memory used"])))
+def cell_line(seconds: float, changes: Sequence[CellChange]) -> str:
+    """Return ``"1.24 s · cuda:0 +1.2 GiB to 3.4 GiB, peak 5.0 GiB"``."""
+    parts = [duration(seconds), *(map(_device_change, changes) if changes else ["no device memory used"])]
+    text = truncate_words(printable(" · ".join(parts)))
     return text if terminal_has_unicode() else to_ascii(text)
 
 
-def _device_change(change: CellChange, timeline: MemoryTimeline | None) -> str:
+def _device_change(change: CellChange) -> str:
     sign = "+" if change.growth > 0 else "-" if change.growth < 0 else "±"
-    drawn = device_sparkline(timeline, change.device, LINE_SPARKLINE)
-    where = f"{change.device} {drawn}" if drawn else change.device
-    moved = f"{where} {sign}{size(abs(change.growth))} to {size(change.allocated)}"
-    if change.peak is None:
-        return moved
-    series = device_timeline(timeline, change.device)
-    at = f" on line {series.line}" if series is not None and series.line is not None else ""
-    return f"{moved}, peak {size(change.peak)}{at}"
+    peak = "" if change.peak is None else f", peak {size(change.peak)}"
+    return f"{change.device} {sign}{size(abs(change.growth))} to {size(change.allocated)}{peak}"

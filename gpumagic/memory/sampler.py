@@ -142,7 +142,6 @@ class CellMemory:
         block: the code of the `with` block or function; None for a cell.
         line: the line of the `with` statement or function; None for a cell.
         is_running: whether the cell runs already; else it is about to.
-        max_points: the most points to keep.
     """
 
     def __init__(
@@ -153,14 +152,13 @@ class CellMemory:
         line: int | None = None,
         *,
         is_running: bool = False,
-        max_points: int = MAX_POINTS,
     ) -> None:
         self._finder: LineFinder = (
             CodeLineFinder(block) if block is not None else CellLineFinder(namespace, is_running=is_running)
         )
         self._first_line = (self._finder.line(sys._getframe(1)) if is_running else None) or line or 1
         self._code = WatchedCode(namespace, self._finder.filename, line)
-        self.log = TimelineLog(before, self._first_line, max_points)
+        self.log = TimelineLog(before, self._first_line)
         self._sampled = SampledTimeline(self.log, self._finder)
 
     def start(self) -> None:

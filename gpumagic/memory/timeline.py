@@ -104,14 +104,14 @@ _NOTHING = AllocatorStats(0, 0, 0)
 
 
 class _Downsampler:
-    """One figure over time, in at most so many points."""
+    """One figure over time, in at most `MAX_POINTS` points."""
 
-    def __init__(self, most: int) -> None:
-        self._most, self._width = most, _FINEST_WIDTH
+    def __init__(self) -> None:
+        self._width = _FINEST_WIDTH
         self._found: dict[int, MemoryPoint] = {}
 
     def add(self, seconds: float, high: int, last: int) -> None:
-        while seconds >= self._most * self._width:
+        while seconds >= MAX_POINTS * self._width:
             self._halve()
         self._put(int(seconds / self._width), MemoryPoint(seconds, last, high, last))
 
@@ -169,16 +169,12 @@ class TimelineLog:
     Args:
         before: the allocators' statistics as the cell begins.
         line: the line that runs then.
-        max_points: the most points to keep.
     """
 
-    def __init__(
-        self, before: Mapping[str, AllocatorStats], line: int | None = None, max_points: int = MAX_POINTS
-    ) -> None:
+    def __init__(self, before: Mapping[str, AllocatorStats], line: int | None = None) -> None:
         self.started = time.perf_counter()
         self._ended: float | None = None
-        self._max_points = max_points
-        self._tracks = {device: _DeviceLog(figures, _Downsampler(max_points)) for device, figures in before.items()}
+        self._tracks = {device: _DeviceLog(figures, _Downsampler()) for device, figures in before.items()}
         self._line = line
         self._samples = 1
         self._seconds = 0.0
@@ -226,7 +222,7 @@ class TimelineLog:
 
     def _track(self, device: str) -> _DeviceLog:
         if device not in self._tracks:
-            self._tracks[device] = _DeviceLog(_NOTHING, _Downsampler(self._max_points))
+            self._tracks[device] = _DeviceLog(_NOTHING, _Downsampler())
         return self._tracks[device]
 
 

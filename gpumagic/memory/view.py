@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gpumagic.memory.timeline import DeviceTimeline, MemoryTimeline
 from gpumagic.report.document import Block, Fold, Paragraph, Sparkline
 from gpumagic.report.exports import figure_of, finish_memory, label, mark_point, new_figure, unit_for
-from gpumagic.report.units import count, duration, size, sparkline
+from gpumagic.report.units import count, duration, size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,19 +35,6 @@ def drawable_devices(timeline: MemoryTimeline | None) -> tuple[DeviceTimeline, .
     """Return the devices with enough points to draw."""
     courses = () if timeline is None else timeline.courses
     return tuple(each for each in courses if len(each.points) >= MIN_POINTS and each.highest)
-
-
-def device_timeline(timeline: MemoryTimeline | None, device: str) -> DeviceTimeline | None:
-    """Return one device's part of a timeline, if it has one."""
-    return next((each for each in (timeline.courses if timeline is not None else ()) if each.device == device), None)
-
-
-def device_sparkline(timeline: MemoryTimeline | None, device: str, columns: int) -> str:
-    """Return one device's memory as a few block characters, or "" where there is nothing to draw."""
-    series = next((each for each in drawable_devices(timeline) if each.device == device), None)
-    if series is None or timeline is None:
-        return ""
-    return sparkline([float(each) for each in heights(series, timeline, columns)], high=float(series.highest))
 
 
 def heights(series: DeviceTimeline, timeline: MemoryTimeline, columns: int = COLUMNS) -> list[int]:

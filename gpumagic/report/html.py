@@ -182,7 +182,7 @@ def _sparkline(block: doc.Sparkline) -> str:
     The arrow stands under the marked one, and its note to the side that has room.
     """
     count = max(1, len(block.heights))
-    sparks = sparkline(block.heights, high=1.0)
+    sparks = sparkline(block.heights)
     bands = [(block.bands[name], _colour(name)) for name in block.bands]
     columns = "".join(
         _column(100 / count, block.heights[place], spark, [(band[place], colour) for band, colour in bands])

@@ -125,7 +125,7 @@ def _spark_characters(heights: Sequence[float], columns: int, nothing: str = "")
     """Return the highest of each of so many parts, as blocks; what is nothing may have a sign of its own."""
     edges = [place * len(heights) // columns for place in range(columns + 1)]
     found = [max(heights[start:end]) for start, end in itertools.pairwise(edges)]
-    drawn = sparkline(found, high=1.0)
+    drawn = sparkline(found)
     return "".join(nothing if nothing and not each else spark for each, spark in zip(found, drawn, strict=True))
 
 

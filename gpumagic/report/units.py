@@ -114,16 +114,10 @@ def shape(dims: tuple[int, ...]) -> str:
     return "[" + ", ".join(map(str, dims)) + "]"
 
 
-def sparkline(values: Sequence[float | None], low: float = 0.0, high: float | None = None) -> str:
-    """Return values as blocks between ``low`` and ``high`` (default: the largest), unknown ones as dots."""
-    top = max((value for value in values if value is not None), default=low) if high is None else high
-    span = top - low
-    return "".join("·" if value is None else _block(value - low, span) for value in values)
-
-
-def _block(height: float, span: float) -> str:
-    step = int(height / span * len(SPARK_CHARACTERS)) if span > 0 else 0
-    return SPARK_CHARACTERS[max(0, min(len(SPARK_CHARACTERS) - 1, step))]
+def sparkline(shares: Sequence[float]) -> str:
+    """Return shares of a whole, from 0 to 1, as blocks."""
+    last = len(SPARK_CHARACTERS) - 1
+    return "".join(SPARK_CHARACTERS[max(0, min(last, int(share * (last + 1))))] for share in shares)
 
 
 MAX_LENGTH = 2000

@@ -22,7 +22,7 @@ def cells(bare_shell, two_devices, capsys):
 
     def run(code, **options):
         bare_shell.run_cell(code, **options)
-        return re.sub(" [▁▂▃▄▅▆▇█]+ ", " ", capsys.readouterr().out)  # drawn where the machine is slow
+        return capsys.readouterr().out
 
     yield run
     bare_shell.reset()

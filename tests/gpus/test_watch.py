@@ -1,10 +1,9 @@
-"""`%gpuinfo -w`: what a recorder keeps, how it ends, how the history looks, and that Ctrl-C leaves nothing of it."""
+"""`%gpuinfo -w`: how it ends, how a terminal shows it, and that Ctrl-C leaves nothing of it."""
 
 from __future__ import annotations
 
 import io
 import itertools
-import pickle
 import re
 import sys
 import threading
@@ -14,8 +13,8 @@ import pytest
 from interrupts import Interrupt
 
 from gpumagic.gpus import live
-from gpumagic.gpus.report import GPUReport, GpuRow, HistoryReport, SampleRow
-from gpumagic.report.base import to_html, to_text
+from gpumagic.gpus.report import GPUReport, GpuRow
+from gpumagic.report.base import to_text
 
 GIB = 1024**3
 
@@ -34,77 +33,44 @@ def snapshots(limit: int = 3):
     return ask
 
 
-def recorded(limit: int = 3) -> tuple[live.GpuRecorder, list[HistoryReport]]:
-    """Return a recorder that has ended by itself, and all it has shown."""
-    shown: list[HistoryReport] = []
+def watched(limit: int = 3) -> tuple[live.GpuWatch, list[tuple[GPUReport, bool]]]:
+    """Return a watch that has ended by itself, and all it has shown."""
+    shown: list[tuple[GPUReport, bool]] = []
     over = threading.Event()
 
-    def show(report: HistoryReport) -> None:
-        shown.append(report)
-        if report.ended:
+    def show(report: GPUReport, is_last: bool) -> None:
+        shown.append((report, is_last))
+        if is_last:
             over.set()
 
-    recorder = live.GpuRecorder(snapshots(limit), 0.01, show)
-    recorder.start()
+    watch = live.GpuWatch(snapshots(limit), 0.01, show)
+    watch.start()
     assert over.wait(30)
-    recorder.stop()
-    return recorder, shown
+    watch.stop()
+    return watch, shown
 
 
-def test_a_recorder_keeps_a_row_a_device_and_moment() -> None:
-    recorder, shown = recorded()
-    assert [row.memory_used for row in recorder.report] == [GIB, 2 * GIB, 3 * GIB]
-    assert [len(report) for report in shown] == [1, 2, 3, 3]
-    moments = [row.seconds for row in recorder.report]
-    assert moments == sorted(moments)
-    assert list(recorder.report.to_pandas().columns) == list(SampleRow.__dataclass_fields__)
+def test_each_snapshot_is_shown_with_what_ends_them_and_the_last_one_again() -> None:
+    watch, shown = watched()
+    assert [report.devices[0].memory_used for report, _ in shown] == [GIB, 2 * GIB, 3 * GIB, 3 * GIB]
+    assert [is_last for _, is_last in shown] == [False, False, False, True]
+    assert to_text(shown[2][0], 80).splitlines()[-1] == "A snapshot every 0.01 s, until %gpuinfo -w off."
+    assert watch.report == shown[3][0]
 
 
-def test_an_error_ends_the_recording_and_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_ends_the_watch_and_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """A thread that died without a word would look like GPUs that do not change."""
-    recorder, _ = recorded()
-    assert recorder.ended == "stopped by OSError: the bus fell off"
-    assert "the bus fell off" in to_text(recorder.report, 80)
+    watch, _ = watched()
+    assert watch.ended == "stopped by OSError: the bus fell off"
+    assert "the bus fell off" in to_text(watch.report, 80)
     assert capsys.readouterr().err == ""
 
 
 def test_what_is_wrong_with_the_first_snapshot_is_raised() -> None:
-    recorder = live.GpuRecorder(snapshots(0), 1.0, lambda report: None)
+    watch = live.GpuWatch(snapshots(0), 1.0, lambda report, is_last: None)
     with pytest.raises(OSError, match="the bus"):
-        recorder.start()
-    assert "gpumagic recorder" not in [each.name for each in threading.enumerate()]
-
-
-def test_the_history_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notebook may stay open for weeks."""
-    monkeypatch.setattr(live, "MAX_SNAPSHOTS", 2)
-    recorder, _ = recorded()
-    assert [row.memory_used for row in recorder.report] == [2 * GIB, 3 * GIB]
-
-
-def test_lines_of_blocks_stand_under_the_table() -> None:
-    recorder, shown = recorded()
-    assert to_text(shown[2], 80).splitlines()[-5:] == [
-        "History  Util  Memory  This kernel",
-        "───────  ────  ──────  ───────────",
-        "cuda:0   ▄▄▄   ▂▃▄     ▁▁▁",
-        "Lines reach from 0 to 100%, the newest at the right.",
-        "A snapshot every 0.01 s, until %gpuinfo -w off.",
-    ]
-    assert "▂▃▄" in to_html(recorder.report)
-    assert to_text(shown[2], 80, unicode=False).isascii()
-
-
-def test_a_figure_nobody_has_is_not_drawn_as_zero() -> None:
-    report = HistoryReport((SampleRow(0.0, "mps:0", memory_total=8 * GIB), SampleRow(1.0, "mps:0")))
-    assert "▁" not in to_text(report, 80)
-    assert "n/a" in to_text(report, 80)
-
-
-def test_a_history_can_be_sent_elsewhere() -> None:
-    recorder, _ = recorded()
-    assert pickle.loads(pickle.dumps(recorder.report)) == recorder.report
-    assert recorder.report.to_dict()["latest"]["devices"][0]["device"] == "cuda:0"
+        watch.start()
+    assert "gpumagic watch" not in [each.name for each in threading.enumerate()]
 
 
 class Screen(io.StringIO):
@@ -138,19 +104,21 @@ class Screen(io.StringIO):
 
 def drawn(
     height: int, monkeypatch: pytest.MonkeyPatch, *, ended: bool = False, terminal: str = "xterm"
-) -> tuple[Screen, HistoryReport]:
-    """Return a terminal of that height after three reports, each longer or shorter than the last."""
+) -> tuple[Screen, GPUReport]:
+    """Return a terminal of that height after three reports, the second shorter than the first."""
     screen = Screen(height)
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("LINES", str(height))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", terminal)
-    _, shown = recorded()
     show = live.terminal_display()
     screen.write("In [1]: %gpuinfo -w\n")
-    for report in (shown[2], shown[0], shown[3] if ended else shown[1]):
-        show(report)
-    return screen, shown[3] if ended else shown[1]
+    for place, report in enumerate(REPORTS):
+        show(report, ended and place == 2)
+    return screen, REPORTS[2]
+
+
+REPORTS = [GPUReport(snapshots()().devices * 3, notes=notes) for notes in (("long",) * 4, (), ("last",))]
 
 
 def test_a_terminal_shows_the_last_report_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,25 +130,24 @@ def test_a_terminal_that_is_too_low_is_not_scrolled_and_says_what_it_does_not_sh
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What has scrolled off the top cannot be written over: every refresh would leave a copy of it."""
-    screen, last = drawn(8, monkeypatch)
+    screen, last = drawn(7, monkeypatch)
     lines = to_text(last, 80).splitlines()
     assert screen.scrolled == 1, "the prompt, once"
-    assert screen.lines[:6] == lines[:6]
-    assert screen.lines[6:] == [f"... {len(lines) - 6} more lines in a taller terminal; Ctrl-C ends it", ""]
+    assert screen.lines[:5] == lines[:5]
+    assert screen.lines[5:] == [f"... {len(lines) - 5} more lines in a taller terminal; Ctrl-C ends it", ""]
 
 
 def test_a_terminal_that_is_too_low_gets_the_whole_report_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen, last = drawn(8, monkeypatch, ended=True)
+    screen, last = drawn(7, monkeypatch, ended=True)
     lines = to_text(last, 80).splitlines()
-    assert screen.lines == [*lines[-7:], ""]
-    assert screen.scrolled == 1 + len(lines) - 7
+    assert screen.lines == [*lines[-6:], ""]
+    assert screen.scrolled == 1 + len(lines) - 6
 
 
 def test_a_terminal_that_knows_no_escape_sequences_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Emacs' shell and logs that pose as a terminal show them as letters: reports stand below each other there."""
     screen, _ = drawn(100, monkeypatch, terminal="dumb")
-    _, shown = recorded()
-    reports = [line for each in (2, 0, 1) for line in to_text(shown[each], 80).splitlines()]
+    reports = [line for each in REPORTS for line in to_text(each, 80).splitlines()]
     assert screen.lines == ["In [1]: %gpuinfo -w", *reports, ""]
 
 

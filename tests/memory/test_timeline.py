@@ -84,14 +84,14 @@ def test_a_device_that_comes_to_life_in_the_cell_began_with_nothing() -> None:
 @given(st.lists(st.tuples(st.floats(0, 0.5), st.integers(0, 10**12)), min_size=1, max_size=300))
 def test_points_are_few_in_order_and_lose_neither_the_highest_nor_the_lowest(steps: list[tuple[float, int]]) -> None:
     """However many looks there are and however long they take."""
-    from gpumagic.memory.timeline import _Downsampler
+    from gpumagic.memory.timeline import MAX_POINTS, _Downsampler
 
-    fold, now = _Downsampler(16), 0.0
+    fold, now = _Downsampler(), 0.0
     for pause, allocated in steps:
         now += pause
         fold.add(now, allocated, allocated)
     points = fold.points()
-    assert len(points) <= 16
+    assert len(points) <= MAX_POINTS
     assert [point.seconds for point in points] == sorted(point.seconds for point in points)
     assert max(point.high for point in points) == max(allocated for _, allocated in steps)
     assert min(point.low for point in points) == min(allocated for _, allocated in steps)
