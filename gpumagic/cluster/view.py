@@ -20,7 +20,7 @@ from gpumagic.gpus.view import COLUMNS, headline
 from gpumagic.oom.view import first_step
 from gpumagic.report import document as doc
 from gpumagic.report.base import Report, grouped, to_document
-from gpumagic.report.columns import Column, Table
+from gpumagic.report.document import Column, Table
 from gpumagic.report.units import count, size, size_of
 from gpumagic.tensors.view import fold
 

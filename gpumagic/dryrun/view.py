@@ -13,9 +13,8 @@ from gpumagic.dryrun.report import DryRunReport, peak_of, reserved_of
 from gpumagic.dryrun.verdict import overhead, passes_sentence, shortcoming
 from gpumagic.errors import GpuMagicError
 from gpumagic.report import document as doc
-from gpumagic.report.columns import Column, Table
-from gpumagic.report.document import document_of, stacking_order
-from gpumagic.report.exports import figure_of, finish_memory, label, mark_point, new_figure, part_colour, unit_for
+from gpumagic.report.document import Column, Table, document_of, stacking_order
+from gpumagic.report.plot import figure_of, finish_memory, label, mark_point, new_figure, part_colour, unit_for
 from gpumagic.report.tree import tree_blocks
 from gpumagic.report.units import count, duration, size, size_of, size_range
 
@@ -183,7 +182,7 @@ def _peak(report: DryRunReport) -> Iterator[doc.Block]:
         rows.append(
             [doc.Cell("CUDA itself (estimate)", muted=True), doc.Cell(size_range(*report.overhead), muted=True)]
         )
-    yield doc.Table([doc.Column("At the peak"), doc.Column("Size", "right")], rows, "What makes up the peak")
+    yield Table([Column[Any]("At the peak"), Column[Any]("Size", align="right")], rows, "What makes up the peak")
 
 
 def _timeline(report: DryRunReport) -> Iterator[doc.Block]:

@@ -2,7 +2,6 @@
 
 Start with `report.GpuRow`, which declares every figure, and `probe.read_gpus`, which joins what the others read.
 
-    figures.py        how a figure is declared: what the driver is asked, how it is shown
     report.py         the rows with their figures, and the report; `view.py` shows it
     nvml.py           the connection to NVIDIA's driver, and its refusals in words
     cards.py          what it says of each card; `processes.py` has who uses them

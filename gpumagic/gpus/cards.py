@@ -14,11 +14,10 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from gpumagic.gpus import figures, nvml
-from gpumagic.gpus.figures import call
+from gpumagic.gpus import nvml
 from gpumagic.gpus.nvml import NvmlFailure, Readings
 from gpumagic.gpus.processes import DriverProcess, list_processes, total_memory, with_utilization
-from gpumagic.gpus.report import FIGURES
+from gpumagic.gpus.report import FIGURES, call, text_of
 from gpumagic.gpus.torch_devices import HOST_MEMORY, bare_uuid, cuda_devices
 from gpumagic.memory import host
 
@@ -77,7 +76,7 @@ def _read_cards(processes: bool, everything: bool) -> NvmlSnapshot | NvmlFailure
     if isinstance(answer, NvmlFailure):
         return answer
     binding, count = answer
-    driver, _ = nvml.query(lambda: figures.text_of(binding.nvmlSystemGetDriverVersion()))
+    driver, _ = nvml.query(lambda: text_of(binding.nvmlSystemGetDriverVersion()))
     cuda, _ = Readings(binding, None).ask(
         lambda _: binding.nvmlSystemGetCudaDriverVersion_v2(), lambda _: binding.nvmlSystemGetCudaDriverVersion()
     )

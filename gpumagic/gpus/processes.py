@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath
 
-from gpumagic.gpus.figures import Call, call
 from gpumagic.gpus.nvml import Readings
-from gpumagic.gpus.report import ProcessRow
+from gpumagic.gpus.report import Call, ProcessRow, call
 
 MAX_PID = 2**22 if sys.platform != "win32" else 2**32
 MAX_SAMPLE_AGE = 1_000_000

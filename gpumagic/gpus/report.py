@@ -1,16 +1,128 @@
-"""The report of `%gpuinfo`: a row a GPU, in which each figure is declared once, and the processes."""
+"""The report of `%gpuinfo`: a row a GPU, in which each figure is declared once, and the processes.
+
+A figure's declaration says what the driver is asked, how the answer is written, and in which column. What reads figures
+(`cards`), joins them (`probe`) and shows them (`view`) goes through the declarations; so do the reasons for those that
+are absent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from gpumagic.gpus import figures
-from gpumagic.gpus.figures import call, figure, figures_of
+from gpumagic.gpus.nvml import Unavailable
 from gpumagic.report.base import Origin, Report
 from gpumagic.report.document import Column
 from gpumagic.report.units import percent, size
+
+if TYPE_CHECKING:
+    from gpumagic.gpus.nvml import Query, Readings
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A function of the binding, with its arguments after the device's handle; two that are equal are called once."""
+
+    name: str
+    arguments: tuple[Any, ...] = ()
+
+    def __call__(self, card: Readings) -> Any:
+        return getattr(card.binding, self.name)(card.handle, *self.arguments)
+
+
+def call(name: str, *arguments: Any) -> tuple[Call]:
+    """Return the call of the function ``nvmlDeviceGet...``."""
+    return (Call(f"nvmlDeviceGet{name}", arguments),)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """How one figure is read and shown."""
+
+    label: str
+    """What ``-a`` calls it."""
+    show: Callable[..., str] = str
+    """Returns it as text; its maximum is the second argument where it has one."""
+    read: tuple[Query, ...] = ()
+    """What is asked: the newest version first, then those that older drivers know (the newest drop them)."""
+    to: Callable[[Any], Any] | None = None
+    """Makes the figure of the answer."""
+    column: Column[Any] | None = None
+    extra: bool = False
+    """Whether the table says nothing where no device has it; ``-a`` says why."""
+    title: str = ""
+    """What the table's sentences call it where it is absent; by default its column's title."""
+    most: str = ""
+    """The name of the field that has its maximum."""
+    on_request: bool = False
+    """Whether it is only read with ``-a``."""
+    of_instance: bool = False
+    """Whether it is read of MIG instances too; all else the driver has for the whole card only (nvitop#5)."""
+
+
+def figure(label: str, show: Callable[..., str] = str, **declared: Any) -> Any:
+    """Return the dataclass field of a `Figure`, which is None until it is read."""
+    column: Column[Any] | None = declared.get("column")
+    title = {"title": column.title} if column is not None else {}
+    return field(default=None, metadata={"figure": Figure(label, show, **{**title, **declared})})
+
+
+def figures_of(row_type: type[Any]) -> dict[str, Figure]:
+    """Return the figures that a row declares, by the names of their fields."""
+    return {each.name: each.metadata["figure"] for each in fields(row_type) if "figure" in each.metadata}
+
+
+# Numbers of NVML's ABI that the declarations use.
+CORE_SENSOR, SM_CLOCK, UNCORRECTED, SINCE_LOADED = 0, 1, 1, 0
+MEMORY = (*call("MemoryInfo", 0x2000028), *call("MemoryInfo"))
+"""Version 2 of the struct has what the driver reserves apart. The old form is tried after any error: version 2 fails on
+WSL where the old one works, and gpustat replaces the getter by one that takes no version."""
+
+# Bits of the clocks-event mask. "Idle" (1) is left out: it slows down nothing that anyone waits for.
+THROTTLE_REASONS = {
+    0x2: "application clocks setting",
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "software thermal limit",
+    0x40: "hardware thermal limit",
+    0x80: "power brake",
+    0x100: "display clock setting",
+    0x200: "board limit",
+    0x400: "reliability limit",
+}
+
+
+def text_of(value: Any) -> str:
+    """Return a string of the binding as str; older bindings return bytes."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def reserved(memory: Any) -> int:
+    """Return what the driver reserves for itself."""
+    if not hasattr(memory, "reserved"):
+        raise Unavailable("counted in memory_used by this driver")
+    return int(memory.reserved)
+
+
+def throttle_reasons(mask: int) -> tuple[str, ...]:
+    """Return the reasons in a clocks-event mask, in words; empty for a card that is idle or not throttled."""
+    words = [word for bit, word in THROTTLE_REASONS.items() if mask & bit]
+    unknown = int(mask) & ~(sum(THROTTLE_REASONS) | 1)
+    return (*words, f"unknown reason {unknown:#x}") if unknown else tuple(words)
+
+
+def performance_state(number: int) -> str:
+    """Return ``"P0"`` to ``"P15"``; NVML says 32 where it does not know."""
+    if not 0 <= number <= 15:
+        raise ValueError("unknown performance state")
+    return f"P{number}"
+
+
+def watts(milliwatts: int) -> float:
+    """Return milliwatts, as NVML has power, as watts."""
+    return milliwatts / 1000
 
 
 def _clock(now: int, most: int | None) -> str:
@@ -50,73 +162,71 @@ class GpuRow:
 
     device: str | None
     """Torch's name in this process, such as ``"cuda:1"``; None if torch cannot use it."""
-    nvml_index: int | None = figure("NVML index", column=Column("NVML", "right", 2))
-    uuid: str | None = figure("UUID", read=call("UUID"), to=figures.text_of, of_instance=True)
-    name: str | None = figure(
-        "", read=call("Name"), to=figures.text_of, column=Column("Name", shrinks=True), of_instance=True
-    )
+    nvml_index: int | None = figure("NVML index", column=Column("NVML", align="right", priority=2))
+    uuid: str | None = figure("UUID", read=call("UUID"), to=text_of, of_instance=True)
+    name: str | None = figure("", read=call("Name"), to=text_of, column=Column("Name", shrinks=True), of_instance=True)
     memory_total: int | None = figure(
-        "Memory, total", size, read=figures.MEMORY, to=lambda memory: int(memory.total), column=Column("Memory"),
+        "Memory, total", size, read=MEMORY, to=lambda memory: int(memory.total), column=Column("Memory"),
         of_instance=True,
     )  # fmt: skip
     memory_used: int | None = figure(
-        "Memory, used", size, read=figures.MEMORY, to=lambda memory: int(memory.used), of_instance=True
+        "Memory, used", size, read=MEMORY, to=lambda memory: int(memory.used), of_instance=True
     )
     memory_free: int | None = figure(
-        "Memory, free", size, read=figures.MEMORY, to=lambda memory: int(memory.free), of_instance=True
+        "Memory, free", size, read=MEMORY, to=lambda memory: int(memory.free), of_instance=True
     )
     """As the driver says, never total less used: whether "used" contains "reserved" depends on the driver."""
-    memory_reserved: int | None = figure(
-        "Memory, driver's own", size, read=figures.MEMORY, to=figures.reserved, of_instance=True
-    )
+    memory_reserved: int | None = figure("Memory, driver's own", size, read=MEMORY, to=reserved, of_instance=True)
     """Bytes the driver keeps for itself (NVML v2's ``reserved``); not part of torch's "reserved"."""
-    kernel_allocated: int | None = figure("This kernel, tensors", size, column=Column("This kernel", "right", 1))
+    kernel_allocated: int | None = figure(
+        "This kernel, tensors", size, column=Column("This kernel", align="right", priority=1)
+    )
     """Bytes in live tensors of this process, by torch's allocator."""
     kernel_reserved: int | None = figure("This kernel, with cache", size)
     """Bytes torch's allocator took from the driver, allocated or cached."""
-    other_processes: int | None = figure("Other processes", size, column=Column("Others", "right", 4))
+    other_processes: int | None = figure("Other processes", size, column=Column("Others", align="right", priority=4))
     """Bytes the driver charges to processes other than this kernel."""
     utilization: float | None = figure(
         "Utilization", percent, read=call("UtilizationRates"), to=lambda rates: float(rates.gpu),
-        column=Column("Util", "right", 3),
+        column=Column("Util", align="right", priority=3),
     )  # fmt: skip
     """Percent of the last sample period in which any kernel ran; 100 does not mean full."""
     temperature: float | None = figure(
-        "Temperature", lambda degrees: f"{degrees:.0f} C", column=Column("Temp", "right", 5), to=float,
-        read=(*call("TemperatureV", figures.CORE_SENSOR), *call("Temperature", figures.CORE_SENSOR)),
+        "Temperature", lambda degrees: f"{degrees:.0f} C", column=Column("Temp", align="right", priority=5), to=float,
+        read=(*call("TemperatureV", CORE_SENSOR), *call("Temperature", CORE_SENSOR)),
     )  # fmt: skip
     """Degrees Celsius."""
     power: float | None = figure(
         "Power", lambda now, most: f"{now:.0f}{'' if most is None else f'/{most:.0f}'} W", read=call("PowerUsage"),
-        to=figures.watts, most="power_limit", column=Column("Power", "right", 6),
+        to=watts, most="power_limit", column=Column("Power", align="right", priority=6),
     )  # fmt: skip
     """Watts."""
-    power_limit: float | None = figure("", read=call("EnforcedPowerLimit"), to=figures.watts)
+    power_limit: float | None = figure("", read=call("EnforcedPowerLimit"), to=watts)
     """Watts."""
     throttle_reasons: tuple[str, ...] | None = figure(
         "Throttled by", lambda reasons: ", ".join(reasons) or "nothing", title="Throttling",
-        read=(*call("CurrentClocksEventReasons"), *call("CurrentClocksThrottleReasons")), to=figures.throttle_reasons,
+        read=(*call("CurrentClocksEventReasons"), *call("CurrentClocksThrottleReasons")), to=throttle_reasons,
     )  # fmt: skip
     """Why the clocks are throttled, in words; empty if they are not."""
     processes: tuple[ProcessRow, ...] | None = None
     memory_utilization: float | None = figure(
         "Memory busy", percent, read=call("UtilizationRates"), to=lambda rates: float(rates.memory),
-        column=Column("Mem busy", "right", 7), extra=True,
+        column=Column("Mem busy", align="right", priority=7), extra=True,
     )  # fmt: skip
     """Percent of the last sample period in which memory was read or written: bandwidth, not occupancy."""
     clock_sm: int | None = figure(
-        "SM clock", _clock, read=call("ClockInfo", figures.SM_CLOCK), to=int, most="clock_sm_max",
-        column=Column("SM clock", "right", 8), extra=True,
+        "SM clock", _clock, read=call("ClockInfo", SM_CLOCK), to=int, most="clock_sm_max",
+        column=Column("SM clock", align="right", priority=8), extra=True,
     )  # fmt: skip
     """MHz."""
-    clock_sm_max: int | None = figure("", read=call("MaxClockInfo", figures.SM_CLOCK), to=int)
+    clock_sm_max: int | None = figure("", read=call("MaxClockInfo", SM_CLOCK), to=int)
     performance_state: str | None = figure(
-        "State (P0 is fastest)", read=(*call("PerformanceState"), *call("PowerState")), to=figures.performance_state,
-        column=Column("State", "right", 9), extra=True,
+        "State (P0 is fastest)", read=(*call("PerformanceState"), *call("PowerState")), to=performance_state,
+        column=Column("State", align="right", priority=9), extra=True,
     )  # fmt: skip
     """``"P0"`` (fastest) to ``"P15"``."""
     ecc_errors: int | None = figure(
-        "Uncorrected memory errors", read=call("TotalEccErrors", figures.UNCORRECTED, figures.SINCE_LOADED), to=int
+        "Uncorrected memory errors", read=call("TotalEccErrors", UNCORRECTED, SINCE_LOADED), to=int
     )
     """Uncorrected memory errors since the driver was loaded."""
     compute_mode: str | None = figure(
@@ -124,9 +234,7 @@ class GpuRow:
         to=("shared", "one thread", "prohibited", "one process").__getitem__,
     )  # fmt: skip
     """Who may use it: ``"shared"``, ``"one process"``, ``"prohibited"``; a second process then fails with "busy"."""
-    bus_id: str | None = figure(
-        "PCI bus", read=call("PciInfo"), to=lambda pci: figures.text_of(pci.busId), on_request=True
-    )
+    bus_id: str | None = figure("PCI bus", read=call("PciInfo"), to=lambda pci: text_of(pci.busId), on_request=True)
     compute_capability: str | None = figure(
         "Compute capability", read=call("CudaComputeCapability"), to=lambda parts: "{}.{}".format(*parts),
         on_request=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,10 +16,8 @@ from gpumagic.gpus.report import (
     GpuRow,
     ProcessRow,
 )
-from gpumagic.report import document as doc
 from gpumagic.report.base import grouped
-from gpumagic.report.columns import Column, Table
-from gpumagic.report.document import Block, Cell, Document, Heading, Paragraph, Segment, document_of
+from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
 from gpumagic.report.text import terminal_has_unicode, to_ascii
 from gpumagic.report.units import (
     NOT_AVAILABLE,
@@ -140,6 +139,10 @@ def _figure_cell(name: str, row: GpuRow) -> Cell | str:
     return CELLS[name](row) if name in CELLS else shown(row, name)
 
 
+def _has(name: str, row: GpuRow) -> bool:
+    return getattr(row, name) is not None
+
+
 def _reason_cell(reason: str) -> Cell:
     return Cell(reason if reason.startswith(NOT_AVAILABLE) else NOT_AVAILABLE, muted=True, title=reason)
 
@@ -244,16 +247,13 @@ CELLS: Mapping[str, Callable[[GpuRow], Cell | str]] = {
 """The cells that show more than their own figure."""
 
 
-def _column(name: str, form: doc.Column) -> Column[GpuRow]:
-    return Column(
-        form.title, partial(_figure_cell, name), form.align, form.priority, form.shrinks,
-        when=lambda row: getattr(row, name) is not None,
-    )  # fmt: skip
-
-
 COLUMNS = (
     Column("Device", _device),
-    *(_column(name, figure.column) for name, figure in FIGURES.items() if figure.column is not None),
+    *(
+        replace(figure.column, value=partial(_figure_cell, name), when=partial(_has, name))
+        for name, figure in FIGURES.items()
+        if figure.column is not None
+    ),
 )
 Listed = tuple[GpuRow, ProcessRow]
 PROCESS_COLUMNS: tuple[Column[Listed], ...] = (
@@ -303,10 +303,10 @@ def details_blocks(row: GpuRow) -> list[Block]:
     """Return all figures that a device has, and in a line what it lacks for each reason."""
     labels = {name: figure.label for name, figure in FIGURES.items() if figure.label}
     grid = [(label, shown(row, name)) for name, label in labels.items() if getattr(row, name) is not None]
-    columns = [doc.Column(row.label), doc.Column(row.name or "unknown", shrinks=True)]
+    columns = [Column[Any](row.label), Column[Any](row.name or "unknown", shrinks=True)]
     absent = grouped((row.reasons.get(name), label) for name, label in labels.items() if getattr(row, name) is None)
     lacking = [f"{'; '.join(each)}: {not_available(reason)}." for reason, each in absent.items() if reason != SIMULATED]
-    return [doc.Table(columns, grid, f"All of {row.label}"), *(Paragraph(line, muted=True) for line in lacking)]
+    return [Table(columns, grid, f"All of {row.label}"), *(Paragraph(line, muted=True) for line in lacking)]
 
 
 def cell_line(seconds: float, changes: Sequence[CellChange]) -> str:

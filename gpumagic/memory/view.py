@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumagic.memory.timeline import DeviceTimeline, MemoryTimeline
 from gpumagic.report.document import Block, Fold, Paragraph, Sparkline
-from gpumagic.report.exports import figure_of, finish_memory, label, mark_point, new_figure, unit_for
+from gpumagic.report.plot import figure_of, finish_memory, label, mark_point, new_figure, unit_for
 from gpumagic.report.units import count, duration, size
 
 if TYPE_CHECKING:

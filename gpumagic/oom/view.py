@@ -7,8 +7,19 @@ from collections.abc import Callable, Iterator
 from gpumagic.memory.view import timeline_blocks
 from gpumagic.oom.report import WORKSPACE, Advice, OomReport
 from gpumagic.report.base import Holder
-from gpumagic.report.columns import Column, Table
-from gpumagic.report.document import Block, Cell, Document, Fold, Heading, Listing, Paragraph, Segment, document_of
+from gpumagic.report.document import (
+    Block,
+    Cell,
+    Column,
+    Document,
+    Fold,
+    Heading,
+    Listing,
+    Paragraph,
+    Segment,
+    Table,
+    document_of,
+)
 from gpumagic.report.units import LARGE, count, size, size_of
 
 SHOWN_ADVICE = 5

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
 
 from gpumagic.errors import OptionError
-from gpumagic.report import exports, html, text
+from gpumagic.report import html, text
 from gpumagic.report.document import Document, document_of, unfolded
-from gpumagic.report.exports import figure_of
+from gpumagic.report.plot import figure_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -88,25 +88,22 @@ class Report(Generic[Row]):
         """Return the report with all that it folds: alone on a line of a cell it shows itself."""
         return Details(unfolded(to_document(self)))
 
-    def to_markdown(self) -> str:
-        """Return the report as Markdown, for an issue: its text, and what is folded behind `<details>`."""
-        return exports.to_markdown(to_document(self))
-
     def save(self, path: str | Path) -> Path:
         """Write the report to a file, and return its path.
 
         Args:
-            path: ends in ``.html`` (one page, without other files), ``.md``, ``.json``, ``.csv`` (its rows), ``.txt``.
+            path: ends in ``.html`` (one page, without other files), ``.json``, ``.csv`` (its rows), ``.txt``.
 
         Raises:
             OptionError: it ends otherwise.
         """
         path = Path(path)
         forms: dict[str, Callable[[], str]] = {
-            ".html": lambda: html.page(to_document(self)), ".md": self.to_markdown,
-            ".json": lambda: json.dumps(self.to_dict(), indent=1), ".csv": lambda: self.to_pandas().to_csv(index=False),
+            ".html": lambda: html.page(to_document(self)),
+            ".json": lambda: json.dumps(self.to_dict(), indent=1),
+            ".csv": lambda: self.to_pandas().to_csv(index=False),
             ".txt": lambda: f"{to_text(self, 100, unicode=True)}\n",
-        }  # fmt: skip
+        }
         if path.suffix not in forms:
             raise OptionError(f"{path.name!r} ends in none of {', '.join(forms)}")
         path.write_text(forms[path.suffix](), encoding="utf-8")

@@ -4,6 +4,15 @@ A view (`gpus/view.py`, `tensors/view.py`, ...) turns one kind of report into a 
 and `report/html.py` turn any document into text. Views decide what is said and in which order, renderers how
 it looks. Text in here is plain: escaping is the renderers' work.
 
+A table is declared: what each column shows of a row stands beside its title, once, and a column in which no row has
+anything is left out, so that a view needs no branches for what may be absent.
+
+    COLUMNS = (
+        Column("Name", lambda row: row.name, shrinks=True),
+        Column("Size", lambda row: size(row.nbytes), "right", bar=lambda row: row.nbytes),
+    )
+    Table.of(report.rows, COLUMNS, "The largest storages", limit=report.limit, rest="storage")
+
 The colours are those of Okabe and Ito, told apart by colour-blind people too, and of middle lightness, so that they
 show on white and on black.
 """
@@ -11,9 +20,15 @@ show on white and on black.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Literal, TypeVar
+
+from gpumagic.report.units import more
+
+Row = TypeVar("Row")
+Bar = float | Mapping[str, float] | None
+"""An amount; or amounts by part of memory, stacked in the parts' colours; None for no bar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +54,13 @@ class Cell:
     """What to do about it: each in a line of its own, below the text and after an arrow."""
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table."""
+@dataclass(frozen=True)  # without slots: `Column[Row](...)` sets an attribute
+class Column(Generic[Row]):
+    """A column of a table: its title, what it shows of a row, and how."""
 
     title: str
+    value: Callable[[Row], Cell | str | None] = lambda _: None
+    """The text, or a cell where that is muted or has notes; None for nothing."""
     align: Literal["left", "right"] = "left"
     priority: int = 0
     """Columns of the lowest number are given room first, others as far as they fit; 0 is there always."""
@@ -55,13 +72,31 @@ class Column:
     """Characters that it keeps where others could have room if it was cut further."""
     code: bool = False
     """Whether it is code, whose indentation counts."""
+    bar: Callable[[Row], Bar] | None = None
+    """What a bar beside the text is as long as; negative amounts are drawn in the colour of what is less."""
+    when: Callable[[Row], object] | None = None
+    """The column is there if this holds for any row; by default, if any row has a text."""
+
+    def cells(self, rows: Sequence[Row], whole: Callable[[Row], float] | float | None) -> list[Cell]:
+        """Return the cell of each row; bars are shares of the whole, by default of the largest."""
+        values = [self.value(row) for row in rows]
+        cells = [each if isinstance(each, Cell) else Cell(each or "") for each in values]
+        if self.bar is None:
+            return cells
+        amounts = [self.bar(row) for row in rows]
+        largest = max((_total(each) for each in amounts), default=0)
+        wholes = [whole(row) if callable(whole) else largest if whole is None else whole for row in rows]
+        return [
+            cell if amount is None else replace(cell, bar=_segments(amount, of))
+            for cell, amount, of in zip(cells, amounts, wholes, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
     """Rows of cells under titled columns; a plain string stands for a cell without a bar."""
 
-    columns: Sequence[Column]
+    columns: Sequence[Column[Any]]
     rows: Sequence[Sequence[Cell | str]]
     caption: str = ""
     """Names the table for screen readers; what stands above it says it to the others."""
@@ -69,6 +104,53 @@ class Table:
     """Where columns are that the width has no room for, as the end of a sentence: ``"in a wider terminal"``."""
     rest: str = ""
     """What is not in it, said below it: ``"and 3 more storages"``."""
+
+    @classmethod
+    def of(
+        cls,
+        rows: Iterable[Row],
+        columns: Iterable[Column[Row]],
+        caption: str = "",
+        *,
+        limit: int | None = None,
+        rest: str | Callable[[Sequence[Row]], str] = "row",
+        whole: Callable[[Row], float] | float | None = None,
+        elsewhere: str = "",
+    ) -> Table:
+        """Return the table of some rows.
+
+        Args:
+            rows: what is shown, one a line.
+            columns: those without anything in any row are left out.
+            caption: names the table for screen readers.
+            limit: how many rows are shown.
+            rest: what the others are, for "and 3 more storages" under the table; or what returns that sentence.
+            whole: what a full bar stands for, or what returns that for a row; by default the largest of the column.
+            elsewhere: where columns are that the width has no room for.
+        """
+        rows = list(rows)
+        shown = rows[:limit]
+        left = rows[len(shown) :]
+        below = rest(left) if callable(rest) else more(len(left), rest)
+        found = [(column, cells) for column in columns for cells in [column.cells(shown, whole)]]
+        found = [
+            (column, cells)
+            for column, cells in found
+            if (any(map(column.when, shown)) if column.when is not None else any(cell.text for cell in cells))
+        ]
+        grid = list(zip(*(cells for _, cells in found), strict=True))
+        return cls([column for column, _ in found], grid, caption, elsewhere, below)
+
+
+def _total(amount: Bar) -> float:
+    return sum(amount.values()) if isinstance(amount, Mapping) else abs(amount or 0)
+
+
+def _segments(amount: float | Mapping[str, float], whole: float) -> tuple[Segment, ...]:
+    whole = whole or 1
+    if isinstance(amount, Mapping):
+        return tuple(Segment(each / whole, part=part) for part, each in amount.items())
+    return (Segment(abs(amount) / whole, "other" if amount < 0 else "main"),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from typing import Any
 
 from gpumagic.report import document as doc
 from gpumagic.report.units import MAX_LENGTH, printable, sparkline, truncate_middle, truncate_words
@@ -91,7 +92,7 @@ def _table(table: doc.Table, label: str) -> str:
     return _box(f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>", _named(table.caption or label)) + rest
 
 
-def _column_style(column: doc.Column, cells: Sequence[doc.Cell | str], barred: bool) -> str:
+def _column_style(column: doc.Column[Any], cells: Sequence[doc.Cell | str], barred: bool) -> str:
     """Return how the cells of a column stand: code and names wrap on a narrow page, so that figures stay on it."""
     align = _align(column, barred)
     if not column.shrinks:
@@ -102,35 +103,21 @@ def _column_style(column: doc.Column, cells: Sequence[doc.Cell | str], barred: b
 
 
 def _box(table: str, name: str) -> str:
-    """Return a table in a box of its own, which scrolls where the page is too narrow for it, and then has an arrow.
-
-    The arrow is as wide as the box and takes one pixel of the line. So it stands beside a table that can leave that
-    pixel free, its end cut off with its picture, and otherwise in a line below. There is no text in it, which would
-    stand alone where styles are stripped; `calc` keeps it away where only some are.
-    """
-    point = "border:5px solid transparent;border-right:0;border-left:calc(6px) solid rgba(128,128,128,.9)"
-    shaft = "width:40px;height:calc(2px);margin-bottom:4px;background:rgba(128,128,128,.9)"
-    arrow = "".join(f'<span style="display:inline-block;{each}"></span>' for each in (shaft, point))
-    beside = "width:100%;margin-right:calc(1px - 100%);text-align:right;white-space:nowrap;font-size:0;line-height:0"
-    least = "width:min-content;flex:1 0 auto;max-width:100%;overflow-x:auto"
-    return (
-        f'<div style="display:flex;flex-wrap:wrap;overflow:hidden;{APART}">'
-        f'<div style="{least}"><table{name} style="margin-bottom:0">{table}</table></div>'
-        f'<div aria-hidden="true" style="{beside}">{arrow}</div></div>'
-    )
+    """Return a table in a box of its own, which scrolls where the page is too narrow for it."""
+    return f'<div style="overflow-x:auto;{APART}"><table{name} style="margin-bottom:0">{table}</table></div>'
 
 
-def _align(column: doc.Column, barred: bool) -> str:
+def _align(column: doc.Column[Any], barred: bool) -> str:
     return f"text-align:{'right' if barred else column.align}"  # so that the bars of a column stand in line
 
 
-def _title(column: doc.Column, barred: bool) -> str:
+def _title(column: doc.Column[Any], barred: bool) -> str:
     style = f"{_align(column, barred)};white-space:nowrap"
     space = _track("", "") if barred else ""
     return f'<th scope="col" style="{style}">{_text(column.title)}{space}</th>'
 
 
-def _cell(cell: doc.Cell | str, column: doc.Column, style: str, barred: bool) -> str:
+def _cell(cell: doc.Cell | str, column: doc.Column[Any], style: str, barred: bool) -> str:
     cell = doc.Cell(cell) if isinstance(cell, str) else cell
     if cell.muted:
         style += f";{MUTED}"

@@ -10,6 +10,7 @@ import textwrap
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from gpumagic.report import document as doc
 from gpumagic.report.units import MAX_WORD_LENGTH, printable, sparkline, truncate_middle, truncate_words
@@ -176,14 +177,14 @@ def _notes(cells: Sequence[doc.Cell | str], width: int) -> list[str]:
     return [_wrap(f"→ {note}", width, indent=6) for note in notes]
 
 
-def _stacked(columns: Sequence[doc.Column], row: Sequence[str], width: int) -> str:
+def _stacked(columns: Sequence[doc.Column[Any]], row: Sequence[str], width: int) -> str:
     """Return a row that no width is enough for as a sentence: its first cell, and what the others are."""
     first, *others = (text.strip() for text in row)
     said = [f"{column.title.strip()} {text}" for column, text in zip(columns[1:], others, strict=True) if text]
     return _wrap(f"{first}: {' · '.join(said)}" if first and said else first or " · ".join(said), width)
 
 
-def _fitted(table: doc.Table, width: int, *, bars: bool) -> tuple[list[doc.Column], list[list[str]]]:
+def _fitted(table: doc.Table, width: int, *, bars: bool) -> tuple[list[doc.Column[Any]], list[list[str]]]:
     """Return the columns that fit the width, with their titles as shown, and the texts of their rows."""
     columns = list(table.columns)
     shown = [_column_texts(column, [row[i] for row in table.rows], bars=bars) for i, column in enumerate(columns)]
@@ -193,7 +194,7 @@ def _fitted(table: doc.Table, width: int, *, bars: bool) -> tuple[list[doc.Colum
     return [columns[i] for i in keep], [[row[i] for i in keep] for row in grid]
 
 
-def _column_texts(column: doc.Column, cells: Sequence[doc.Cell | str], *, bars: bool) -> list[str]:
+def _column_texts(column: doc.Column[Any], cells: Sequence[doc.Cell | str], *, bars: bool) -> list[str]:
     """Return a column's title and texts; where there are bars, each stands behind its number, all aligned."""
     full = [cell if isinstance(cell, doc.Cell) else doc.Cell(cell) for cell in cells]
     texts = [
@@ -218,7 +219,7 @@ def _bar(cell: doc.Cell) -> str:
     return bar + "░" * (BAR_WIDTH - len(bar))
 
 
-def _columns_that_fit(columns: Sequence[doc.Column], grid: list[list[str]], width: int) -> list[int]:
+def _columns_that_fit(columns: Sequence[doc.Column[Any]], grid: list[list[str]], width: int) -> list[int]:
     keep = [i for i, column in enumerate(columns) if column.priority == 0]
     by_priority = sorted((i for i in range(len(columns)) if i not in keep), key=lambda i: (columns[i].priority, i))
     for i in by_priority:
@@ -228,12 +229,12 @@ def _columns_that_fit(columns: Sequence[doc.Column], grid: list[list[str]], widt
     return keep
 
 
-def _least_widths(columns: Sequence[doc.Column], grid: list[list[str]], keep: list[int]) -> list[int]:
+def _least_widths(columns: Sequence[doc.Column[Any]], grid: list[list[str]], keep: list[int]) -> list[int]:
     natural = [max([_width(columns[i].title), *(_width(row[i]) for row in grid)]) for i in keep]
     return [min(w, columns[i].least) if columns[i].shrinks else w for i, w in zip(keep, natural, strict=True)]
 
 
-def _widths(columns: Sequence[doc.Column], grid: list[list[str]], width: int) -> list[int]:
+def _widths(columns: Sequence[doc.Column[Any]], grid: list[list[str]], width: int) -> list[int]:
     widths = [max([_width(c.title), *(_width(row[i]) for row in grid)]) for i, c in enumerate(columns)]
     while _total(widths) > width:
         shrinkable = [i for i, c in enumerate(columns) if c.shrinks and widths[i] > 8]
@@ -247,7 +248,7 @@ def _total(widths: Sequence[int]) -> int:
     return sum(widths) + len(GAP) * (len(widths) - 1)
 
 
-def _row(cells: Sequence[str], columns: Sequence[doc.Column], widths: Sequence[int]) -> str:
+def _row(cells: Sequence[str], columns: Sequence[doc.Column[Any]], widths: Sequence[int]) -> str:
     padded = [_pad(_CUTS[c.cut](text, w), w, c.align) for text, c, w in zip(cells, columns, widths, strict=True)]
     return GAP.join(padded).rstrip()
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpumagic.report.columns import Column, Table
-from gpumagic.report.document import Block, Fold
+from gpumagic.report.document import Block, Column, Fold, Table
 from gpumagic.report.units import count, size
 
 SHOWN = 16

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gpumagic.report.base import grouped
-from gpumagic.report.columns import Column, Table
-from gpumagic.report.document import Block, Cell, Document, Heading, Paragraph, Tree, document_of
+from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Table, Tree, document_of
 from gpumagic.report.units import count, few, more, size
 from gpumagic.tensors.leaks_report import FreedReport, FreedRow, WhyReport
 from gpumagic.tensors.report import IN_GRAPH, DeviceChange, DiffReport, DiffRow, LeakReport, LeakRow, TensorRow

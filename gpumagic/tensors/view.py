@@ -16,8 +16,7 @@ from gpumagic.memory.devices import BUILTIN_DEVICES
 from gpumagic.memory.ledger import PART_OF_KIND, SHORT_KINDS
 from gpumagic.memory.workspaces import CLEAR_WORKSPACES
 from gpumagic.report.base import grouped
-from gpumagic.report.columns import Column, Table
-from gpumagic.report.document import Block, Cell, Document, Heading, Paragraph, Segment, document_of
+from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
 from gpumagic.report.units import LARGE, count, few, shape, size
 from gpumagic.tensors.report import (
     IN_GRAPH,

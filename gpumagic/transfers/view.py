@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from gpumagic.memory.view import drawable_devices, timeline_blocks
 from gpumagic.report import document as doc
 from gpumagic.report.base import grouped
-from gpumagic.report.columns import Column, Table
+from gpumagic.report.document import Column, Table
 from gpumagic.report.units import NOT_AVAILABLE, count, duration, few, size
 from gpumagic.transfers.report import Suggestion, TransferReport, TransferRow
 from gpumagic.transfers.trace.report import LineRow

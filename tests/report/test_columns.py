@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from gpumagic.report import document as doc
 from gpumagic.report import html, text
-from gpumagic.report.columns import Column, Table
+from gpumagic.report.document import Column, Table
 from gpumagic.report.units import few, more, size
 
 

@@ -1,4 +1,4 @@
-"""Reports as files for others: HTML, Markdown, JSON, CSV, and trace events, each read by what reads such a file."""
+"""Reports as files for others: HTML, JSON, CSV, and trace events, each read by what reads such a file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import html.parser
 import json
 import re
 from collections import defaultdict
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ import pytest
 from gpumagic.dryrun.report import DryRunPoint, DryRunReport, DryRunRow
 from gpumagic.errors import OptionError
 from gpumagic.report.base import Report
-from gpumagic.report.document import Cell, Column, Document, Fold, Heading, Listing, Table
-from gpumagic.report.exports import to_markdown as render
 from gpumagic.transfers.report import TransferReport
 
 EVIL = "<script>alert(1)</script> | `x` @someone *b* [a](b)"
@@ -69,9 +66,8 @@ def test_a_saved_page_is_whole_and_loads_nothing(traced: TransferReport, tmp_pat
 def test_the_ending_of_the_file_says_the_form(traced: TransferReport, tmp_path: Path) -> None:
     assert json.loads(traced.save(tmp_path / "r.json").read_text())["device"] == "simgpu:0"
     assert traced.save(tmp_path / "r.csv").read_text().startswith("direction,source,target")
-    assert traced.save(str(tmp_path / "r.md")).read_text() == traced.to_markdown()
-    assert "simgpu:0" in traced.save(tmp_path / "r.txt").read_text()
-    with pytest.raises(OptionError, match=r"'r\.pdf' ends in none of \.html, \.md"):
+    assert "simgpu:0" in traced.save(str(tmp_path / "r.txt")).read_text()
+    with pytest.raises(OptionError, match=r"'r\.pdf' ends in none of \.html, \.json"):
         traced.save(tmp_path / "r.pdf")
 
 
@@ -83,27 +79,6 @@ def test_files_of_every_report_have_its_figures_back(name: str, report: Report[A
     assert (list(read.columns), len(read)) == (list(rows.columns), len(rows))
     for column in rows.select_dtypes("number"):
         pd.testing.assert_series_equal(read[column], rows[column], check_dtype=False)
-
-
-@pytest.mark.parametrize(("name", "report"), REPORTS)
-def test_a_markdown_parser_reads_all_of_every_report_as_code_behind_summaries(name: str, report: Report[Any]) -> None:
-    """So nothing in it is markup: no table, no link, no mention."""
-    mistune = pytest.importorskip("mistune")
-    tokens = mistune.create_markdown(renderer=None, plugins=["table"])(report.to_markdown())
-    assert {token["type"] for token in tokens} <= {"block_code", "block_html", "blank_line"}, name
-    html_of = "".join(token["raw"] for token in tokens if token["type"] == "block_html")
-    assert "<script>" not in html_of
-    assert html_of.count("<details>") == html_of.count("</details>")
-
-
-def test_markdown_keeps_what_comes_from_outside_within_its_fences() -> None:
-    columns = [Column("Name"), Column("Code", code=True), Column("Size", "right")]
-    table = Table(columns, [[EVIL, f"  {EVIL}", Cell("1 B", notes=(EVIL,))]])
-    text = render(Document((Heading(EVIL), Fold(EVIL, [table]), Listing([(1, "x = '```'", "note")]))))
-    outside = re.sub(r"(`{3,})text\n.*?\n\1", "", text, flags=re.DOTALL)
-    assert outside.split("</summary>")[0].strip() == f"<details><summary>{escape(EVIL)}".replace("@", "@\u200b")
-    assert "````text" in text
-    assert text.count("<details>") == text.count("</details>") == 1
 
 
 REQUIRED = {

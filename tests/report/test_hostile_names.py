@@ -31,7 +31,7 @@ TAGS = {
 }  # fmt: skip
 ATTRIBUTES = {"style", "scope", "title", "role", "aria-label", "aria-hidden", "tabindex"}
 LONGEST = 2_010
-"""Characters of one text in a page, and an arrow beside it."""
+"""Characters of one text in a page, and what stands beside it."""
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)

@@ -14,7 +14,7 @@ from gpumagic.report.base import to_html, to_text
 from gpumagic.report.document import Cell, Column, Document, Fold, Heading, Listing, Paragraph, Segment, Table
 
 TABLE = Table(
-    (Column("Device"), Column("Name", shrinks=True), Column("Used", "right"), Column("Bus", priority=1)),
+    (Column("Device"), Column("Name", shrinks=True), Column("Used", align="right"), Column("Bus", priority=1)),
     (
         ("cuda:0", "NVIDIA H200", Cell("35.2 GiB", bar=(Segment(0.25), Segment(0.25, "second"))), "00:1E.0"),
         ("cuda:1", "A device with quite a long name", Cell("n/a", muted=True, title="lost"), "00:1F.0"),
@@ -50,7 +50,7 @@ def test_no_line_of_any_report_is_wider_than_the_terminal(width: int) -> None:
 
 
 def test_a_row_that_no_width_is_enough_for_is_a_sentence_and_loses_nothing() -> None:
-    columns = [Column("Device"), *(Column(title, "right") for title in ("Came", "Went", "Net", "Allocated"))]
+    columns = [Column("Device"), *(Column(title, align="right") for title in ("Came", "Went", "Net", "Allocated"))]
     table = Table(columns, [["simgpu:0", "100.0 MiB", "20.0 MiB", "80.0 MiB", "120.0 MiB"]])
     assert text.render(Document((table,)), width=40, unicode=True).splitlines() == [
         "simgpu:0: Came 100.0 MiB · Went 20.0 MiB",

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from gpumagic.memory.ledger import OF_MODULES
 from gpumagic.report import document as doc
-from gpumagic.report.columns import Column, Table
+from gpumagic.report.document import Column, Table
 from gpumagic.report.tree import OUTSIDE, tree_blocks
 from gpumagic.report.units import count, duration, size
 from gpumagic.transfers.trace.report import LineReport, LineRow, ModuleReport, ModuleRow

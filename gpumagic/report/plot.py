@@ -1,50 +1,17 @@
-"""What reports become elsewhere: Markdown for an issue, figures of matplotlib's."""
+"""What pictures of memory have in common, drawn by matplotlib."""
 
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Iterable, Iterator
-from html import escape
 from io import BytesIO
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.errors import GpuMagicError
-from gpumagic.report.document import OTHER_COLOUR, PART_COLOURS, Block, Document, Fold
-from gpumagic.report.text import render as render_text
+from gpumagic.report.document import OTHER_COLOUR, PART_COLOURS
 from gpumagic.report.units import printable, size, truncate_middle
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-MARKDOWN_WIDTH = 100
-"""Columns of the text in Markdown."""
-
-
-def to_markdown(document: Document) -> str:
-    """Return the document as Markdown, for an issue: text as a terminal has it, and `<details>`.
-
-    In a fence nothing is markup, a mention or a link, so text from outside needs no escapes there.
-    """
-    return "\n\n".join(_parts(document.blocks)) + "\n"
-
-
-def _parts(blocks: Iterable[Block]) -> Iterator[str]:
-    for is_fold, group in groupby(blocks, lambda block: isinstance(block, Fold)):
-        if is_fold:
-            yield from (_details(each) for each in group if isinstance(each, Fold))
-        else:
-            shown = render_text(Document(tuple(group)), MARKDOWN_WIDTH, unicode=True)
-            ticks = "`" * max(3, *(len(run) + 1 for run in re.findall(r"`+", shown)), 0)  # more than any that is in it
-            yield f"{ticks}text\n{shown}\n{ticks}"
-
-
-def _details(fold: Fold) -> str:
-    summary = escape(printable(fold.summary), quote=False).replace("@", "@\N{ZERO WIDTH SPACE}")
-    inner = "\n\n".join(_parts(fold.blocks))
-    return f"<details><summary>{summary}</summary>\n\n{inner}\n\n</details>"
-
 
 GIB = 1024**3
 MIB = 1024**2
