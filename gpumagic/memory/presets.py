@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import difflib
 import functools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
 
-from gpumagic.errors import OptionError, nearest
+from gpumagic.errors import OptionError
 
-MIB = 1024**2
+KIB, MIB = 1024, 1024**2
 
 
 @dataclass(frozen=True)
@@ -45,32 +45,15 @@ class GPU:
     l2_cache: int
 
 
-@dataclass(frozen=True)
-class _Architecture:
-    """What all GPUs of a compute capability have in common.
-
-    That is a table of the CUDA C++ Programming Guide, and `cuda/__device/arch_traits.h` of NVIDIA's CCCL has it.
-    """
-
-    threads: int
-    blocks: int
-    shared: int
-    optin: int
-
-
-_ARCHITECTURES = {
-    (6, 0): _Architecture(2048, 32, 64 * 1024, 48 * 1024),
-    (6, 1): _Architecture(2048, 32, 96 * 1024, 48 * 1024),
-    (7, 0): _Architecture(2048, 32, 96 * 1024, 96 * 1024),
-    (7, 5): _Architecture(1024, 16, 64 * 1024, 64 * 1024),
-    (8, 0): _Architecture(2048, 32, 164 * 1024, 163 * 1024),
-    (8, 6): _Architecture(1536, 16, 100 * 1024, 99 * 1024),
-    (8, 9): _Architecture(1536, 24, 100 * 1024, 99 * 1024),
-    (9, 0): _Architecture(2048, 32, 228 * 1024, 227 * 1024),
-    (10, 0): _Architecture(2048, 32, 228 * 1024, 227 * 1024),
-    (10, 3): _Architecture(2048, 32, 228 * 1024, 227 * 1024),
-    (12, 0): _Architecture(1536, 24, 100 * 1024, 99 * 1024),
-}
+_SHAPES = {
+    (6, 0): (2048, 32, 64, 48), (6, 1): (2048, 32, 96, 48), (7, 0): (2048, 32, 96, 96), (7, 5): (1024, 16, 64, 64),
+    (8, 0): (2048, 32, 164, 163), (8, 6): (1536, 16, 100, 99), (8, 9): (1536, 24, 100, 99),
+    (9, 0): (2048, 32, 228, 227), (10, 0): (2048, 32, 228, 227), (10, 3): (2048, 32, 228, 227),
+    (12, 0): (1536, 24, 100, 99),
+}  # fmt: skip
+"""What all GPUs of a compute capability have: threads and blocks of a multiprocessor, KiB of shared memory of it, and
+KiB that a kernel may ask for. It is a table of the CUDA C++ Programming Guide, and `cuda/__device/arch_traits.h` of
+NVIDIA's CCCL has it."""
 
 
 def _read_gpus() -> Iterator[tuple[str, GPU]]:
@@ -87,10 +70,10 @@ def _read_gpus() -> Iterator[tuple[str, GPU]]:
     with resources.files("gpumagic.memory").joinpath("gpus.csv").open(encoding="utf-8") as table:
         for name, full_name, capability, multiprocessors, mib, l2_mib, _ in list(csv.reader(table))[1:]:
             major, minor = map(int, capability.split("."))
-            shape = _ARCHITECTURES[major, minor]
+            threads, blocks, shared, optin = _SHAPES[major, minor]
             yield name, GPU(
-                full_name, int(mib) * MIB, major, minor, int(multiprocessors), shape.threads, shape.blocks,
-                shape.shared, shape.optin, int(float(l2_mib) * MIB),
+                full_name, int(mib) * MIB, major, minor, int(multiprocessors), threads, blocks, shared * KIB,
+                optin * KIB, int(float(l2_mib) * MIB),
             )  # fmt: skip
 
 
@@ -129,10 +112,15 @@ def name_of(name: str) -> str:
     Raises:
         OptionError: there is none of that name; the message suggests what may be meant.
     """
-    known = _spellings()
-    plain = _plain(name)
+    plain, known = _plain(name), _spellings()
+    if plain == "list":
+        raise OptionError(f"there are {', '.join(typed(GPUS))}")
     if plain not in known:
-        raise OptionError(_refusal(name, plain, known))
+        near = typed(known[each] for each in difflib.get_close_matches(plain, known, 4, 0.7))
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(typed(USUAL))} and others"
+        raise OptionError(
+            f"{name!r} is not a GPU that is known here; {hint} (--gpu list names all, --capacity 48GiB takes a size)"
+        )
     return known[plain]
 
 
@@ -152,21 +140,6 @@ def typed(names: Iterable[str]) -> list[str]:
     return [name.replace(" ", "-") for name in dict.fromkeys(names)]
 
 
-def _refusal(name: str, plain: str, known: dict[str, str]) -> str:
-    if plain == "list":
-        return f"there are {', '.join(typed(GPUS))}"
-    if size := re.fullmatch(r"\s*(\d{1,3})\s*(g|gb|gib)?\s*", name.casefold()):
-        having = ", ".join(typed(each for each in (*USUAL, *GPUS) if label(GPUS[each]) == int(size[1])))
-        return (
-            f"{name!r} is a size" + (f": {having} have it; or" if having else "; write") + f" --capacity {size[1]}GiB"
-        )
-    near = nearest(plain, known)
-    like = [known[each] for each in known if each == near or (plain and plain in each)]
-    if like:
-        return f"{name!r} is not a GPU that is known here; did you mean {' or '.join(typed(like)[:4])}?"
-    return f"{name!r} is not a GPU that is known here; there are {', '.join(typed(USUAL))} and others: --gpu list"
-
-
 def like(device: int | str) -> GPU:
     """Return what torch says of a CUDA device that is here. This initialises CUDA.
 
@@ -178,23 +151,13 @@ def like(device: int | str) -> GPU:
     import torch
 
     said = torch.cuda.get_device_properties(device)
-    shape = _ARCHITECTURES.get((said.major, said.minor), _ARCHITECTURES[9, 0])
+    _, blocks, shared, optin = _SHAPES.get((said.major, said.minor), _SHAPES[9, 0])
     return GPU(
-        name=said.name,
-        capacity=said.total_memory,
-        major=said.major,
-        minor=said.minor,
-        multiprocessors=said.multi_processor_count,
-        threads_per_multiprocessor=said.max_threads_per_multi_processor,
-        blocks_per_multiprocessor=shape.blocks,
-        shared_per_multiprocessor=_said(said, "shared_memory_per_multiprocessor", shape.shared),
-        shared_per_block_optin=_said(said, "shared_memory_per_block_optin", shape.optin),
-        l2_cache=_said(said, "L2_cache_size", 40 * MIB),
-    )
-
-
-def _said(properties: Any, name: str, otherwise: int) -> int:
-    return int(getattr(properties, name, otherwise))
+        said.name, said.total_memory, said.major, said.minor, said.multi_processor_count,
+        said.max_threads_per_multi_processor, blocks,
+        int(getattr(said, "shared_memory_per_multiprocessor", shared * KIB)),
+        int(getattr(said, "shared_memory_per_block_optin", optin * KIB)), int(getattr(said, "L2_cache_size", 40 * MIB)),
+    )  # fmt: skip
 
 
 def settings(gpu: GPU, number: int, others: int) -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import re
-import sys
 from argparse import Action
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpumagic import _compat, options
+from gpumagic.notebook import session
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -25,7 +26,8 @@ def install(shell: InteractiveShell, devices: Names, undo: list[Callable[[], obj
     """Complete the lines of our magics in a shell, with names of devices; what undoes it is added to ``undo``."""
 
     def complete_line(line: str, below: str) -> tuple[str, list[str]]:
-        return complete(line, Offers(devices, lambda: _tensors(shell), lambda: numbers(shell.user_ns, below)))
+        variables = functools.partial(session.names_of_users, shell.user_ns)
+        return complete(line, Offers(devices, variables, lambda: numbers(shell.user_ns, below)))
 
     _compat.add_completer(shell, _LINE, complete_line, undo)
 
@@ -35,8 +37,7 @@ class Offers:
     """What there is to choose from, asked for when it is wanted."""
 
     devices: Names = tuple
-    tensors: Names = tuple
-    """Names of tensors: ``model.fc.weight``."""
+    variables: Names = tuple
     numbers: Names = tuple
     """Names of ints, in the cell and among the variables."""
 
@@ -74,8 +75,8 @@ def _values(action: Action, offers: Offers) -> Collection[str]:
         "gpu": _gpus,
         "fit": offers.numbers,
         "shrink": offers.numbers,
-        "why": offers.tensors,
-        "move": lambda: _variables_of(offers.tensors()),
+        "why": offers.variables,
+        "move": offers.variables,
     }
     return offered[action.dest]() if action.dest in offered else ()
 
@@ -92,22 +93,6 @@ def numbers(namespace: Mapping[str, object], cell: str) -> Collection[str]:
 
     variables = {name for name, value in namespace.items() if type(value) is int and not name.startswith("_")}
     return sorted(variables | settings.names_in_text(cell))
-
-
-def _variables_of(tensors: Collection[str]) -> Collection[str]:
-    """Return the variables with which the names of tensors begin."""
-    found = (re.match(r"[^\W\d_]\w*", name) for name in tensors)
-    return sorted({each[0] for each in found if each is not None})
-
-
-def _tensors(shell: InteractiveShell) -> Collection[str]:
-    """Return the names of the tensors that the variables of a shell reach."""
-    if "torch" not in sys.modules:
-        return ()
-    from gpumagic.heap import holders
-
-    names = (name for several in holders.name_storages(shell.user_ns, shell).values() for name in several)
-    return sorted(dict.fromkeys(names), key=len)
 
 
 def _is_of_no_cell(action: Action, line: str) -> bool:

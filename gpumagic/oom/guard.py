@@ -95,12 +95,10 @@ class OomGuard(contextlib.ContextDecorator):
         self._retries = 0
         self._recovered = False
         self._traceback: LateTraceback | None = None
-        self._modes: Mapping[str, int] = {}
         self._state = GuardState(self._namespace, Identities({}), {}, shell)
 
     def open(self) -> None:
         """Read the allocator's figures and which names are bound; costs well under a millisecond."""
-        self._modes = session.torch_modes()
         self._observer.close()  # a decorated function that calls itself
         self._state.effects.close()
         if self._memory is not None:
@@ -129,7 +127,6 @@ class OomGuard(contextlib.ContextDecorator):
     def close(self, error: BaseException | None) -> None:
         """Record how the block ended; after out-of-memory, read its frames while they are whole."""
         self.restore()
-        session.tell_changed_modes(self._modes, error)
         memory, self._memory = self._memory, None
         self._recovered = error is None and self._failure is not None
         if error is not None:

@@ -18,7 +18,6 @@ from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.devices import Device
 from gpumagic.memory.sampler import CellMemory
 from gpumagic.memory.timeline import MemoryTimeline
-from gpumagic.notebook import session
 from gpumagic.report import base
 from gpumagic.source import lines, magics
 from gpumagic.source.lines import WatchedCode
@@ -105,7 +104,6 @@ class DeviceRun:
         """Make the device the default and the current one, and start recording."""
         from gpumagic.transfers.recording import Recording
 
-        self._modes = session.torch_modes()
         self._clock = _Clock()
         self._moved = move.relocate(self._move, self._namespace, self.device) if self._move else ()
         self._sites = CallSites(self._namespace, self._filename)
@@ -130,7 +128,6 @@ class DeviceRun:
             self._clock.stop()
         finally:
             self.restore()
-        session.tell_changed_modes(self._modes, error)
         tracebacks.drop_own_frames(error)
         self.report = self._report(error)
         if self._store is not None:
