@@ -224,7 +224,7 @@ class GPUMagic(Magics):
         """Return one report of all engines."""
         from gpumagic.cluster import connection
 
-        return connection.query_of(magic, options)(self.engine_timeout)
+        return connection.of_line(magic, options, self.engine_timeout)
 
     def _cell_of_engines(
         self, magic: str, options: Namespace, cell: str | None, device: str | None = None

@@ -2,9 +2,8 @@
 
 Start with `connection.py` for the line magics and with `cells.py` for the cell magics.
 
-    connection.py   which engines are meant, which device each gets, what each answers; line magics on every engine
+    connection.py   which engines are meant, which device each gets, what each answers and how; line magics on them
     cells.py        a cell of `%%ondevice` or `%%oomguard` on every engine
-    requests.py     what runs in the engine: `answer`, sent as text, and what it calls there
     report.py       `ClusterReport`, merging, and GPUs that several engines share
     view.py         the answer of all engines, a row for those that say the same, and each engine's own report
 

@@ -9,11 +9,19 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
-from gpumagic.cluster.connection import Connection, ask_all, ask_each, assign_devices, check_options, connect
+from gpumagic.cluster.connection import (
+    CELL_DEVICE,
+    Connection,
+    ask_all,
+    ask_each,
+    assign_devices,
+    check_options,
+    connect,
+)
 from gpumagic.cluster.report import ANSWERED, ClusterReport, EngineAnswer, engines_label
 from gpumagic.errors import OptionError
 from gpumagic.options import parser
@@ -24,7 +32,7 @@ OUT_OF_MEMORY = "out of memory"
 _INTERRUPT_TIMEOUT = 10.0
 """Seconds that engines have to end their cells after an interrupt."""
 _CHECK_INTERVAL = 0.5
-"""Seconds after which a wait for engines looks for an interrupt."""
+"""Seconds after which a wait for engines looks for an interrupt: one that comes just before it is not seen in it."""
 
 
 def prepare(magic: str, options: Namespace, body: str | None, timeout: float, device: str | None = None) -> EngineCell:
@@ -44,26 +52,25 @@ def prepare(magic: str, options: Namespace, body: str | None, timeout: float, de
     if body is None:
         raise OptionError(f"--engines takes all of a cell: write %%{magic} on its first line")
     check_options(magic, options, "%%px, and below it %%")
-    line = " ".join(word for name in parser(magic).forwarded for word in _words(name, getattr(options, name)))
+    words = [] if device is None else [f"{{{CELL_DEVICE}}}"]  # which IPython replaces by its value
+    words += [word for name in parser(magic).forwarded for word in _words(name, getattr(options, name))]
+    code = f"%%{magic} {' '.join(words)} -q -o {REPORT_NAME}\n{body}"
     connection = connect(options.engines, gone=False)
     ready = ask_all(connection, ("prepare", {}), timeout)
     try:
         _check(ready)
-        lines = dict.fromkeys(connection.engines, line)
         if device is not None:
             origins = {int(answer.engine): answer.origin for answer in ready}
             wanted = {
-                engine: ("resolve_device", {"name": name, "fallback": options.fallback, "local_rank": local_rank})
+                engine: ("choose", {"name": name, "fallback": options.fallback, "local_rank": local_rank})
                 for engine, (name, local_rank) in assign_devices(device, origins).items()
             }
-            resolved = ask_each(connection, wanted, timeout)
-            _check(resolved)
-            lines = {int(answer.engine): f"{answer.report} {line}" for answer in resolved}
+            _check(ask_each(connection, wanted, timeout))
     except OptionError:
         able = tuple(int(answer.engine) for answer in ready if answer.state == ANSWERED)
         ask_all(replace(connection, engines=able), ("collect", {"name": REPORT_NAME}), timeout)
         raise
-    return EngineCell(connection, magic, lines, body, timeout, magic == "oomguard" and options.keep_going)
+    return EngineCell(connection, magic, code, timeout, magic == "oomguard" and options.keep_going)
 
 
 def _words(name: str, value: object) -> list[str]:
@@ -90,9 +97,7 @@ class EngineCell:
 
     connection: Connection
     magic: str
-    lines: Mapping[int, str]
-    """The line of the magic for each engine, without its name."""
-    body: str
+    code: str
     timeout: float
     keep_going: bool = False
 
@@ -104,69 +109,64 @@ class EngineCell:
             KeyboardInterrupt: after the engines were interrupted.
         """
         __tracebackhide__ = True
-        from ipyparallel import AsyncResult
-
         started, interrupted = time.perf_counter(), False
         sent: dict[int, Any] = {}
-        try:
-            for engine, line in self.lines.items():
-                sent[engine] = self._send(engine, line)
-        except KeyboardInterrupt:  # the first may run by then
-            if not sent:
-                raise
-            interrupted = True
-            self._interrupt(sent)
-        outputs = AsyncResult(self.connection.client, list(sent.values()), fname="", targets=list(sent))
-        with outputs.stream_output():  # labelled as `%%px` labels outputs
+        with ExitStack() as streams:  # labelled as `%%px` labels outputs
             try:
-                awaited = [*sent.values(), *(future.output for future in sent.values())]
-                # A signal that comes just before a lock is waited for is not seen until that wait ends.
-                while not interrupted and wait(awaited, timeout=_CHECK_INTERVAL).not_done:
-                    pass
+                for engine in self.connection.engines:
+                    sent[engine] = self.connection.client[engine].execute(self.code, silent=False, block=False)
+                    streams.enter_context(sent[engine].stream_output())
+                for each in sent.values():
+                    while not (each.wait(_CHECK_INTERVAL) and each.wait_for_output(_CHECK_INTERVAL)):
+                        pass
             except KeyboardInterrupt:
+                if not sent:
+                    raise
                 interrupted = True
                 self._interrupt(sent)
         report = self._report(sent, time.perf_counter() - started)
         show(report)
         if interrupted:
             raise KeyboardInterrupt
-        self._raise(sent, report, outputs)
-
-    def _send(self, engine: int, line: str) -> Any:
-        client = self.connection.client
-        code = f"%%{self.magic} {line} -q -o {REPORT_NAME}\n{self.body}"
-        return client.send_execute_request(
-            client._mux_stream, code, silent=False, ident=client._engines[engine].encode()
-        )  # fmt: skip
+        self._raise(sent, report)
 
     def _interrupt(self, sent: Mapping[int, Any]) -> None:
-        running = [engine for engine, future in sent.items() if not future.done()]
-        alive = [engine for engine in self.connection.alive if engine in running]
-        if not alive:
+        alive = self.connection.alive
+        running = [engine for engine, each in sent.items() if engine in alive and not each.done()]
+        if not running:
             return
         client = self.connection.client
-        client.abort([sent[engine].msg_id for engine in alive], targets=alive, block=False)
-        client.send_signal("SIGINT", targets=alive, block=False)
-        wait([sent[engine] for engine in alive], timeout=_INTERRUPT_TIMEOUT)
+        client.abort([message for engine in running for message in sent[engine].msg_ids], targets=running, block=False)
+        client.send_signal("SIGINT", targets=running, block=False)
+        deadline = time.monotonic() + _INTERRUPT_TIMEOUT
+        for engine in running:
+            sent[engine].wait(max(0.0, deadline - time.monotonic()))
 
     def _report(self, sent: Mapping[int, Any], elapsed: float) -> ClusterReport:
         """Collect the reports of the engines whose cells have ended."""
-        ended = replace(self.connection, engines=tuple(engine for engine, future in sent.items() if future.done()))
+        ended = replace(self.connection, engines=tuple(engine for engine, each in sent.items() if each.done()))
         answers = ask_all(ended, ("collect", {"name": REPORT_NAME}), self.timeout)
-        ready = {answer.engine: _with_outcome(answer, sent[int(answer.engine)].result()) for answer in answers}
+        ready = {answer.engine: _with_outcome(answer, sent[int(answer.engine)].exception()) for answer in answers}
         running = EngineAnswer(-1, state="interrupted", detail="but its cell is still running")
         found = [ready.get(engine) or replace(running, engine=engine) for engine in sent]
         return ClusterReport(self.magic, tuple(found), elapsed)
 
-    def _raise(self, sent: Mapping[int, Any], report: ClusterReport, outputs: Any) -> None:
+    def _raise(self, sent: Mapping[int, Any], report: ClusterReport) -> None:
         """Raise what `%%px` would, or `OutOfMemory` where nothing else went wrong."""
         __tracebackhide__ = True
+        from ipyparallel import error
+
         states = {answer.engine: answer.state for answer in report.engines}
         out = [answer for answer in report.engines if answer.state == OUT_OF_MEMORY]
-        others = [future for engine, future in sent.items() if states[engine] not in (ANSWERED, OUT_OF_MEMORY)]
+        others = [each for engine, each in sent.items() if states[engine] not in (ANSWERED, OUT_OF_MEMORY)]
         if others:
-            # ipyparallel streams no error that came before it listened, and none of a dead engine.
-            _raise_as_px(others, f"%%{self.magic}", shown=outputs._streamed_errors >= len(others))
+            try:
+                error.collect_exceptions([each.exception() for each in others], f"%%{self.magic}")
+            except error.CompositeError as several:
+                # ipyparallel streams no error that came before it listened, and none of a dead engine.
+                if all(each._streamed_errors for each in others):
+                    raise error.AlreadyDisplayedError(several) from None
+                raise
         if out and not self.keep_going:
             from gpumagic.oom.guard import raise_alone
             from gpumagic.oom.recognition import OutOfMemory
@@ -175,7 +175,7 @@ class EngineCell:
             raise_alone(OutOfMemory("; ".join(parts)))
 
 
-def _with_outcome(answer: EngineAnswer, result: object) -> EngineAnswer:
+def _with_outcome(answer: EngineAnswer, error: BaseException | None) -> EngineAnswer:
     """Return an engine's answer with how its cell ended."""
     report = answer.report
     if answer.state != ANSWERED:
@@ -183,23 +183,9 @@ def _with_outcome(answer: EngineAnswer, result: object) -> EngineAnswer:
     if type(report).__name__ == "OomReport" and not report.recovered:
         line = f" in line {report.line}" if report.line is not None else ""
         return replace(answer, state=OUT_OF_MEMORY, detail=f"{report.device or 'the host'}{line}")
-    if not isinstance(result, BaseException):
+    if error is None:
         return answer
-    name, value = getattr(result, "ename", type(result).__name__), getattr(result, "evalue", str(result))
+    name, value = getattr(error, "ename", type(error).__name__), getattr(error, "evalue", str(error))
     if name in {"KeyboardInterrupt", "TaskAborted"}:
         return replace(answer, state="interrupted")
     return replace(answer, state="raised", detail=f"{name}: {value}")
-
-
-def _raise_as_px(futures: Sequence[Any], name: str, *, shown: bool) -> NoReturn:
-    """Raise the errors of engines, in short where all of them have been shown already."""
-    __tracebackhide__ = True
-    from ipyparallel import error
-
-    try:
-        error.collect_exceptions([future.result() for future in futures], name)
-    except error.CompositeError as several:
-        if shown:
-            raise error.AlreadyDisplayedError(several) from None
-        raise
-    raise AssertionError("none of them failed")

@@ -1,4 +1,4 @@
-"""Which engines `--engines` means, which device each of them works on, and what each answers to a request.
+"""Which engines `--engines` means, which device each of them works on, what each answers, and what it calls for that.
 
 An engine runs one thing at a time: in a cell of its own it cannot answer. A request that it has not begun when the
 time is up is cancelled, so that it does not run later.
@@ -6,28 +6,22 @@ time is up is cancelled, so that it does not run later.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import inspect
-import io
-import pickle
 import time
 import weakref
-import zlib
 from argparse import Namespace
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
-from gpumagic import _compat
-from gpumagic.cluster import requests
+from gpumagic import _compat, simgpu
 from gpumagic.cluster.report import ClusterReport, EngineAnswer
 from gpumagic.errors import DeviceNotFound, OptionError
+from gpumagic.memory.devices import resolve
 from gpumagic.notebook import session
 from gpumagic.options import ENGINE_TIMEOUT, parser
-from gpumagic.report.base import Origin
+from gpumagic.report.base import Origin, current_origin
 
 PX = "px"
 """The engines that `%%px` goes to, which `%pxconfig --targets` changes."""
@@ -48,21 +42,6 @@ class Connection:
         """Return those of the engines that are registered now."""
         registered = set(self.client.ids)
         return tuple(engine for engine in self.engines if engine in registered)
-
-    @property
-    def known(self) -> dict[int, Origin]:
-        """Return where the client's engines run, including those that are gone."""
-        return _known_engines.setdefault(self.client, {})
-
-
-def check_options(magic: str, options: Namespace, alternative: str) -> None:
-    """Raise `OptionError` for an option that is about one process."""
-    for name in parser(magic).refused:
-        if getattr(options, name):
-            option = f"--{name.replace('_', '-')}"
-            raise OptionError(
-                f"{option} is about one process: {alternative}{magic} {option} has each engine answer for itself"
-            )
 
 
 def use(client_or_view: Any = None) -> None:
@@ -116,6 +95,16 @@ def connect(targets: str = PX, *, gone: bool = True) -> Connection:
     return Connection(client, tuple(wanted))
 
 
+def check_options(magic: str, options: Namespace, alternative: str) -> None:
+    """Raise `OptionError` for an option that is about one process."""
+    for name in parser(magic).refused:
+        if getattr(options, name):
+            option = f"--{name.replace('_', '-')}"
+            raise OptionError(
+                f"{option} is about one process: {alternative}{magic} {option} has each engine answer for itself"
+            )
+
+
 def assign_devices(device: str, origins: Mapping[int, Origin]) -> dict[int, tuple[str, int]]:
     """Return the device of each engine, and the engine's number on its host.
 
@@ -127,10 +116,16 @@ def assign_devices(device: str, origins: Mapping[int, Origin]) -> dict[int, tupl
         OptionError: something else in braces.
     """
     device = device.replace("{{", "{").replace("}}", "}")  # as IPython leaves it where it expands nothing
+    origins = dict(sorted(origins.items()))
+    ranks = _distinct_ranks({engine: origin.rank for engine, origin in origins.items()})
+    hosts: dict[str, dict[int, int | None]] = {}
+    for engine in sorted(origins, key=lambda engine: ranks[engine]):
+        hosts.setdefault(origins[engine].host, {})[engine] = origins[engine].local_rank
+    local = {engine: rank for of_host in hosts.values() for engine, rank in _distinct_ranks(of_host).items()}
     try:
         return {
-            engine: (device.format_map({"rank": rank, "local_rank": local}), local)
-            for engine, (rank, local) in _ranks(origins).items()
+            engine: (device.format_map({"rank": rank, "local_rank": local[engine]}), local[engine])
+            for engine, rank in ranks.items()
         }
     except (KeyError, ValueError, IndexError):
         raise OptionError(
@@ -138,20 +133,8 @@ def assign_devices(device: str, origins: Mapping[int, Origin]) -> dict[int, tupl
         ) from None
 
 
-def _ranks(origins: Mapping[int, Origin]) -> dict[int, tuple[int, int]]:
-    """Return each engine's rank and local rank: the launcher's where they are distinct, else the engines' order."""
-    origins = dict(sorted(origins.items()))
-    ranks = _distinct_ranks({engine: origin.rank for engine, origin in origins.items()})
-    order = sorted(origins, key=lambda engine: ranks[engine])
-    hosts: dict[str, dict[int, int | None]] = {}
-    for engine in order:
-        hosts.setdefault(origins[engine].host, {})[engine] = origins[engine].local_rank
-    local = {engine: rank for of_host in hosts.values() for engine, rank in _distinct_ranks(of_host).items()}
-    return {engine: (ranks[engine], local[engine]) for engine in order}
-
-
 def _distinct_ranks(ranks: Mapping[int, int | None]) -> dict[int, int]:
-    """Return the ranks as they are, or the engines' order where ranks are missing or equal.
+    """Return the launcher's ranks, or the engines' order where ranks are missing or equal.
 
     Engines that a batch script starts without a launcher all inherit the script's own rank.
     """
@@ -161,13 +144,110 @@ def _distinct_ranks(ranks: Mapping[int, int | None]) -> dict[int, int]:
     return {engine: place for place, engine in enumerate(ranks)}
 
 
+# ---- What an engine does
+
+_LOADED_FOR_CELL = "gpumagic_of_engine_cell"
+CELL_DEVICE = "_gpumagic_device"
+"""The variable in which an engine keeps the device of the cell that it is to run."""
+
+
+def answer(request: str, arguments: dict[str, Any], version: str) -> dict[str, Any]:
+    """Call one of the functions below, and return the state, the report and any error.
+
+    It is sent to the engine as text and stands alone: the engine may have no gpumagic, or another version.
+
+    Args:
+        request: the name of the function.
+        arguments: its keyword arguments, plain data.
+        version: the gpumagic of the client; nothing is called in another version.
+    """
+    import importlib
+    import os
+    import socket
+    import time
+
+    facts: dict[str, Any] = {"state": "answered", "host": socket.gethostname(), "pid": os.getpid()}
+    try:
+        here = importlib.import_module("gpumagic").__version__
+    except ImportError:
+        return {**facts, "state": "no gpumagic"}
+    if here != version:
+        return {**facts, "state": "other version", "detail": here}
+    started = time.perf_counter()
+    try:
+        ours = importlib.import_module("gpumagic.cluster.connection")
+        facts["origin"], facts["report"] = ours.serve(request, arguments)
+    except Exception as error:  # reported by the client
+        facts.update(state="failed", detail=f"{type(error).__name__}: {error}")
+    return {**facts, "seconds": time.perf_counter() - started}
+
+
+def serve(request: str, arguments: Mapping[str, Any]) -> tuple[Origin, Any]:
+    """Return where this engine runs, and what one of the functions below returns."""
+    return current_origin(), globals()[f"answer_{request}"](**arguments)
+
+
+def answer_gpuinfo(names: Sequence[str], *, processes: bool, everything: bool) -> object:
+    """Return the GPUs of this engine; simulated ones too, where its environment asks for them."""
+    from gpumagic.gpus import probe
+
+    simgpu.enable_from_environment()
+    return probe.read_gpus(names, processes=processes, everything=everything)
+
+
+def answer_devices(names: Sequence[str], *, by: str | None, limit: int | None) -> object:
+    """Return the live tensors of this engine, under the names of its notebook."""
+    from gpumagic.tensors import scan
+
+    simgpu.enable_from_environment()
+    shell = session.shell()
+    only = [resolve(name) for name in names]
+    return scan.scan(session.user_variables(shell), devices=only, group_by=by, limit=limit, shell=shell)
+
+
+def answer_prepare() -> None:
+    """Prepare for a cell under a cell magic."""
+    shell = session.shell()
+    if shell is None:
+        raise OptionError("this engine runs no IPython")
+    if shell.find_line_magic("oomguard") is None:
+        shell.meta[_LOADED_FOR_CELL] = True
+        shell.extension_manager.load_extension("gpumagic")
+
+
+def answer_choose(name: str, fallback: str | None, local_rank: int) -> None:
+    """Choose the device of the cell; ``auto`` deals out the host's GPUs by local rank."""
+    from gpumagic.memory import allocator
+
+    shell, accelerators = session.shell(), allocator.accelerators()
+    assert shell is not None
+    if name.lower() == "auto" and accelerators:
+        name = accelerators[local_rank % len(accelerators)]
+    shell.user_ns[CELL_DEVICE] = resolve(name, fallback)
+
+
+def answer_collect(name: str) -> object:
+    """Return the report that a cell left in a variable, and undo what was prepared."""
+    shell = session.shell()
+    assert shell is not None
+    report = shell.user_ns.pop(name, None)
+    for each in (name, CELL_DEVICE):
+        shell.user_ns.pop(each, None)
+        shell.user_ns_hidden.pop(each, None)
+    if shell.meta.pop(_LOADED_FOR_CELL, False):
+        shell.extension_manager.unload_extension("gpumagic")
+    return report
+
+
+# ---- Asking them
+
 _ENGINE_CODE = "exec(source) or answer(*request)"
 """Run by `eval` in the engine, with names of its own, so that the engine needs neither a module nor our bytecode."""
 _REPLY_TIMEOUT = 1.0
 """Seconds to wait for the engines' threads that cancel requests."""
 
 Request = tuple[str, Mapping[str, object]]
-"""A function of `requests`, and its arguments."""
+"""Which of the functions above, and its arguments."""
 
 
 def ask_all(connection: Connection, request: Request, timeout: float) -> tuple[EngineAnswer, ...]:
@@ -183,105 +263,57 @@ def ask_each(connection: Connection, by_engine: Mapping[int, Request], timeout: 
         by_engine: the request to each.
         timeout: seconds to wait for the slowest.
     """
-    asked = {each: _send(connection, each, by_engine[each]) for each in connection.alive}
+    asked = {each: _send(connection.client, each, by_engine[each]) for each in connection.alive}
+    late: list[int] = []
     try:
         wait(asked.values(), timeout=timeout)
-    except BaseException:  # Ctrl-C
-        _cancel(connection, asked)
-        raise
-    late = {engine: future for engine, future in asked.items() if not future.done()}
-    answers = _cancel(connection, late, timeout) if late else {}
-    answers.update((engine, _read_answer(engine, future)) for engine, future in asked.items() if engine not in answers)
-    gone = EngineAnswer(0, state="dead", detail="it is gone")
-    found = [replace(answers.get(engine, gone), engine=engine) for engine in connection.engines]
-    connection.known.update((int(answer.engine), answer.origin) for answer in found if answer.origin.host)
-    return tuple(replace(each, origin=connection.known.setdefault(int(each.engine), Origin())) for each in found)
+    finally:  # also after Ctrl-C
+        late = [engine for engine, future in asked.items() if not future.done()]
+        if alive := [engine for engine in connection.alive if engine in late]:
+            messages = [asked[engine].msg_id for engine in late]  # a thread of the engine takes them back
+            wait([connection.client.abort(messages, targets=alive, block=False)], timeout=_REPLY_TIMEOUT)
+    busy = f"no answer within {timeout:g} s: it is in a cell, or cannot be reached"
+    known = _known_engines.setdefault(connection.client, {})
+    found = []
+    for engine in connection.engines:
+        if engine in late:
+            answered = EngineAnswer(engine, state="busy", detail=busy)
+        elif engine in asked:
+            answered = _read_answer(engine, asked[engine].result())
+        else:
+            answered = EngineAnswer(engine, state="dead", detail="it is gone")
+        if answered.origin.host:
+            known[engine] = answered.origin
+        found.append(replace(answered, origin=known.setdefault(engine, Origin())))
+    return tuple(found)
 
 
-def _send(connection: Connection, engine: int, request: Request) -> Any:
-    """Return the future of one engine's answer; its attribute ``begun`` is set once the engine starts on it."""
+def _send(client: Any, engine: int, request: Request) -> Any:
+    """Return the future of one engine's answer."""
     name, arguments = request
-    client = connection.client
-    source = f"from __future__ import annotations\n{inspect.getsource(requests.answer)}"
+    source = f"from __future__ import annotations\n{inspect.getsource(answer)}"
     names = {"source": source, "request": (name, dict(arguments), _compat.installed_version())}
-    future = client.send_apply_request(
-        client._mux_stream, eval, (_ENGINE_CODE, names), ident=client._engines[engine].encode()
-    )
-    future.begun = False
-    future.iopub_callbacks.append(lambda message: _hear(future, message))
-    return future
+    ident = client._engines[engine].encode()
+    return client.send_apply_request(client._mux_stream, eval, (_ENGINE_CODE, names), ident=ident)
 
 
-def _hear(future: Any, message: Mapping[str, Any]) -> None:
-    if message["header"]["msg_type"] == "status":
-        future.begun = True
-
-
-def _read_answer(engine: int, future: Any) -> EngineAnswer:
+def _read_answer(engine: int, facts: Any) -> EngineAnswer:
     """Return the answer in an engine's reply."""
-    facts = future.result()
     if isinstance(facts, BaseException):
         kind = getattr(facts, "ename", type(facts).__name__)
         if kind == "EngineError":
             return EngineAnswer(engine, state="dead", detail="it died before it answered")
         return EngineAnswer(engine, state="failed", detail=f"{kind}: {getattr(facts, 'evalue', facts)}")
-    state, detail = facts["state"], facts.get("detail", "")
-    origin, report = Origin(facts["host"], facts["pid"]), None
-    if "answer" in facts:
-        try:
-            origin, report = load_records(zlib.decompress(facts["answer"]))
-        except Exception as error:
-            state, detail = "other version", f"{type(error).__name__}: {error}"
-    here = _compat.installed_version()
-    explained = {
-        "no gpumagic": "gpumagic is not installed there: %pip install gpumagic in its environment",
-        "no torch": "torch is not installed there",
-        "other version": f"gpumagic {detail} there, {here} here: install the same, and restart the engine",
-    }
-    return EngineAnswer(engine, origin, state, explained.get(state, detail), facts.get("seconds"), report)
+    state, detail, here = facts["state"], facts.get("detail", ""), _compat.installed_version()
+    if state == "no gpumagic":
+        detail = "gpumagic is not installed there: %pip install gpumagic in its environment"
+    elif state == "other version":
+        detail = f"gpumagic {detail} there, {here} here: install the same, and restart the engine"
+    origin = facts.get("origin") or Origin(facts["host"], facts["pid"])
+    return EngineAnswer(engine, origin, state, detail, facts.get("seconds"), facts.get("report"))
 
 
-def _cancel(connection: Connection, late: Mapping[int, Any], seconds: float = 0.0) -> dict[int, EngineAnswer]:
-    """Cancel the requests that engines have not begun, and return for each engine why it did not answer."""
-    alive = [engine for engine in connection.alive if engine in late]
-    messages = [future.msg_id for future in late.values()]
-    if alive:  # a thread of the engine confirms it, also while a cell runs
-        wait([connection.client.abort(messages, targets=alive, block=False)], timeout=_REPLY_TIMEOUT)
-    slow = "slow", f"it started, but did not finish within {seconds:g} s"
-    busy = "busy", f"no answer within {seconds:g} s: it is in a cell, or cannot be reached"
-    return {engine: EngineAnswer(engine, Origin(), *(slow if each.begun else busy)) for engine, each in late.items()}
-
-
-_PLAIN = frozenset({
-    ("builtins", "set"), ("builtins", "frozenset"), ("builtins", "complex"), ("builtins", "bytearray"),
-    ("builtins", "range"), ("builtins", "slice"), ("collections", "Counter"), ("collections", "OrderedDict"),
-    ("collections", "deque"),
-})  # fmt: skip
-
-
-def load_records(data: bytes) -> Any:
-    """Return what an engine pickled: records of gpumagic's own and plain data, and nothing else.
-
-    A pickle can name any function to call. An engine runs its user's code, and what it answers need not come from ours.
-
-    Raises:
-        pickle.UnpicklingError: it has something else than records and plain data.
-    """
-    return _Records(io.BytesIO(data)).load()
-
-
-class _Records(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _PLAIN:
-            return super().find_class(module, name)
-        if module.startswith("gpumagic.") and "." not in name:
-            found = super().find_class(module, name)
-            if isinstance(found, type):
-                is_named_tuple = issubclass(found, tuple) and hasattr(found, "_fields")
-                if dataclasses.is_dataclass(found) or is_named_tuple or issubclass(found, Enum):
-                    return found
-        raise pickle.UnpicklingError(f"{module}.{name} is no record of gpumagic's")
-
+# ---- Line magics
 
 _NO_DEVICE = "DeviceNotFound: "
 
@@ -303,8 +335,7 @@ def gpuinfo(
         OptionError: there are no engines, or not these.
         DeviceNotFound: a device that no engine has.
     """
-    arguments = {"names": devices, "processes": processes, "everything": everything}
-    return ask("gpuinfo", arguments, engines, timeout)
+    return _ask("gpuinfo", {"names": devices, "processes": processes, "everything": everything}, engines, timeout)
 
 
 def devices(
@@ -324,34 +355,28 @@ def devices(
         OptionError: there are no engines, or not these.
         DeviceNotFound: a device that no engine has.
     """
-    return ask("devices", {"names": devices, "by": by, "limit": limit}, engines, timeout)
+    return _ask("devices", {"names": devices, "by": by, "limit": limit}, engines, timeout)
 
 
-def ask(magic: str, arguments: Mapping[str, object], engines: str, timeout: float) -> ClusterReport:
-    """Return the report of the engines that were asked; the function of `requests` that answers is called as the magic.
-
-    Raises:
-        OptionError: there are no engines, or not these.
-        DeviceNotFound: a device that no engine has.
-    """
-    connection = connect(engines)
-    started = time.perf_counter()
-    answers = ask_all(connection, (magic, arguments), timeout)
-    refused = [answer.detail for answer in answers if answer.detail.startswith(_NO_DEVICE)]
-    if refused and len(refused) == len(answers):  # no engine has the device: the line itself is wrong
-        raise DeviceNotFound(f"on the engines: {refused[0].removeprefix(_NO_DEVICE)}")
-    return ClusterReport(magic, answers, time.perf_counter() - started)
-
-
-def query_of(magic: str, options: Namespace) -> Callable[[float], ClusterReport]:
-    """Return what a line with `--engines` asks, to be called with a time limit in seconds.
+def of_line(magic: str, options: Namespace, timeout: float) -> ClusterReport:
+    """Return the report of all engines that a line with `--engines` asks for.
 
     Raises:
         OptionError: an option is about one process; `%px` has each engine answer for itself.
     """
     check_options(magic, options, "%px %")
+    names, engines = options.devices, options.engines
     if magic == "devices":
-        arguments = {"names": options.devices, "by": options.by, "limit": options.n}
-    else:
-        arguments = {"names": options.devices, "processes": options.processes, "everything": options.all}
-    return functools.partial(ask, magic, arguments, options.engines)
+        return devices(*names, engines=engines, timeout=timeout, by=options.by, limit=options.n)
+    processes, everything = options.processes, options.all
+    return gpuinfo(*names, engines=engines, timeout=timeout, processes=processes, everything=everything)
+
+
+def _ask(magic: str, arguments: Mapping[str, object], engines: str, timeout: float) -> ClusterReport:
+    connection = connect(engines)
+    started = time.perf_counter()
+    answers = ask_all(connection, (magic, arguments), timeout)
+    refused = [each.detail for each in answers if each.detail.startswith(_NO_DEVICE)]
+    if refused and len(refused) == len(answers):  # no engine has the device: the line itself is wrong
+        raise DeviceNotFound(f"on the engines: {refused[0].removeprefix(_NO_DEVICE)}")
+    return ClusterReport(magic, answers, time.perf_counter() - started)

@@ -35,9 +35,8 @@ class EngineAnswer:
     """Its number in the cluster; or the name it was merged under."""
     origin: Origin = field(default_factory=Origin)
     state: str = ANSWERED
-    """``"answered"``, ``"no gpumagic"``, ``"no torch"``, ``"other version"``, ``"failed"``, ``"dead"``, ``"busy"`` (it
-    is in a cell), or ``"slow"`` (it began but did not finish in time); after a cell also ``"out of memory"``,
-    ``"raised"`` or ``"interrupted"``."""
+    """``"answered"``, ``"no gpumagic"``, ``"other version"``, ``"failed"``, ``"dead"``, ``"busy"`` (it is in a cell);
+    after a cell also ``"out of memory"``, ``"raised"`` or ``"interrupted"``."""
     detail: str = ""
     """More about the state, with the remedy."""
     seconds: float | None = None

@@ -14,7 +14,6 @@ import pytest
 from engines import PATIENCE, Gate, look, states, text_of
 
 import gpumagic
-from gpumagic.cluster.cells import EngineCell
 from gpumagic.cluster.report import shared_gpus
 
 ipyparallel = pytest.importorskip("ipyparallel")
@@ -38,11 +37,11 @@ def test_an_engine_that_lacks_something_is_a_line_that_says_what(here, machine) 
     assert {found[engine] for engine in machine.plain} == {"answered"}
     assert found[machine.of("old")] == "other version"
     assert found[machine.of("no gpumagic")] == "no gpumagic"
-    assert found[machine.of("no torch")] == "no torch"
     text = text_of(look(here, "devices --engines all"))
     assert f"Engine {machine.of('old')}: other version, gpumagic 0.0.1 there" in text
     assert f"Engine {machine.of('no gpumagic')}: no gpumagic, gpumagic is not installed there: %pip install" in text
-    assert f"Engine {machine.of('no torch')}: no torch, torch is not installed there" in text
+    versions = text_of(look(here, f"gpuinfo --engines {machine.of('no torch')},{machine.of('victim')}"))
+    assert f"no torch on {machine.of('no torch')}" in versions
 
 
 def test_a_gpu_that_two_engines_see_is_one(here, machine) -> None:
@@ -263,14 +262,14 @@ if get_ipython().kernel.engine_id == {slow}:
 
 
 def test_ctrl_c_while_the_cell_is_sent_interrupts_the_engines_that_have_it(here, machine, monkeypatch) -> None:
-    send, first = EngineCell._send, machine.plain[0]
+    execute, first = ipyparallel.DirectView.execute, machine.plain[0]
 
-    def interrupted(cell, engine, line):
-        if engine != first:
+    def interrupted(view, *arguments, **options):
+        if view.targets != first:
             raise KeyboardInterrupt
-        return send(cell, engine, line)
+        return execute(view, *arguments, **options)
 
-    monkeypatch.setattr(EngineCell, "_send", interrupted)
+    monkeypatch.setattr(ipyparallel.DirectView, "execute", interrupted)
     code = f"%%ondevice auto --engines -o run\n__import__('time').sleep({PATIENCE})"
     assert isinstance(here.run_cell(code).error_in_exec, KeyboardInterrupt)
     assert states(here.user_ns["run"]) == {first: "interrupted"}
