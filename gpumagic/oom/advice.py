@@ -27,7 +27,7 @@ TIERS: tuple[tuple[Rule, ...], ...] = (
     (expressions.rewritten, expressions.expand, collected.results, kept.copies, collected.listed,
      kept.last_turn, kept.weights, training.single, expressions.update_in_place, limits.expandable_segments,
      limits.compact, limits.workers, training.one_by_one, limits.other_device, training.in_parts, parts.smaller,
-     training.slices, parts.by_rows, parts.mapped),
+     training.settings, parts.by_rows, parts.mapped),
     # Memory against time or precision.
     (batch.accumulate, batch.smaller, loops.batch, batch.unnamed, training.of_all_in_parts, training.checkpoint,
      training.mixed, *loops.SWITCHES, training.smaller_parameters),

@@ -115,8 +115,8 @@ def _with_notebook(facts: Facts, state: GuardState) -> Facts:
     first = Device.parse(device).backend if Device.parse(device).index == 0 else device  # "cuda" is "cuda:0" too
     kept = workspaces.workspace_bytes().get(device, 0)
     unnamed = facts.after.allocated - kept - sum(part.nbytes for part in owned) if facts.after is not None else 0
-    # What the cell leaves behind with memory or a graph, and makes anew when it runs again.
-    large = {name for part in owned if part.nbytes >= LARGE for name in part.names} | set(facts.graph_names)
+    # What the cell leaves behind and makes anew when it runs again; of a graph a name holds no more than its end.
+    left = {name for part in owned if max(part.nbytes, unnamed) >= LARGE for name in part.names}
     # Adams that failed in their first step; the cell does not make them anew.
     half_made = [
         each.name for each in facts.optimizers_there
@@ -134,7 +134,7 @@ def _with_notebook(facts: Facts, state: GuardState) -> Facts:
         optimizers=tuple(each for each in facts.optimizers_there if each.local or each.name in used),
         brought=_holders(owned, (used & unchanged) - bound_first, namespace, device),
         kept=_holders(owned, set(namespace), namespace, device),
-        residue=tuple(sorted((bound_first - read_first) & large & namespace.keys())),
+        residue=tuple(sorted((bound_first - read_first) & left & namespace.keys())),
         half_made=tuple(name for name in half_made if name in namespace and name not in bound_first),
         device_names=tuple(sorted(
             name for name in used

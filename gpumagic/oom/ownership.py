@@ -116,7 +116,8 @@ def find_models_and_optimizers(named: Named, device: str) -> tuple[tuple[Model, 
             for each in parameters:
                 having.setdefault(id(each), set()).add(name)
             here = _on_device(parameters, device)
-            if here and id(value) not in models:
+            is_metric = branches.class_attribute(type(value), SAVING_METHODS[-1]) is not None  # it has no parameters
+            if (here or is_metric) and id(value) not in models:
                 models[id(value)] = _model(name, value, here, local=local)
     for name, value, local in known:
         optimizer = modules.unwrapped(value) if issubclass(type(value), torch.optim.Optimizer) else None

@@ -43,7 +43,8 @@ for _names in (Out, globals()):
     for _name in [each for each in _names if _names[each] is _value]:
         del _names[_name]"""
 """What `%xdel` does of which a dry run can tell: it unbinds every name of a value, those of the output cache too."""
-_IN_PIECES = "what is free lies in pieces that may be too small"
+_IN_PIECES = "what is free lies in pieces that are too small"
+_NO_TIME = "there was no time: dry runs of advice may take"
 _ONDEVICE = re.compile(r"\A%%ondevice (\w+)(:(\d+))?\n")
 
 
@@ -229,9 +230,7 @@ class Trials:
             ValueError: the edits are not of this text, or overlap.
         """
         if self.reason or self._is_over():
-            raise DryRunUnavailable(
-                self.reason or f"there was no time: dry runs of advice may take {self._seconds:g} s"
-            )
+            raise DryRunUnavailable(self.reason or f"{_NO_TIME} {self._seconds:g} s")
         gpu = next((each.gpu for each in edits if each.gpu), None)
         number, names = next((each.ranks for each in edits if each.ranks), None), dict(self._namespace)
         ranks = None if number is None else Ranks(number, number)
@@ -272,8 +271,8 @@ class Trials:
         fits, needs = report.fits, report.peak.get(deciding)
         why = _PLACE.sub(r"\1", shortcoming(report))  # its line is that of the edited text, which nobody sees
         reason = why if fits is None else "; ".join(report.assumed) if not report.certain else ""
-        if fits is False and needs is not None and report.capacity is not None and needs <= report.capacity:
-            fits, reason = None, _IN_PIECES  # in what order the blocks lie decides, which may be another then
+        if fits is False and needs is not None and needs <= (report.capacity or 0):
+            reason = _IN_PIECES
         return EditTrial(fits, report.certain, needs, report.capacity, saves, reason)
 
     def _is_hopeless(self, runs: Mapping[int, DryRunReport], number: int, now: int) -> bool:
@@ -305,8 +304,10 @@ class Trials:
     def _stop_if_over(self, error: BaseException) -> None:
         """Try no more after Ctrl-C, a fault of our own, or when the time is up."""
         is_of_edit = isinstance(error, (GpuMagicError, ValueError))
-        if self._is_over() or not is_of_edit:
+        if not is_of_edit:
             self._stop(error)
+        elif self._is_over():
+            self.reason = f"{_NO_TIME} {self._seconds:g} s"
 
     def _stop(self, error: BaseException) -> None:
         is_ours = not isinstance(error, (GpuMagicError, KeyboardInterrupt))

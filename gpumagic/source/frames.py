@@ -7,6 +7,7 @@ traceback, not from memory.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import linecache
 import os
@@ -70,8 +71,10 @@ def code_objects(code: CodeType) -> Iterator[CodeType]:
 
 def names_looked_up(code: CodeType) -> Iterator[str]:
     """Yield every name that code and the functions in it may look up outside of themselves."""
-    for each in code_objects(code):
-        yield from each.co_names
+    for each in code_objects(code):  # `co_names` has attributes too
+        yield from {
+            step.argval for step in dis.get_instructions(each) if "GLOBAL" in step.opname or "NAME" in step.opname
+        }
 
 
 def is_user_code(frame: FrameType) -> bool:

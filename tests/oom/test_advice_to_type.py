@@ -138,6 +138,7 @@ def test_a_loader_that_an_earlier_cell_made_is_made_anew_and_accumulates() -> No
 
 TENSORS = {
     "q": torch.randn(40, 6), "k": torch.randn(30, 6), "d": torch.randn(20, 20), "w": torch.randn(20, 20),
+    "v": torch.rand(20),
 }  # fmt: skip
 BY_ROWS = [
     "out = (q @ k.T).topk(3).indices",
@@ -145,6 +146,12 @@ BY_ROWS = [
     "scores = q @ k.T\nout = (scores / 4).logsumexp(-1)",
     "out = (d[:, :, None] - d[:, None, :]).relu().mean()",
     "pairs = d[:, :, None] - d[:, None, :] + 0.2\nkept = pairs.abs()\nout = kept.sum()",
+    "error = (d - w @ w.T) * w\nout = (error ** 2).sum() / w.sum() + v.norm()",  # the rows of two tensors
+    "out = (v[:, None] + v[None, :] - 2 * d @ d.T).argmin(1)",
+    "low = torch.min(d[:, None, :2], d[None, :, :2])\nout = (low - v[:, None, None]).clamp(min=0).prod(dim=2)",
+    "both = torch.cat([d, w], dim=1)\nwith torch.no_grad():\n    out = (both > 0).sum(1) < 3",
+    "made = d.unfold(0, 4, 1).contiguous()\nout = made.amax(2)",
+    "out = (d * v).argmax(1)",  # of a vector beside each row
 ]
 
 
@@ -179,7 +186,8 @@ def test_rows_computed_a_part_at_a_time_are_the_same(code, watched) -> None:
         "out = (q @ k.T).softmax(0).argmax(dim=1)",  # over the rows
         "out = (q @ k.T).topk(3, 0).indices",
         "out = (d - d.T).abs().mean()",  # each row with a column
-        "out = (d + w).argmax(-1)",  # the rows of two tensors
+        "out = (d + w.T).argmax(-1)",
+        "out = torch.cat([d, w]).argmax(-1)",
         "out = (q @ k.T).relu()",  # as large as what it is made of
         "out = q.topk(3).indices",
     ],

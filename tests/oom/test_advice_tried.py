@@ -36,6 +36,27 @@ def report_of(bare_shell):
     simgpu.enable(devices=2, memory="4GiB")  # as the other tests have them
 
 
+NET_WITH_AN_ATTRIBUTE = """
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = torch.nn.Identity()
+    def forward(self, x):
+        for _ in range(8):
+            x = x.sin()
+        return {"logits": self.out(x).sum()}
+net = Net()
+weights = torch.ones(4 << 20, device="simgpu:0", requires_grad=True)"""
+
+
+def test_graphs_that_the_failed_cell_has_left_are_not_counted_twice(report_of) -> None:
+    """They hang on a number in a dict, whose name the network has for an attribute."""
+    report = report_of(NET_WITH_AN_ATTRIBUTE, "out = net(weights)\nlarge = torch.ones(48 << 20, device='simgpu:0')")
+    assert report.allocated_after > 128 * MIB
+    assert report.need.parts["earlier cells"] <= 16 * MIB
+    assert all(each.first.startswith("del out") for each in report.advice if each.changes)
+
+
 NINE_CHUNKS = """
 def fill(device):
     free, total = torch.accelerator.get_memory_info(device)

@@ -96,10 +96,7 @@ class Joined:
 
     def changes(self, text: CellText, change: Change) -> list[Change]:
         """Return the changes of the cell's text for one of the expression; the other statements go."""
-        return self.replaced_by(text, apply_changes([change], self.text.source))
-
-    def replaced_by(self, text: CellText, code: str) -> list[Change]:
-        """Return the changes of the cell's text that put other code in the expression's place."""
+        code = apply_changes([change], self.text.source)
         return [text.replace(self.last, code), *map(text.remove, self.before)]
 
 
@@ -111,7 +108,8 @@ def joined_in(text: CellText, failed: ast.stmt | None = None) -> Iterator[Joined
     failed = failed or text.statement_at(text.line)
     if failed is None:
         return
-    block = text.block_of(failed)
+    outer = next((each for each in text.nodes() if isinstance(each, ast.With) and failed in each.body), failed)
+    block = [part for each in text.block_of(outer) for part in (each.body if isinstance(each, ast.With) else [each])]
     place = next((i for i, each in enumerate(block) if each is failed), 0)
     for i, last in enumerate(block[place : place + MOST_STATEMENTS], place):
         value = last.value if isinstance(last, ast.Assign | ast.Return | ast.Expr) else None

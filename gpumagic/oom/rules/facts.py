@@ -71,8 +71,9 @@ class Collection:
 
 SAVING_METHODS = (
     "gradient_checkpointing_enable", "enable_gradient_checkpointing", "set_grad_checkpointing", "enable_slicing",
+    "_move_list_states_to_cpu",
 )  # fmt: skip
-"""Methods that have a model take less memory: of transformers, diffusers and timm, and of diffusers' autoencoders."""
+"""Methods that tell how a model may take less memory: of transformers, diffusers and timm, and of torchmetrics."""
 
 
 @dataclass(frozen=True, slots=True)

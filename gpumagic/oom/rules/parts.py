@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.batch import MOST_DOUBLINGS
-from gpumagic.oom.rules.expressions import FUNCTIONS, UNARY, Joined, joined_in, match
+from gpumagic.oom.rules.expressions import FUNCTIONS, UNARY, Joined, joined_in
 from gpumagic.oom.rules.facts import Facts
-from gpumagic.oom.rules.kept import ungraphed
+from gpumagic.oom.rules.kept import INFERENCE
 from gpumagic.oom.rules.proposal import Choice, calls, failed, propose
 from gpumagic.report.units import count, size
 from gpumagic.source.cell_code import ints_named
-from gpumagic.source.text import CellText, apply_changes, called_name, keyword
+from gpumagic.source.text import INDENT, CellText, called_name, keyword, names_in
 
 
 class Parts(NamedTuple):
@@ -105,12 +105,16 @@ def _slices(text: CellText, step_of: ast.Call, number: int) -> list[ast.expr]:
     return [each for each in added if isinstance(each, ast.Constant) and each.value == number]
 
 
-REDUCING = frozenset({"topk", "argmax", "argmin", "max", "min", "amax", "amin", "sum", "mean", "logsumexp", "norm"})
+REDUCING = frozenset({
+    "topk", "argmax", "argmin", "max", "min", "amax", "amin", "sum", "mean", "prod", "any", "all", "logsumexp", "norm",
+})  # fmt: skip
 """Methods that make one or a few numbers of each row."""
-ALONG = frozenset({"softmax", "log_softmax", "sort", "argsort", "cumsum"})
+ALONG = frozenset({"softmax", "log_softmax", "sort", "argsort", "cumsum", "normalize", "squeeze"})
 """Methods that leave a row as long as it is."""
-BY_ROWS = frozenset({"cdist", "stft", "interpolate", "flatten", "contiguous", "float", "half", "bfloat16"})
+BY_ROWS = frozenset({"cdist", "stft", "interpolate", "flatten", "contiguous", "float", "half", "bfloat16", "one_hot"})
 """Functions and methods that compute each row of their first argument by itself."""
+OF_ELEMENTS = UNARY | {"max", "min", "maximum", "minimum", "where"}
+"""Functions and methods that compute each element by itself, of one tensor or of several."""
 
 
 _VMAP = frozenset({"vmap_impl", "_flat_vmap"})
@@ -123,10 +127,11 @@ LEAST_ROWS = 16
 class Rows:
     """What the rows of an expression are made of."""
 
-    name: str
-    """The tensor whose rows they are."""
-    uses: tuple[ast.Name, ...]
-    """Where it stands for its rows; elsewhere it is all of it."""
+    uses: tuple[ast.expr, ...]
+    """Where tensors stand for their rows, all of them equally many; elsewhere it is all of a tensor."""
+    length: int
+    dimensions: int = 0
+    """Of the expression; 0 where they are not known."""
     reduces: bool = False
     """Whether a row is smaller in the end than on the way."""
     of_model: bool = False
@@ -141,18 +146,20 @@ def by_rows(facts: Facts) -> Iterator[Choice]:
         places.append((facts.text, statement))  # what failed may be in a model that it calls
     for text, joined in ((place, each) for place, one in places for each in reversed(list(joined_in(place, one)))):
         whole = joined.text.tree.body[0] if joined.text.tree.body else None
-        expression = whole.value if isinstance(whole, ast.Expr) else None
-        method = _summed(expression)
-        inner = expression.func.value if method and isinstance(expression, ast.Call) else expression  # type: ignore[attr-defined]
-        rows = _rows_of(facts, joined.text, inner) if inner is not None else None
-        fact = facts.tensors.get(rows.name) if rows is not None else None
-        if rows is None or fact is None or not (method or rows.reduces or joined.before):
-            continue
-        length, is_wide = fact.shape[0], facts.requested is not None and facts.requested >= 2 * fact.nbytes
-        if length > 1 and (not facts.trains if rows.of_model else is_wide):
-            make = functools.partial(_advice, facts, text, joined, rows, method)
-            yield Choice("rows", length, make, max(1, length // 16), least=min(LEAST_ROWS, length // 8))
-            return
+        for node in joined.text.expressions():
+            method = _summed(node)
+            inner = node.func.value if method and isinstance(node, ast.Call) else node  # type: ignore[attr-defined]
+            rows = _rows_of(facts, joined.text, inner)
+            is_all = isinstance(whole, ast.Expr) and whole.value is node and joined.before
+            if rows is None or isinstance(inner, ast.Name) or not (method or rows.reduces or is_all):
+                continue
+            there = sum(facts.tensors[name].nbytes for name in _sources(joined.text, rows).values())
+            is_wide = facts.requested is not None and facts.requested >= 2 * there
+            if rows.length > 1 and (not facts.trains if rows.of_model else is_wide):
+                make = functools.partial(_advice, facts, text, joined, node, inner, rows)
+                least = min(LEAST_ROWS, rows.length // 8)
+                yield Choice("rows", rows.length, make, max(1, rows.length // 16), least=least)
+                return
 
 
 def mapped(facts: Facts) -> Iterator[Choice]:
@@ -179,83 +186,153 @@ def _in_chunks(text: CellText, call: ast.Call, rows: int, number: int) -> Advice
     )  # fmt: skip
 
 
-def _advice(facts: Facts, text: CellText, joined: Joined, rows: Rows, method: str, number: int) -> Advice:
-    fact = facts.tensors[rows.name]
-    changes = [joined.text.replace(each, "part") for each in rows.uses]
-    part = apply_changes(changes, joined.text.source)
-    part += " * len(part)" if method == "mean" else ""
+def _sources(text: CellText, rows: Rows) -> dict[str, str]:
+    """Return the code of what the rows are of, and the name of the tensor in it: ``series.unfold(0, 96, 1)``."""
+    return {
+        text.code(each): next(iter(names_in(each.func if isinstance(each, ast.Call) else each))) for each in rows.uses
+    }
+
+
+def _advice(
+    facts: Facts, text: CellText, joined: Joined, node: ast.expr, inner: ast.expr, rows: Rows, number: int
+) -> Advice:  # fmt: skip
+    sources = _sources(joined.text, rows)
+    named = {each: f"{name}_part" if len(sources) > 1 else "part" for each, name in sources.items()}
+    part, start = joined.text.code(inner), joined.text.offset(inner)
+    for each in sorted(rows.uses, key=joined.text.offset, reverse=True):
+        code, at = joined.text.code(each), joined.text.offset(each) - start
+        part = part[:at] + named[code] + part[at + len(code) :]
+    method, one, first = _summed(node), ", ".join(named.values()), next(iter(named))
+    part = f"({part}).{method}()" if method else part
+    part += f" * len({named[first]})" if method == "mean" else ""
     cost = "a little time"
-    margin = "\n" + text.indent_of(joined.last)
-    if fact.requires_grad or fact.graph:
-        part = f"torch.utils.checkpoint.checkpoint({margin}        lambda part: {part}, part, use_reentrant=False)"
+    is_without_graph = rows.of_model and facts.cell is not None and not facts.cell.switches_grad_off
+    is_without_graph &= text is facts.text
+    margin = "\n" + text.indent_of(joined.last) + (INDENT if is_without_graph else "")
+    if any(facts.tensors[name].requires_grad or facts.tensors[name].graph for name in sources.values()):
+        part = f"torch.utils.checkpoint.checkpoint({margin}        lambda {one}: {part}, {one}, use_reentrant=False)"
         cost = "the line is computed again in backward"
-    parts = f"{part}{margin}    for part in {rows.name}.split({number}){margin}"
+    split = [f"{each}.split({number})" for each in named]
+    pairs = f"zip({', '.join(split)})" if len(named) > 1 else split[0]
+    parts = f"{part}{margin}    for {one} in {pairs}{margin}"
     code = f"sum({margin}    {parts})" if method else f"torch.cat([{margin}    {parts}])"
-    code += f" / len({rows.name})" if method == "mean" else ""
-    changes, how = joined.replaced_by(text, code), "at a time"
-    if rows.of_model and facts.cell is not None and not facts.cell.switches_grad_off and text is facts.text:
-        changes, how = [*changes, *ungraphed(facts)], f"{how}, without an autograd graph"
+    code = f"({code} / {rows.length})" if method == "mean" else code
+    changes, how = joined.changes(text, joined.text.replace(node, code)), "at a time"
+    if is_without_graph:
+        changes += text.wrap([each for each in [text.statement_at(joined.last.lineno)] if each is not None], INFERENCE)
+        how = f"{how}, without an autograd graph"
+    if joined.before:
+        cost += f"; {', '.join(text.code(each.targets[0]) for each in joined.before)} of all rows is not made"
     return propose(
-        f"Compute line {joined.last.lineno} with {count(number, 'row')} of {rows.name} {how}", text=text,
-        changes=changes,
-        evidence=f"the line makes {size(facts.requested)} at once for all {count(fact.shape[0], 'row')}",
-        cost=cost,
+        f"Compute line {joined.last.lineno} with {count(number, 'row')} of {', '.join(sources)} {how}", text=text,
+        changes=changes, cost=cost,
+        evidence=f"the line makes {size(facts.requested)} at once for all {count(rows.length, 'row')}",
     )  # fmt: skip
 
 
-def _summed(node: ast.expr | None) -> str:
+def _summed(node: ast.expr) -> str:
     """Return `mean` or `sum` where that is taken of everything, in the end."""
     is_whole = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not (node.args or node.keywords)
-    return called_name(node) if node is not None and is_whole and called_name(node) in ("mean", "sum") else ""
+    return called_name(node) if is_whole and called_name(node) in ("mean", "sum") else ""
 
 
 def _rows_of(facts: Facts, text: CellText, node: ast.expr) -> Rows | None:
     """Return what the rows of an expression are made of, where each depends on one row only."""
     if isinstance(node, ast.Name):
         fact = facts.tensors.get(node.id)
-        return Rows(node.id, (node,)) if fact is not None and fact.shape and fact.device == facts.device else None
+        is_there = fact is not None and fact.shape and fact.device == facts.device
+        return Rows((node,), fact.shape[0], len(fact.shape)) if fact is not None and is_there else None
     if isinstance(node, ast.Subscript):
-        index = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
-        return _rows_of(facts, text, node.value) if ast.unparse(index) == ":" else None
-    if isinstance(node, ast.Attribute):
-        return _rows_of(facts, text, node.value) if node.attr in ("indices", "values") else None
-    if isinstance(node, ast.UnaryOp):
-        return _rows_of(facts, text, node.operand)
-    if isinstance(node, ast.BinOp):
-        return _of_operands(facts, text, node)
+        words = [ast.unparse(each) for each in (node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice])]
+        rows = _rows_of(facts, text, node.value) if words[0] == ":" else None
+        numbers = sum(":" not in each and each != "None" for each in words)
+        return rows and replace(rows, dimensions=rows.dimensions and rows.dimensions + words.count("None") - numbers)
+    if isinstance(node, ast.UnaryOp) or (isinstance(node, ast.Attribute) and node.attr in ("indices", "values")):
+        return _rows_of(facts, text, node.operand if isinstance(node, ast.UnaryOp) else node.value)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+        rows = _rows_of(facts, text, node.left)
+        return rows if rows is not None and rows.dimensions == 2 else None
+    if isinstance(node, ast.BinOp | ast.Compare):
+        return _of_elements(
+            facts, text, [node.left, *(node.comparators if isinstance(node, ast.Compare) else [node.right])]
+        )
     return _of_method(facts, text, node) if isinstance(node, ast.Call) else None
 
 
-def _of_operands(facts: Facts, text: CellText, node: ast.BinOp) -> Rows | None:
-    if isinstance(node.op, ast.MatMult):
-        left = _rows_of(facts, text, node.left)
-        is_matrix = left is not None and len(facts.tensors[left.name].shape) == 2
-        return left if is_matrix else None
-    for one, other in ((node.right, node.left), (node.left, node.right)):
-        if isinstance(one, ast.Constant) or text.code(one) in facts.numbers:
-            return _rows_of(facts, text, other)
-    pair = match("column(A) - row(B)", ast.BinOp(node.left, ast.Sub(), node.right))
-    if pair is not None:  # each row of the one with all of the other
-        return _rows_of(facts, text, pair["A"])
-    left, right = _rows_of(facts, text, node.left), _rows_of(facts, text, node.right)
-    if left is None or right is None or left.name != right.name:
+def _of_elements(facts: Facts, text: CellText, operands: Sequence[ast.expr]) -> Rows | None:
+    """Return the rows of what is computed element by element."""
+    found = [(each, None if _is_number(facts, text, each) else _rows_of(facts, text, each)) for each in operands]
+    rows = [each for _, each in found if each is not None]
+    if not rows or (len(rows) > 1 and not all(each.dimensions for each in rows)):
         return None
-    return Rows(left.name, (*left.uses, *right.uses), left.reduces and right.reduces, left.of_model or right.of_model)
+    first = max(rows, key=lambda each: each.dimensions)
+    aligned = [each for each in rows if (each.dimensions, each.length) == (first.dimensions, first.length)]
+    if not all(any(rows is each for each in aligned) or _is_beside(facts, text, one, first) for one, rows in found):
+        return None
+    uses = tuple(use for each in aligned for use in each.uses)
+    of_model = any(each.of_model for each in aligned)
+    return replace(first, uses=uses, reduces=all(each.reduces for each in aligned), of_model=of_model)
 
 
-def _of_method(facts: Facts, text: CellText, call: ast.Call) -> Rows | None:
+def _is_number(facts: Facts, text: CellText, node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) or text.code(node) in facts.numbers or text.code(node).startswith("len(")
+
+
+def _is_beside(facts: Facts, text: CellText, node: ast.expr, rows: Rows) -> bool:
+    """Return whether all of an operand goes with each row: a number, a vector beside a matrix, ``other[None]``."""
+    if isinstance(node, ast.BinOp):
+        return _is_beside(facts, text, node.left, rows) and _is_beside(facts, text, node.right, rows)
+    if isinstance(node, ast.Subscript):
+        index = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
+        return ast.unparse(index) == "None"
+    fact = facts.tensors.get(text.code(node))
+    return _is_number(facts, text, node) or (fact is not None and len(fact.shape) < rows.dimensions)
+
+
+def _of_method(facts: Facts, text: CellText, call: ast.Call) -> Rows | None:  # noqa: PLR0911
     name, arguments = called_name(call), list(call.args)
     if isinstance(call.func, ast.Attribute) and not text.code(call.func.value).endswith(FUNCTIONS):
         arguments.insert(0, call.func.value)
+    dim = keyword(call, "dim")
+    of = arguments[0] if arguments else None
+    if (
+        name in ("cat", "concat")
+        and isinstance(of, ast.List)
+        and ast.unparse(dim.value if dim else call.args[-1]) in WITHIN
+    ):
+        return _of_elements(facts, text, of.elts)
+    if name == "unfold" and isinstance(of, ast.Name) and [ast.unparse(each) for each in arguments[1::2]] == ["0", "1"]:
+        rows, width = _rows_of(facts, text, of), facts.numbers.get(text.code(arguments[2]))
+        return rows and replace(
+            rows, uses=(call,), length=rows.length - int(width or 0) + 1, dimensions=rows.dimensions + 1
+        )
+    if (
+        name in OF_ELEMENTS
+        and len(arguments) > 1
+        and dim is None
+        and not ast.unparse(arguments[1]).lstrip("-").isdigit()
+    ):
+        return _of_elements(facts, text, arguments)
     rows = _rows_of(facts, text, arguments.pop(0)) if arguments else None
     if rows is not None and isinstance(call.func, ast.Name) and any(model.name == name for model in facts.models):
-        return Rows(rows.name, rows.uses, reduces=True, of_model=True) if not arguments else None
+        return replace(rows, reduces=True, of_model=True, dimensions=0) if not arguments else None
     if rows is None or name in BY_ROWS or (name in UNARY and all(isinstance(each, ast.Constant) for each in arguments)):
-        return rows
-    dim, place = keyword(call, "dim"), 1 if name == "topk" else 0
+        more = {"one_hot": 1}.get(name, 0)
+        return rows and replace(
+            rows, dimensions=0 if name in _RESHAPING else rows.dimensions and rows.dimensions + more
+        )
+    place = 1 if name == "topk" else 0
     said = dim.value if dim is not None else arguments[place] if len(arguments) > place else None
     # On the last dimensions: it says so, or it is `topk`, which does unless told
-    is_within_a_row = ast.unparse(said) in ("-1", "1", "2") if said is not None else name == "topk"
+    is_within_a_row = ast.unparse(said) in WITHIN if said is not None else name == "topk"
     if name not in REDUCING | ALONG or not is_within_a_row:
         return None
-    return Rows(rows.name, rows.uses, rows.reduces or name in REDUCING, rows.of_model)
+    gone = int(name in REDUCING and name != "topk" and keyword(call, "keepdim") is None)
+    return replace(
+        rows, reduces=rows.reduces or name in REDUCING, dimensions=rows.dimensions and rows.dimensions - gone
+    )
+
+
+WITHIN = ("-1", "1", "2")
+"""The dimensions of a row."""
+_RESHAPING = frozenset({"stft", "flatten"})

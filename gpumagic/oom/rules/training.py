@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -163,13 +164,22 @@ def checkpoint(facts: Facts) -> Iterator[Advice]:
         )  # fmt: skip
 
 
-def slices(facts: Facts) -> Iterator[Advice]:
-    """Have an autoencoder of diffusers go over one image at a time."""
-    for model in facts.models if not facts.trains else ():
-        if "enable_slicing" in model.methods:
-            sliced = prepare(facts, model.name, f"{model.name}.enable_slicing()")
-            title = f"Have {model.name} work on one image at a time"
-            yield propose(title, cost="a little time", evidence="it works on all images at once", **sliced)
+_SETTINGS = (
+    ("enable_slicing", "Have {name} work on one image at a time", "{name}.enable_slicing()",
+     "it works on all images at once", "a little time"),
+    ("_move_list_states_to_cpu", "Have {name} keep what it has seen in the host's memory",
+     "{name}.reset()\n{name}.compute_on_cpu = True", "it keeps all predictions until it computes",
+     "a copy in each pass; it begins anew"),
+)  # fmt: skip
+"""What autoencoders of diffusers and metrics of torchmetrics are told, by a method that they have."""
+
+
+def settings(facts: Facts) -> Iterator[Advice]:
+    """Tell an object of a library to take less memory."""
+    for model, (method, title, code, why, cost) in itertools.product(facts.models, _SETTINGS):
+        if method in model.methods and not facts.trains:
+            told = prepare(facts, model.name, code.format(name=model.name))
+            yield propose(title.format(name=model.name), cost=cost, evidence=why, **told)
 
 
 def _switch(facts: Facts, model: Model) -> dict[str, Any]:
@@ -227,7 +237,14 @@ def _loss_in_parts(facts: Facts, text: CellText, node: ast.AST, indent: str) -> 
     product = match("HIDDEN @ TABLE", logits)
     hidden = product["HIDDEN"] if product else logits.args[0] if isinstance(logits, ast.Call) and logits.args else None
     fact = facts.tensors.get(hidden.id) if isinstance(hidden, ast.Name) else None
-    if hidden is None or fact is None or len(fact.shape) != 2 or not isinstance(loss["LABELS"], ast.Name):
+    is_alone = product or (isinstance(logits, ast.Call) and len(logits.args) == 1)  # no edges of a graph beside it
+    if (
+        not is_alone
+        or hidden is None
+        or fact is None
+        or len(fact.shape) != 2
+        or not isinstance(loss["LABELS"], ast.Name)
+    ):
         return "", False
     step = f'{text.code(node.func)}({substituted(text, logits, hidden, "h_part")}, y_part, reduction="sum")'
     lines = [f"    {step}"]
