@@ -21,8 +21,8 @@ from gpumagic.source import frames
 from gpumagic.source.text import expression_at
 
 Function = Callable[..., Any]
-Call = tuple[Function, tuple[Any, ...], dict[str, Any]]
-"""A function by which a line asks for copies, and its arguments."""
+Call = tuple[Function, tuple[Any, ...], dict[str, Any], FrameType]
+"""A function by which a line asks for copies, its arguments, and the frame that calls it."""
 INDEXING = "indexing"
 MASK = "mask"
 """The cause of a read of how many elements a mask has, where it is an index."""
@@ -97,10 +97,17 @@ def _indexed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
 
 
 @cache
-def own_namespaces() -> frozenset[int]:
-    """Return the `id` of the globals of each module that has frames between a line and a copy: ours and torch's own."""
+def _own_namespaces() -> frozenset[int]:
     modules = (module for name, module in list(sys.modules.items()) if name.startswith(_OURS))
     return frozenset(id(vars(each)) for each in modules)
+
+
+def asking_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame whose code is none of ours, nor what torch has between a line and a copy."""
+    ours = _own_namespaces()
+    while frame is not None and id(frame.f_globals) in ours:
+        frame = frame.f_back
+    return frame
 
 
 def of_request(request: Call | None, asks: str) -> str | None:
@@ -111,7 +118,7 @@ def of_request(request: Call | None, asks: str) -> str | None:
 
 def subject_of(request: Call, found: Any, asks: str) -> object:
     """Return what such a call copies: its own argument, or the tensor that torch makes of that."""
-    function, args, kwargs = request
+    function, args, kwargs, _ = request
     known = requests()[function]
     subject = known.find_subject(args, kwargs)
     if known.cause == INDEXING and (asks not in (COPY, READ) or (found.dim() and isinstance(subject, _NUMBERS))):

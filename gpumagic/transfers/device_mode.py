@@ -12,6 +12,7 @@ until it exits. Imports torch at its top, so it is imported only when a cell run
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -80,12 +81,12 @@ class RecordingContext(NestingContext):
     ) -> Any:
         __tracebackhide__ = True  # IPython leaves such frames out of the user's traceback
         handler = self._handlers.get(func)
-        # First what calls most often copy nothing: a loader takes rows from tensors of the host by the thousand.
-        if handler is not None and not (handler is ask_to_read and args and args[0].is_cpu):
-            if torch.compiler.is_compiling():  # a graph has torch's own context, and no counting in it
-                return super().__torch_function__(func, types, args, kwargs)
-            return handler(self.recorder, func, args, kwargs or {})
-        return func(*args, **kwargs) if kwargs else func(*args)
+        # Most calls copy nothing: a loader takes rows from tensors of the host by the thousand.
+        if handler is None or (handler is ask_to_read and args and args[0].is_cpu):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if torch.compiler.is_compiling():  # a graph has torch's own context, and no counting in it
+            return super().__torch_function__(func, types, args, kwargs)
+        return handler(self.recorder, func, args, kwargs or {})
 
     def __enter__(self) -> RecordingContext:  # noqa: PYI034  # as in DeviceRun
         # Checkpointing re-enters the context of its forward in backward, which torch's own does not support.
@@ -120,6 +121,7 @@ class RecordingContext(NestingContext):
 
 # ---- What is done with the functions that the mode has to know: those that create, and those that ask for copies
 
+_GLOBALS = globals()
 Handler = Callable[[Recorder, Function, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -148,7 +150,7 @@ def construct_from_host(recorder: Recorder, func: Function, args: tuple[Any, ...
     """Call a constructor that copies Python data, an array or another tensor."""
     __tracebackhide__ = True
     # as_tensor(x, dtype, device) takes it by position
-    if kwargs.get("device") is None and not any(isinstance(each, torch.device) for each in args[1:]):
+    if kwargs.get("device") is None and (len(args) == 1 or not any(isinstance(each, torch.device) for each in args)):
         kwargs = {**kwargs, "device": recorder.device}
     return create_from_host(recorder, func, args, kwargs)
 
@@ -157,7 +159,7 @@ def create_from_host(recorder: Recorder, func: Function, args: tuple[Any, ...], 
     """Call what makes a tensor of Python data, an array or another tensor."""
     __tracebackhide__ = True
     result = ask(recorder, func, args, kwargs)
-    if result is not (args[0] if args else None) and is_real(result):
+    if result is not (args[0] if args else None) and (type(result) is torch.Tensor or is_real(result)):
         recorder.add_created(result)
     return result
 
@@ -165,29 +167,28 @@ def create_from_host(recorder: Recorder, func: Function, args: tuple[Any, ...], 
 def format_(recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Format one value by a format specification, and other tensors as `print` does."""
     __tracebackhide__ = True
-    return ask_like(func if args[0].dim() == 0 else torch.Tensor.__repr__, recorder, func, args, kwargs)
+    return ask(recorder, func, args, kwargs, None if args[0].dim() == 0 else torch.Tensor.__repr__)
 
 
-def ask(recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function by which a line asks for copies."""
+def ask(
+    recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], like: Function | None = None
+) -> Any:
+    """Call a function by which a line asks for copies, under another one's name if that is given."""
     __tracebackhide__ = True
-    return ask_like(func, recorder, func, args, kwargs)
+    frame = sys._getframe(2)
+    while frame.f_globals is _GLOBALS and frame.f_back is not None:
+        frame = frame.f_back
+    outer, recorder.request = recorder.request, (like or func, args, kwargs, frame)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        recorder.request = outer
 
 
 def ask_to_read(recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function that reads a tensor, of which something is copied only if that is on a device."""
     __tracebackhide__ = True
-    return ask_like(func, recorder, func, args, kwargs)
-
-
-def ask_like(like: Function, recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function by which a line asks for copies, under another one's name."""
-    __tracebackhide__ = True
-    outer, recorder.request = recorder.request, (like, args, kwargs)
-    try:
-        return func(*args, **kwargs)
-    finally:
-        recorder.request = outer
+    return ask(recorder, func, args, kwargs)
 
 
 @cache

@@ -1,6 +1,6 @@
 """What a cell creates, transfers and waits for, by line, and what it uses elsewhere.
 
-The handlers of `calls` fill a log while the cell runs. It keeps numbers and names, and tensors only by weak reference.
+A log is filled while the cell runs. It keeps numbers and names, and tensors only by weak reference.
 A tensor is recognised by the counter that torch increments with every change in place, so a new batch in the place of
 an old one is not mistaken for it.
 """
@@ -59,6 +59,7 @@ class _TransferSum:
     count: int = 0
     nbytes: int = 0
     seconds: float = 0.0
+    waits: int = 0
     repeats: int = 0
     pageable: int | None = None
 
@@ -66,6 +67,7 @@ class _TransferSum:
         self.count += other.count
         self.nbytes += other.nbytes
         self.seconds += other.seconds
+        self.waits += other.waits
         self.repeats += other.repeats
         if other.pageable is not None:
             self.pageable = (self.pageable or 0) + other.pageable
@@ -84,6 +86,8 @@ class TransferHistory:
     def is_repeat(self, place: int, subject: Any) -> bool:
         """Return whether the same part of a storage, unchanged, was transferred at this place before."""
         try:
+            if subject.is_inference():
+                return False
             number = storages.number_of(subject.untyped_storage())
             key = (place, number, subject.storage_offset(), subject.shape)
             version = subject._version
@@ -123,12 +127,9 @@ class TransferLog:
     """Whether it is filled by a thread that does not work for the cell, so that only its transfers are reported."""
     created: dict[object, CreatedSum] = field(default_factory=dict)
     moves: dict[tuple[object, ...], _TransferSum] = field(default_factory=dict)
-    syncs: Counter[int] = field(default_factory=Counter)
+    waits: Counter[int] = field(default_factory=Counter)
+    """By line, the waits that copy nothing."""
     history: TransferHistory = field(default_factory=TransferHistory)
-    transfers: int = 0
-    """Running sums of what is counted by line above, and of what no line did."""
-    transferred: int = 0
-    waits: int = 0
 
     def add_created(self, device: object, nbytes: int) -> CreatedSum:
         """Count one new tensor, and return the sum for its device, which is named only in the report."""
@@ -140,8 +141,8 @@ class TransferLog:
         return total
 
     def add_move(
-        self, request: Call | None, asks: str, source: Any, target: Any, nbytes: int, seconds: float,
-        found: object, result: object = None, *, waits: bool,
+        self, request: Call | None, asks: str, source: Any, target: Any, nbytes: int, seconds: float, waits: bool,
+        found: object, result: object = None,
     ) -> None:  # fmt: skip
         """Count one transfer at the line that is running now, and a sync if the host waits for it.
 
@@ -156,19 +157,14 @@ class TransferLog:
         total.count += 1
         total.nbytes += nbytes
         total.seconds += seconds
+        total.waits += waits
         if result is not None and site.module_call is None:  # else torch could not swap the module's tensors
             total.repeats += self.history.is_repeat(id(total), subject)
-            if name is not None and 2 * nbytes >= LARGE:
+            if nbytes >= LARGE // 2 and name is not None:
                 self.history.note_copy(name, str(source), subject, result)
         if nbytes >= LARGE:  # to ask whether memory is pinned takes a driver call
             pageable = is_pageable(subject, str(target))
             total.pageable = total.pageable if pageable is None else (total.pageable or 0) + nbytes * pageable
-        self.transfers += 1
-        self.transferred += nbytes
-        if waits:
-            self.waits += 1
-            if site.line is not None:
-                self.syncs[site.line] += 1
 
     def _sum_of(self, site: Site, source: str, target: str, name: str | None) -> _TransferSum:
         key = (direction(source, target), source, target, site.line, site.code, name, site.cause)
@@ -177,9 +173,16 @@ class TransferLog:
     def add_sync(self) -> None:
         """Count one operation that made the host wait for the device, at the line that is running now."""
         line = self.sites.line()
-        self.waits += 1
         if line is not None:
-            self.syncs[line] += 1
+            self.waits[line] += 1
+
+    def syncs(self) -> dict[int, int]:
+        """Return how often the host waited at each line."""
+        found = self.waits.copy()
+        for (_, _, _, line, *_), total in self.moves.items():
+            if isinstance(line, int) and total.waits:
+                found[line] += total.waits
+        return dict(sorted(found.items()))
 
     def absorb(self, other: TransferLog) -> None:
         """Add what another thread's log counted, which may go on counting."""
@@ -189,11 +192,7 @@ class TransferLog:
             total.nbytes += made.nbytes
         for key, moved in list(other.moves.items()):
             self.moves.setdefault(key, _TransferSum()).add(moved)
-        if not other.is_unrelated:
-            self.transfers += other.transfers
-            self.transferred += other.transferred
-            self.waits += other.waits
-        self.syncs.update(other.syncs.copy())
+        self.waits.update(other.waits.copy())
         self.history.copies.update(other.history.copies)
 
     def created_by_device(self) -> dict[str, tuple[int, int]]:

@@ -178,7 +178,8 @@ def _copying(kernel: Function) -> Function:
                 recorder.add_move(source, target, perf_counter() - start, non_blocking=non_blocking)
             return result
         finally:
-            _count_no_more(compiling, tracing)
+            if tracing is not None or compiling is not None:
+                _count_no_more(compiling, tracing)
 
     return copy_
 
@@ -201,7 +202,8 @@ def _reading(kernel: Function) -> Function:
                 recorder.add_read(tensor, tensor.element_size(), perf_counter() - start, causes.READ)
             return result
         finally:
-            _count_no_more(compiling, tracing)
+            if tracing is not None or compiling is not None:
+                _count_no_more(compiling, tracing)
 
     return read
 
@@ -223,7 +225,8 @@ def _finding(operator: Any, kernel: Function) -> Function:
                 recorder.add_read(tensor, nbytes, perf_counter() - start, f".{operator._opname.strip('_2')}")
             return result
         finally:
-            _count_no_more(compiling, tracing)
+            if tracing is not None or compiling is not None:
+                _count_no_more(compiling, tracing)
 
     return find
 

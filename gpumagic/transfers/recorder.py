@@ -70,25 +70,24 @@ class Recorder:
         Where that also converts, CUDA does so on the host, or on the device where it is non-blocking, and between
         devices after the copy (torch's aten/src/ATen/native/cuda/Copy.cu, with peer access between devices).
         """
-        here, there = source.device, target.device
-        from_host, to_host = here.type == "cpu", there.type == "cpu"
-        if here.type == "meta" or there.type == "meta":
+        if source.is_meta or target.is_meta:
             return
+        from_host, to_host = source.is_cpu, target.is_cpu
         converted = not non_blocking if from_host else to_host and non_blocking
         nbytes = target.numel() * (target if converted else source).element_size()
-        # After a copy from or to the host, CUDA waits for the stream; one between devices is only queued.
-        waits = not non_blocking and from_host != to_host
         if nbytes:  # else nothing is copied, and there is no sync
+            # After a copy from or to the host, CUDA waits for the stream; one between devices is only queued.
+            waits = not non_blocking and from_host is not to_host
             self.counted += 1
             self.log.add_move(
-                self.request, causes.COPY, here, there, nbytes, seconds, source, target, waits=waits,
-            )  # fmt: skip
+                self.request, causes.COPY, source.device, target.device, nbytes, seconds, waits, source, target
+            )
 
     def add_read(self, tensor: torch.Tensor, nbytes: int, seconds: float, asks: str) -> None:
         """Count what the host reads of a device tensor, a value or a size: a copy to the host, and a sync."""
         if nbytes:
             self.counted += 1
-            self.log.add_move(self.request, asks, tensor.device, _HOST, nbytes, seconds, tensor, waits=True)
+            self.log.add_move(self.request, asks, tensor.device, _HOST, nbytes, seconds, True, tensor)
 
 
 _HOST = torch.device("cpu")

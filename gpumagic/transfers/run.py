@@ -138,7 +138,7 @@ class DeviceRun:
         if error is not None:
             explanation = explain.explain(error, self._namespace, self.device, in_cell=self._filename is None)
         variables = self._variables()
-        moves, syncs = (*self._moved, *self._log.rows()), dict(sorted(self._log.syncs.items()))
+        moves, syncs = (*self._moved, *self._log.rows()), self._log.syncs()
         lines = self._code.lines()
         return TransferReport(
             device=self.device,

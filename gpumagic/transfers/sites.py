@@ -1,8 +1,7 @@
 """The line of the cell that asks for a copy, by which call, and for which variable.
 
-Copies come by the thousand from few places, so what an instruction of the cell's own asks for is found out once: later
-ones walk to the innermost frame and look the instruction up. Where a library's code lies between the line and the copy,
-the frames up to the line are walked each time.
+Copies come by the thousand from few places, so what an instruction of the cell's own asks for is found out once and
+then looked up. Where a library's code lies between the line and the copy, the frames up to the line are walked.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from threading import get_ident
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from gpumagic.source import frames, magics
 from gpumagic.source.text import expression_at, names_in
@@ -37,22 +36,16 @@ class Site:
     cause: str = ""
     module_call: str | None = None
     """``"Module.to"`` and so on where a module's own move made the call."""
+    name: str | None = None
+    """The variable that is copied, where it is certain: a method of it is called."""
     names: tuple[str, ...] = ()
-    """The variables that the expression mentions, of which one may be what is copied."""
-    is_named: bool = False
-    """Whether it is certain that the only one is: a method of it is called."""
+    """Else the variables that the expression mentions, of which one may be what is copied."""
+    own_names: tuple[str, ...] = ()
+    """Those of them that are a function's own."""
     source: CodeType | None = None
     """Kept, so that no other code has the `id` by which this one is remembered."""
     sums: dict[Any, Any] = field(default_factory=dict)
     """What the log counts here, by devices and variable."""
-
-
-class Copied(NamedTuple):
-    """Where a copy was asked for, what is copied, and its variable."""
-
-    site: Site
-    subject: object
-    name: str | None
 
 
 class CallSites:
@@ -93,8 +86,8 @@ class CallSites:
         frame, above, _ = self._own_frame(self._innermost(1))
         return None if frame is None else frame.f_lineno + above
 
-    def find(self, request: Call | None, asks: str, found: object) -> Copied:
-        """Return who asks for what torch copies now.
+    def find(self, request: Call | None, asks: str, found: object) -> tuple[Site, object, str | None]:
+        """Return who asks for what torch copies now, what is copied, and its variable.
 
         Args:
             request: the function that the cell's thread is calling, if that is one by which lines ask for copies.
@@ -102,21 +95,21 @@ class CallSites:
             found: the tensor that torch was given.
         """
         causes = self._causes
-        frame: FrameType | None = sys._getframe(1)
-        ours = causes.own_namespaces()
-        while frame is not None and id(frame.f_globals) in ours:
-            frame = frame.f_back
-        if frame is not None:
-            key = id(frame.f_code), frame.f_lasti, asks, None if request is None else request[0]
-            site = self._instructions.get(key)
-            if site is not None or (self.is_own(frame) and get_ident() == self._thread):
-                subject = found if request is None else causes.subject_of(request, found, asks)
-                if site is None:
-                    if len(self._instructions) > _MOST:
-                        self._instructions.clear()
-                    site = self._instructions[key] = self._instruction(frame, request, asks, subject)
-                return Copied(site, subject, site.names[0] if site.is_named else _name(frame, site.names, subject))
-        return self._through_a_library(frame, request, asks, found)
+        if request is None:
+            function, frame, subject = None, causes.asking_frame(sys._getframe(1)), found
+        else:
+            function, frame, subject = request[0], request[3], causes.subject_of(request, found, asks)
+        if frame is None:
+            return self._through_a_library(frame, request, asks, found)
+        key = id(frame.f_code), frame.f_lasti, function, asks
+        site = self._instructions.get(key)
+        if site is None:
+            if not self.is_own(frame) or get_ident() != self._thread:
+                return self._through_a_library(frame, request, asks, found)
+            if len(self._instructions) > _MOST:
+                self._instructions.clear()
+            site = self._instructions[key] = self._instruction(frame, request, asks, subject)
+        return site, subject, site.name or _name(frame, site, subject)
 
     def _instruction(self, frame: FrameType, request: Call | None, asks: str, subject: object) -> Site:
         """Return what an instruction of the cell's own asks for."""
@@ -125,16 +118,17 @@ class CallSites:
         source, line = magics.lines_of(self.filename)[max(above, 0) :], frame.f_lineno + above
         cause = causes.of_request(request, asks) or causes.of_frames(frame, asks, None, source)[0]
         node = expression_at(frame.f_code, frame.f_lasti, source)
-        names = frame.f_code.co_names + frame.f_code.co_varnames
-        if isinstance(node, ast.Call):  # else, of an assignment to `x[0]`, it is only the target
-            names = tuple(sorted(names_in(node)))
-        called = node.func if isinstance(node, ast.Call) and request is not None else None
-        receiver = called.value if isinstance(called, ast.Attribute) else None
-        owner = receiver.id if isinstance(receiver, ast.Name) else ""
-        is_named = bool(owner) and _name(frame, (owner,), subject) == owner
-        return Site(line, self._code(line), cause, None, (owner,) if is_named else names, is_named, frame.f_code)
+        if not isinstance(node, ast.Call):  # of an assignment to `x[0]`, it is only the target
+            return self._site(frame, line, cause)
+        site = self._site(frame, line, cause, tuple(sorted(names_in(node))))
+        owner = node.func.value if isinstance(node.func, ast.Attribute) and request is not None else None
+        if isinstance(owner, ast.Name) and frames.resolve_names(frame, {owner.id}).get(owner.id) is subject:
+            site.name = owner.id
+        return site
 
-    def _through_a_library(self, innermost: FrameType | None, request: Call | None, asks: str, found: object) -> Copied:
+    def _through_a_library(
+        self, innermost: FrameType | None, request: Call | None, asks: str, found: object
+    ) -> tuple[Site, object, str | None]:
         causes = self._causes
         if innermost is None or innermost.f_code.co_name == "_engine_run_backward":
             cause, subject = causes.BACKWARD, found
@@ -145,14 +139,21 @@ class CallSites:
         is_here = get_ident() == self._thread
         frame, above, module_frame = self._own_frame(innermost if is_here else self._innermost(0))
         if frame is None:
-            return Copied(Site(cause=cause), subject, None)
+            return Site(cause=cause), subject, None
         module_call = None
         if module_frame is not None:
             subject, module_call = module_frame.f_locals.get("self"), f"Module.{module_frame.f_code.co_name}"
-        line = frame.f_lineno + above
-        names = frame.f_code.co_names + frame.f_code.co_varnames
-        site = Site(line, self._code(line), module_call or cause, module_call, names)
-        return Copied(site, subject, _name(frame, names, subject))
+        site = self._site(frame, frame.f_lineno + above, module_call or cause)
+        site.module_call = module_call
+        return site, subject, _name(frame, site, subject)
+
+    def _site(self, frame: FrameType, line: int, cause: str, names: tuple[str, ...] | None = None) -> Site:
+        """Return a site, where any name that the code has may be what is copied, unless an expression limits them."""
+        code = frame.f_code
+        own = (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
+        names = (*code.co_names, *own) if names is None else names
+        own_names = tuple(each for each in names if each in own)
+        return Site(line, self._code(line), cause, None, None, names, own_names, code)
 
     # ---- Which code is the cell's own
 
@@ -222,14 +223,15 @@ class CallSites:
         return (lines[line - 1].strip() or None) if 0 < line <= len(lines) else None
 
 
-def _name(frame: FrameType, names: tuple[str, ...], subject: object) -> str | None:
-    """Return which of the names is bound to the subject in a frame: a global, else its own."""
+def _name(frame: FrameType, site: Site, subject: object) -> str | None:
+    """Return which of the site's names is bound to the subject in a frame: a global, else its own."""
     if subject is None:
         return None
-    variables = frame.f_globals
-    for name in names:
+    variables: Mapping[str, object] = frame.f_globals
+    for name in site.names:
         if variables.get(name) is subject:
             return name
-    if frame.f_code.co_varnames or frame.f_code.co_cellvars or frame.f_code.co_freevars:
-        return next((name for name, value in frames.local_variables(frame).items() if value is subject), None)
-    return None
+    if not site.own_names:
+        return None
+    variables = frames.local_variables(frame)
+    return next((name for name in site.own_names if variables.get(name) is subject), None)
