@@ -18,7 +18,7 @@ from gpumagic.dryrun.report import DryRunReport, RankNeed, peak_of, reserved_of
 from gpumagic.dryrun.script import Script
 from gpumagic.dryrun.targets import Target
 from gpumagic.errors import DryRunUnavailable, OptionError
-from gpumagic.memory import workspaces
+from gpumagic.memory import segments
 from gpumagic.options import Ranks, number_of_ranks
 from gpumagic.source.frames import is_library
 from gpumagic.source.settings import sizes_in
@@ -168,7 +168,7 @@ def _request(
         for name, held, segments in zip(target.names, target.allocated, target.segments, strict=True)
     ]
     # Where torch keeps workspaces for cuBLAS: on an imagined device nowhere.
-    found = [] if target.is_imagined or target.ranks is not None else workspaces.find_workspaces()
+    found = [] if target.is_imagined or target.ranks is not None else segments.find_workspaces()
     numpy = sys.modules.get("numpy")
     sources = {name: "".join(linecache.getlines(name)) for name in parts.files if not is_library("", name)}
     if what.source is not None:

@@ -19,7 +19,7 @@ from gpumagic.gpus.nvml import NvmlFailure, Readings
 from gpumagic.gpus.processes import DriverProcess, list_processes, total_memory, with_utilization
 from gpumagic.gpus.report import FIGURES, call, text_of
 from gpumagic.gpus.torch_devices import HOST_MEMORY, bare_uuid, cuda_devices
-from gpumagic.memory import host
+from gpumagic.memory import devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def _use_host_memory(card: Readings, processes: Sequence[DriverProcess] | None) 
         card.values.pop(name, None)
         card.reasons[name] = HOST_MEMORY
     card.values["unified"] = True
-    if host_memory := host.available_memory():
+    if host_memory := devices.available_memory():
         card.values.update(memory_free=host_memory[0], memory_total=host_memory[1])
     used = None if processes is None else total_memory([each.memory for each in processes])
     if used is None:

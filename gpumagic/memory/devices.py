@@ -1,19 +1,23 @@
-"""Devices: their names as people write them, taken apart, and what memory can still be had of each.
+"""Devices and the host: names as people write them, taken apart, and what memory can still be had of each.
 
 ``cuda``, ``cuda:1``, ``mps``, ``xpu:0``, ``cpu``, ``meta``, ``simgpu:1`` mean what they mean in torch; a bare number or
 ``gpu:1`` is that index of whatever accelerator the machine has; ``auto`` is the one with most free memory.
+
+A container has a limit of its own memory, that of its control group, mostly far below the machine's.
 """
 
 from __future__ import annotations
 
+import mmap
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from gpumagic.errors import DeviceNotFound, nearest
 from gpumagic.memory import Device as Device  # noqa: PLC0414  # this is where others import it from
-from gpumagic.memory import allocator, host
+from gpumagic.memory import allocator
 
 BUILTIN_DEVICES = ("cpu", "meta")
 _BACKENDS = ("auto", "gpu", "cuda", "mps", "xpu", "hpu", "npu", "simgpu", *BUILTIN_DEVICES)
@@ -42,7 +46,7 @@ def room(device: str) -> int | None:
     itself, since that would create a context on it.
     """
     if device == "cpu":
-        memory = host.available_memory()
+        memory = available_memory()
         return None if memory is None else memory[0]
     figures, driver = allocator.device_stats(device), allocator.mem_get_info(device)
     backend = Device.parse(device).backend
@@ -135,3 +139,50 @@ def _unknown(name: str) -> DeviceNotFound:
     near = nearest(name, [*here, *backends])
     hint = f"did you mean {near}? " if near else ""
     return DeviceNotFound(f"{name!r} is not a device here; {hint}{listed}")
+
+
+# ---- The host
+
+HOST_ROOT = Path("/")
+_CGROUPS = (
+    ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current", "sys/fs/cgroup/memory.stat", "inactive_file"),
+    ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes",
+     "sys/fs/cgroup/memory/memory.stat", "total_inactive_file"),
+)  # fmt: skip
+"""Limit, use, statistics and the name there of the file cache that is given back at need: versions 2 and 1."""
+
+
+def available_memory() -> tuple[int, int] | None:
+    """Return (available, total) bytes of RAM, the container's where it has less, or None where it cannot be asked."""
+    found = [each for each in (_machine_memory(), *map(_cgroup_memory, _CGROUPS)) if each is not None]
+    return min(found, default=None)
+
+
+def private_memory(process: int) -> int:
+    """Return the bytes of RAM that a process has besides files and shared memory; 0 where it cannot be asked."""
+    _, resident, shared, *_ = map(int, _read_file(f"proc/{process}/statm").split() or (0, 0, 0))
+    return (resident - shared) * mmap.PAGESIZE
+
+
+def _machine_memory() -> tuple[int, int] | None:
+    text = _read_file("proc/meminfo")
+    figures = {name: int(number) * 1024 for name, number in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
+    if "MemAvailable" not in figures or "MemTotal" not in figures:
+        return None
+    return figures["MemAvailable"], figures["MemTotal"]
+
+
+def _cgroup_memory(files: tuple[str, str, str, str]) -> tuple[int, int] | None:
+    limit, used, statistics = map(_read_file, files[:3])
+    if not limit.strip().isdigit() or not used.strip().isdigit():  # "max": no limit
+        return None
+    cache = re.search(rf"^{files[3]} (\d+)$", statistics, re.MULTILINE)
+    held = int(used) - (int(cache[1]) if cache is not None else 0)
+    return max(0, int(limit) - held), int(limit)
+
+
+def _read_file(path: str) -> str:
+    try:
+        return (HOST_ROOT / path).read_text()
+    except OSError:  # not Linux, or no such group
+        return ""

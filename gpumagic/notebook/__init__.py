@@ -2,9 +2,8 @@
 
 Start with `cells.CellSessions`. It knows nothing of devices and memory: those are the guards' business.
 
-    guards.py      the protocol of a guard, and what runs a body under guards
+    guards.py      the protocol of a guard; the body of a cell magic as code, and what runs it under guards
     cells.py       `%%magic` -> `%magic`, so that IPython runs the cell as its own, and the guards of running cells
-    cell_body.py   the body of a cell magic as code, to run it more than once
     completion.py  completion of the magics' options, devices and variables
     session.py     the running IPython shell and its variables
 """

@@ -27,8 +27,7 @@ from IPython.display import display
 
 from gpumagic.errors import GpuMagicError
 from gpumagic.notebook import session as sessions
-from gpumagic.notebook.cell_body import CellBody
-from gpumagic.notebook.guards import BodyOutcome, BodyRuns, Guard, NoGuard, Outcome, run_guarded
+from gpumagic.notebook.guards import BodyOutcome, BodyRuns, CellBody, Guard, NoGuard, Outcome, run_guarded
 
 if TYPE_CHECKING:
     from types import FrameType

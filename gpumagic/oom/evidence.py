@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
-from gpumagic.memory import allocator, devices, workspaces
+from gpumagic.memory import allocator, devices, segments
 from gpumagic.memory.devices import Device
 from gpumagic.oom import advice, failing_code, ownership
 from gpumagic.oom.failure import Failure, GuardState
@@ -113,7 +113,7 @@ def _with_notebook(facts: Facts, state: GuardState) -> Facts:
     removable = (unchanged | ownership.outputs(owned)) - used - bound_first
     free_elsewhere, others = other_devices(device)
     first = Device.parse(device).backend if Device.parse(device).index == 0 else device  # "cuda" is "cuda:0" too
-    kept = workspaces.workspace_bytes().get(device, 0)
+    kept = segments.workspace_bytes().get(device, 0)
     unnamed = facts.after.allocated - kept - sum(part.nbytes for part in owned) if facts.after is not None else 0
     # What the cell leaves behind and makes anew when it runs again; of a graph a name holds no more than its end.
     left = {name for part in owned if max(part.nbytes, unnamed) >= LARGE for name in part.names}

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpumagic.heap.identity import Identities
-from gpumagic.memory import allocator, host
+from gpumagic.memory import allocator, devices
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.devices import Device
 from gpumagic.oom import failing_code, recognition
@@ -96,7 +96,7 @@ def examine(error: Exception, state: GuardState, observed: Mapping[str, Refusal]
     elif device in at_failure:
         at_failure[device] = _at_the_instant(event, at_failure[device])
     figures, numbers = at_failure.get(device), event.numbers
-    now = host.available_memory() if event.memory == "host" else capacities.get(device)
+    now = devices.available_memory() if event.memory == "host" else capacities.get(device)
     cached = figures.reserved - figures.allocated if figures is not None else None
     settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
     can_expand = "expandable_segments" in event.text or "max_split_size_mb" in event.text

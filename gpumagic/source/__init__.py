@@ -6,6 +6,5 @@ Start with `text`, which parses a cell and makes edits to it, and `frames`, whic
     cell_code.py   facts in a cell's text: its loops, batch sizes and copies
     settings.py    the number that a cell's memory depends on, such as a batch size
     frames.py      frames and exceptions: whose code they run, their variables, chained exceptions
-    magics.py      a cell as the user typed it, and the bodies of magics in it
-    lines.py       which lines a cell has, which one runs, and which ran between two moments
+    lines.py       which lines a cell has, as the user typed them, which one runs, and which ran between two moments
 """

@@ -18,7 +18,7 @@ from gpumagic.heap.holders import Held
 from gpumagic.heap.kinds import Graphs, kinds_of, leaves, node_types, non_leaves, peek_gradients, subclasses
 from gpumagic.heap.paths import Names
 from gpumagic.heap.storages import Storage, StorageTable, gc_disabled, undisturbed
-from gpumagic.memory import allocator, workspaces
+from gpumagic.memory import allocator, segments
 from gpumagic.memory import devices as memory_devices
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.devices import Device
@@ -319,7 +319,7 @@ def memory_by_device(rows: Iterable[TensorRow]) -> tuple[DeviceMemoryRow, ...]:
     placed: dict[str, list[TensorRow]] = {device: [] for device in figures}
     for row in rows:
         placed.setdefault(row.device, []).append(row)
-    others, kept = _other_processes(figures), workspaces.workspace_bytes()
+    others, kept = _other_processes(figures), segments.workspace_bytes()
     return tuple(
         _device_row(device, placed[device], figures.get(device), kept.get(device, 0), others.get(device))
         for device in sorted(placed, key=lambda each: (each not in figures, each))

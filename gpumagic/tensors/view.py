@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from gpumagic.memory.devices import BUILTIN_DEVICES
 from gpumagic.memory.ledger import PART_OF_KIND, SHORT_KINDS
-from gpumagic.memory.workspaces import CLEAR_WORKSPACES
+from gpumagic.memory.segments import CLEAR_WORKSPACES
 from gpumagic.report.base import grouped
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
 from gpumagic.report.units import LARGE, count, few, shape, size

@@ -17,8 +17,9 @@ from typing import Any
 
 from gpumagic.heap.branches import stored_attribute
 from gpumagic.memory import allocator
-from gpumagic.source import frames, magics
+from gpumagic.source import frames
 from gpumagic.source.frames import MISSING, is_function_frame, is_user_code
+from gpumagic.source.lines import cell_file, lines_above, lines_of
 from gpumagic.source.text import failing_node, names_in, parse_lines
 from gpumagic.transfers import device_errors
 from gpumagic.transfers.device_errors import DeviceError
@@ -157,9 +158,9 @@ def _read(error: Exception, known: DeviceError, namespace: Mapping[str, Any]) ->
 
 
 def _at_line(step: TracebackType, known: DeviceError, namespace: Mapping[str, Any]) -> DeviceError:
-    frame, file = step.tb_frame, magics.cell_file(step.tb_frame)
-    above = magics.lines_above(frame, file) or 0
-    lines = magics.lines_of(file)[above:]
+    frame, file = step.tb_frame, cell_file(step.tb_frame)
+    above = lines_above(frame, file) or 0
+    lines = lines_of(file)[above:]
     code = frames.code_at(frame, step.tb_lineno) or next(iter(lines[step.tb_lineno - 1 :]), "").strip() or None
     function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name) if is_function_frame(frame) else None
     known = replace(known, line=step.tb_lineno + above, code=code, function=_short_name(function))

@@ -15,7 +15,8 @@ from threading import get_ident
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.source import frames, magics
+from gpumagic.source import frames
+from gpumagic.source.lines import cell_file, lines_above, lines_of
 from gpumagic.source.text import expression_at, names_in
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class CallSites:
         """Return what an instruction of the cell's own asks for."""
         causes = self._causes
         above = self._lines_above(frame) or 0
-        source, line = magics.lines_of(self.filename)[max(above, 0) :], frame.f_lineno + above
+        source, line = lines_of(self.filename)[max(above, 0) :], frame.f_lineno + above
         cause = causes.of_request(request, asks) or causes.of_frames(frame, asks, None, source)[0]
         node = expression_at(frame.f_code, frame.f_lasti, source)
         if not isinstance(node, ast.Call):  # of an assignment to `x[0]`, it is only the target
@@ -201,7 +202,7 @@ class CallSites:
             return known[1]
         if self._file_may_change:
             self._find_file(frame)
-        above = magics.lines_above(frame, self.filename)
+        above = lines_above(frame, self.filename)
         if len(self._above) > _MOST:
             self._above.clear()
         self._above[id(code)] = code, above
@@ -212,14 +213,14 @@ class CallSites:
         for each in frames.stack(innermost):
             is_module = each.f_globals is self.namespace and not frames.is_function_frame(each)
             if is_module and linecache.getline(each.f_code.co_filename, 1):
-                file = magics.cell_file(each)
+                file = cell_file(each)
                 if file != self.filename:
                     self.filename = file
                     self._above.clear()
                 return
 
     def _code(self, line: int) -> str | None:
-        lines = magics.lines_of(self.filename)
+        lines = lines_of(self.filename)
         return (lines[line - 1].strip() or None) if 0 < line <= len(lines) else None
 
 

@@ -13,7 +13,7 @@ import torch
 
 import gpumagic
 from gpumagic import fakecuda
-from gpumagic.memory.workspaces import CLEAR_WORKSPACES
+from gpumagic.memory.segments import CLEAR_WORKSPACES
 from gpumagic.report.base import to_html, to_text
 
 pytestmark = pytest.mark.usefixtures("few_objects")

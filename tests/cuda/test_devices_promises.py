@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gpumagic
-from gpumagic.memory.workspaces import CLEAR_WORKSPACES
+from gpumagic.memory.segments import CLEAR_WORKSPACES
 from gpumagic.report.base import to_text
 from gpumagic.tensors.leaks_view import promises
 

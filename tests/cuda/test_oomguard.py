@@ -13,7 +13,7 @@ import torch
 
 import gpumagic
 from gpumagic import fakecuda
-from gpumagic.memory.workspaces import CLEAR_WORKSPACES
+from gpumagic.memory.segments import CLEAR_WORKSPACES
 from gpumagic.oom import recognition
 from gpumagic.oom.report import OomReport
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpumagic.dryrun.worker import process
-from gpumagic.memory import host
+from gpumagic.memory import devices
 
 MIB = 1 << 20
 
@@ -36,7 +36,7 @@ def answers(*taken: int) -> list[dict[str, Any]]:
 
 
 def test_a_run_that_takes_more_than_half_of_what_is_free_is_stopped(monkeypatch) -> None:
-    monkeypatch.setattr(host, "available_memory", lambda: (256 * MIB, 1024 * MIB))
+    monkeypatch.setattr(devices, "available_memory", lambda: (256 * MIB, 1024 * MIB))
     stopped, small = answers(400 * MIB, 32 * MIB)
     assert stopped["exceeds_host"]
     assert stopped["ended"] == "it takes more than 128.0 MiB of the host's memory, half of what is free"
@@ -44,16 +44,16 @@ def test_a_run_that_takes_more_than_half_of_what_is_free_is_stopped(monkeypatch)
 
 
 def test_runs_that_take_too_much_together_are_run_one_after_the_other(monkeypatch) -> None:
-    monkeypatch.setattr(host, "available_memory", lambda: (256 * MIB, 1024 * MIB))
+    monkeypatch.setattr(devices, "available_memory", lambda: (256 * MIB, 1024 * MIB))
     monkeypatch.setattr(process, "_cores", lambda: 3)
     assert [each.get("kept") for each in answers(96 * MIB, 88 * MIB, 80 * MIB)] == [12, 11, 10]
 
 
 def test_where_more_is_free_the_same_run_answers(monkeypatch) -> None:
-    monkeypatch.setattr(host, "available_memory", lambda: (1024 * MIB, 1024 * MIB))
+    monkeypatch.setattr(devices, "available_memory", lambda: (1024 * MIB, 1024 * MIB))
     assert answers(400 * MIB)[0]["kept"] == 50
 
 
 def test_where_the_free_memory_is_not_told_no_run_is_stopped_for_it(monkeypatch) -> None:
-    monkeypatch.setattr(host, "available_memory", lambda: None)
+    monkeypatch.setattr(devices, "available_memory", lambda: None)
     assert answers(64 * MIB)[0]["kept"] == 8

@@ -80,7 +80,7 @@ def test_unified_memory_is_labelled_and_the_hosts_use_is_not_the_gpus(machine: M
     if answers == "refused":
         spark.fail("nvmlDeviceGetMemoryInfo_v2", NOT_SUPPORTED)
         spark.fail("nvmlDeviceGetMemoryInfo", NOT_SUPPORTED)
-    before = f"from gpumagic.memory import host; host._ROOT = Path({str(spark.folder / 'root')!r})"
+    before = f"from gpumagic.memory import devices; devices.HOST_ROOT = Path({str(spark.folder / 'root')!r})"
     answer = spark.probe(before=before)
     row = only(answer)
     assert (row["unified"], row["memory_total"], row["memory_free"]) == (True, total, available)

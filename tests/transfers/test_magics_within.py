@@ -8,7 +8,7 @@ from typing import Any
 import IPython
 import pytest
 
-from gpumagic.source import magics
+from gpumagic.source import lines
 from gpumagic.transfers.report import TransferReport
 
 pytestmark = pytest.mark.usefixtures("two_devices")
@@ -93,7 +93,7 @@ def test_commands_and_magics_are_shown_as_typed(shell: Any) -> None:
 
 def test_what_cannot_be_read_back_stays_as_it_is() -> None:
     code = "get_ipython().system(command)\nget_ipython().run_cell_magic('time', '', 'x')\nget_ipython().other('a')"
-    assert magics.as_typed(code) == ("get_ipython().system(command)", "%%time", "get_ipython().other('a')")
+    assert lines.as_typed(code) == ("get_ipython().system(command)", "%%time", "get_ipython().other('a')")
 
 
 def test_a_copy_by_a_class_of_the_users_is_told_by_the_line_that_uses_it(shell: Any) -> None:

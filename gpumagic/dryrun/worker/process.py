@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 from gpumagic import fakecuda
 from gpumagic.dryrun import parts
 from gpumagic.dryrun.worker.box.watch import NOT_DONE, Watch
-from gpumagic.memory import host
+from gpumagic.memory import devices
 from gpumagic.report.units import size
 
 _TO_TELL = 20
@@ -165,7 +165,7 @@ def run_each(
     running: dict[Connection, tuple[int, _Fork]] = {}
     answers: dict[int, bytes] = {}
     ended: list[int] = []
-    free = host.available_memory()
+    free = devices.available_memory()
     most = None if free is None else free[0] // 2
     at_once = _cores()
     for number in range(len(requests)):
@@ -251,11 +251,11 @@ class _Fork:
         os.set_blocking(reading, False)
         answers = Connection(receiving, writable=False)
         until = time.monotonic() + request["time_limit"] + _TO_TELL
-        return cls(request, pid, answers, reading, Watch(ours), until, host.private_memory(os.getpid()))
+        return cls(request, pid, answers, reading, Watch(ours), until, devices.private_memory(os.getpid()))
 
     def taken(self) -> int:
         """Return the bytes of the host's memory that the process took."""
-        return max(0, host.private_memory(self.pid) - self.inherited)
+        return max(0, devices.private_memory(self.pid) - self.inherited)
 
     def end(self, ended: list[int], *, has_answer: bool, most: int | None = None) -> bytes:
         """End the process and return its answer; one that answered joins those to be waited for.

@@ -22,7 +22,7 @@ from gpumagic.dryrun.worker.cuda.reading import Reading, address_of, memory_of
 from gpumagic.dryrun.worker.deferred_fills import LEAST
 from gpumagic.dryrun.worker.known import Known
 from gpumagic.dryrun.worker.run import Outcome, Run, failure
-from gpumagic.memory import workspaces
+from gpumagic.memory import segments
 from gpumagic.memory.allocator import rounded
 from gpumagic.memory.ledger import Ledger, Place
 from gpumagic.source import frames
@@ -163,7 +163,7 @@ class CudaRun(Run):
                 next(each for each in devices if each["failed"])["failure"] = {"line": error["line"]}
             return Ledger([]), devices, {**others, "snapshot": None}
         self.names = self.modules.look_around(self.namespace)
-        for workspace in workspaces.find_workspaces():
+        for workspace in segments.find_workspaces():
             self._history.mark(workspace.address, "library workspaces")
         snapshot = torch.cuda.memory._snapshot()
         # As `torch.cuda.memory._dump_snapshot` would write it.
