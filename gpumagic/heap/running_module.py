@@ -14,8 +14,7 @@ from weakref import ref
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from gpumagic.heap.branches import attributes_of, name_of_type
-from gpumagic.heap.modules import modules_in
+from gpumagic.heap.branches import attributes_of, modules_in, name_of_type
 
 _SEEN = "gpumagic"
 _queue = torch.autograd.Variable._execution_engine.queue_callback

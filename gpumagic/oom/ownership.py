@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from gpumagic.heap import branches, calls, holders, modules
+from gpumagic.heap import branches, calls, holders
 from gpumagic.heap.graph import MAX_STEPS_OF_ALL, HeapGraph
 from gpumagic.heap.kinds import gradients_of
 from gpumagic.heap.storages import Storage, StorageTable, plain, undisturbed
@@ -112,7 +112,7 @@ def find_models_and_optimizers(named: Named, device: str) -> tuple[tuple[Model, 
     known = list(named)
     for name, value, local in known:
         if issubclass(type(value), torch.nn.Module):
-            parameters = list(modules.parameters_of(value))
+            parameters = list(branches.parameters_of(value))
             for each in parameters:
                 having.setdefault(id(each), set()).add(name)
             here = _on_device(parameters, device)
@@ -120,9 +120,9 @@ def find_models_and_optimizers(named: Named, device: str) -> tuple[tuple[Model, 
             if (here or is_metric) and id(value) not in models:
                 models[id(value)] = _model(name, value, here, local=local)
     for name, value, local in known:
-        optimizer = modules.unwrapped(value) if issubclass(type(value), torch.optim.Optimizer) else None
+        optimizer = branches.unwrapped(value) if issubclass(type(value), torch.optim.Optimizer) else None
         if optimizer is not None and id(optimizer) not in optimizers:
-            groups = modules.parameter_groups(optimizer)
+            groups = branches.parameter_groups(optimizer)
             here = _on_device((each for group in groups for each in group["params"]), device)
             if here:
                 updated = frozenset[str]().union(*(having.get(id(each), ()) for each in here))
@@ -161,7 +161,7 @@ def _model(name: str, module: Any, parameters: list[Any], *, local: bool) -> Mod
 
 def _checkpoints(module: Any) -> bool | None:
     """Return whether a module recomputes activations; None where neither a switch nor a wrapped forward tells."""
-    inside = [branches.attributes_of(each) for _, each in modules.modules_in(module)]
+    inside = [branches.attributes_of(each) for _, each in branches.modules_in(module)]
     forwards = [each.get("forward") for each in inside]
     if any(type(each) is functools.partial and getattr(each.func, "__name__", "") == "checkpoint" for each in forwards):
         return True
@@ -176,16 +176,16 @@ def _blocks(name: str, module: Any) -> str | None:
     import torch
 
     best, longest = None, 1
-    for path, child in modules.modules_in(module):
+    for path, child in branches.modules_in(module):
         if not issubclass(type(child), torch.nn.ModuleList | torch.nn.Sequential):
             continue
-        blocks = [each for _, each in modules.children_of(child)]
+        blocks = [each for _, each in branches.children_of(child)]
         is_of_one_kind = all(type(each) is type(blocks[0]) for each in blocks)
-        if len(blocks) > longest and is_of_one_kind and any(modules.children_of(blocks[0])):
+        if len(blocks) > longest and is_of_one_kind and any(branches.children_of(blocks[0])):
             steps = [f"[{part}]" if part.isdecimal() else f".{part}" for part in path.split(".") if part]
             best, longest = name + "".join(steps), len(blocks)
-    children = [each for _, each in modules.children_of(module)]
-    if best is None and sum(any(modules.children_of(each)) for each in children) > 1:
+    children = [each for _, each in branches.children_of(module)]
+    if best is None and sum(any(branches.children_of(each)) for each in children) > 1:
         return None if issubclass(type(module), torch.nn.Sequential) else f"{name}.children()"
     return best
 

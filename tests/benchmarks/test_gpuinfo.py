@@ -88,7 +88,6 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     """A machine of 8 GPUs with 20 processes that live as long as the test."""
     living = [subprocess.Popen(["sleep", "600"]) for _ in range(PROCESSES)]
     machine = Machine(tmp_path, GPUS)
-    machine.say("block 0")  # nvitop asks for PCIe throughput, which blocks for 20 ms: 16 times here; leave that out
     for number, process in enumerate(living):
         machine.say(f"{number % GPUS}.compute {process.pid} {GIB}", f"{number % GPUS}.busy {process.pid} 30")
     yield machine

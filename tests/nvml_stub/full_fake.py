@@ -15,7 +15,6 @@ NUMBERS = {
     "nvmlDeviceGetCurrentClocksThrottleReasons": 0x4, "nvmlDeviceGetTotalEccErrors": 3,
     "nvmlDeviceGetCurrPcieLinkGeneration": 3, "nvmlDeviceGetMaxPcieLinkGeneration": 4,
     "nvmlDeviceGetCurrPcieLinkWidth": 8, "nvmlDeviceGetMaxPcieLinkWidth": 16,
-    "nvmlDeviceGetNvLinkState": 1, "nvmlDeviceGetTopologyCommonAncestor": 20, "nvmlDeviceGetP2PStatus": 1,
     "nvmlDeviceGetTemperature": 55, "nvmlDeviceGetComputeMode": 3,
 }  # fmt: skip
 """Functions whose last argument takes one number."""
@@ -24,7 +23,7 @@ INSTANCES = 2
 SYMBOLS = (
     "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetName", "nvmlDeviceGetUUID", "nvmlDeviceGetMemoryInfo",
     "nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetTemperatureV",
-    "nvmlDeviceGetEncoderUtilization", "nvmlDeviceGetDecoderUtilization", "nvmlDeviceGetPciInfo_v3",
+    "nvmlDeviceGetPciInfo_v3",
     "nvmlDeviceGetCudaComputeCapability", "nvmlDeviceGetMigMode", "nvmlDeviceGetProcessUtilization",
     "nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetMigDeviceHandleByIndex",
     "nvmlSystemGetDriverVersion", "nvmlDeviceGetComputeRunningProcesses_v3",
@@ -79,11 +78,6 @@ class FullLibrary(FakeLibrary):
 
     def _nvmlDeviceGetUtilizationRates(self, handle: Any, rates: Any) -> None:  # noqa: N802
         rates._obj.gpu, rates._obj.memory = 30, 12
-
-    def _nvmlDeviceGetEncoderUtilization(self, handle: Any, value: Any, period: Any) -> None:  # noqa: N802
-        value._obj.value = 7
-
-    _nvmlDeviceGetDecoderUtilization = _nvmlDeviceGetEncoderUtilization  # noqa: N815
 
     def _nvmlDeviceGetPciInfo_v3(self, handle: Any, pci: Any) -> None:  # noqa: N802
         pci._obj.busId = b"0000:01:00.0"

@@ -82,8 +82,7 @@ class Machine:
             f"{number}.memory {80 * GIB} {GIB // 2} {70 * GIB} {9 * GIB}", f"{number}.util {30 + number}",
             f"{number}.temp 60", f"{number}.power 250500", f"{number}.cap 400000", f"{number}.throttle 0x1",
             f"{number}.state 0", f"{number}.fan 40", f"{number}.clock 1410 1980",
-            f"{number}.memutil 12", f"{number}.encoder 3", f"{number}.decoder 4", f"{number}.pcie 3 4 8 16",
-            f"{number}.nvlinks 12",
+            f"{number}.memutil 12", f"{number}.pcie 3 4 8 16",
         )  # fmt: skip
 
     def say(self, *lines: str | bytes) -> None:

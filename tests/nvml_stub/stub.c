@@ -4,14 +4,12 @@
  *
  *   init CODE                 what nvmlInit returns          driver TEXT      the driver's version
  *   cuda N                    the newest CUDA it knows, 12080 for 12.8
- *   count N                   how many cards             block N             microseconds that PCIe throughput takes
+ *   count N                   how many cards
  *   D.name TEXT               bytes are passed on as they are
  *   D.uuid TEXT
  *   D.memory TOTAL RESERVED FREE USED     bytes, as v2 reports them; v1 counts RESERVED as used
  *   D.util N   D.temp N   D.power N   D.cap N   D.throttle N   D.state N   D.fan N   D.clock NOW MAX
- *   D.memutil N   D.encoder N   D.decoder N   D.ecc N     D.pcie GEN MAX WIDTH MAX     D.traffic KIB KIB
- *   D.addressing N            0 none, 1 HMM, 2 ATS; without it the question is not supported
- *   D.nvlinks N               links that are up             D.nvlink KIB KIB    what its counters grow by a reading
+ *   D.memutil N   D.ecc N   D.pcie GEN MAX WIDTH MAX
  *   D.busy PID PERCENT        a sample of a process; may be repeated
  *   D.compute PID BYTES       a process; may be repeated, -1 bytes stands for "not available"
  *   D.graphics PID BYTES      D.mps PID BYTES     a client of the Multi-Process Service
@@ -40,11 +38,10 @@ typedef struct {
     char name[128], uuid[96];
     uint64_t total, reserved, free, used, throttle;
     uint32_t util, temp, power, cap, state, fan, clock, clock_max, mig;
-    uint32_t memutil, encoder, decoder, ecc, pcie[4], traffic[2], nvlinks, nvlink[2];
-    unsigned long long sent[2];
+    uint32_t memutil, ecc, pcie[4];
     struct { uint32_t pid, percent; } busy[PROCESSES];
     uint32_t samples;
-    int parent, addressing;
+    int parent;
     processes_t compute, graphics, mps;
 } device_t;
 typedef struct { int device; char symbol[80]; int code; } fault_t;
@@ -52,7 +49,6 @@ typedef struct { int device; char symbol[80]; int code; } fault_t;
 static device_t devices[DEVICES];
 static fault_t faults[FAULTS];
 static char hang[80], hangs_while[256];
-static int block = 20000; /* microseconds */
 static int cuda = 13000;
 static int count = 1, init_code, fault_count, calls, loaded, initialised;
 static char driver[80] = "570.00";
@@ -81,13 +77,8 @@ static void set_device(device_t *d, const char *key, const char *rest) {
     else if (!strcmp(key, "fan")) d->fan = atoi(rest);
     else if (!strcmp(key, "clock")) sscanf(rest, "%u %u", &d->clock, &d->clock_max);
     else if (!strcmp(key, "memutil")) d->memutil = atoi(rest);
-    else if (!strcmp(key, "encoder")) d->encoder = atoi(rest);
-    else if (!strcmp(key, "decoder")) d->decoder = atoi(rest);
     else if (!strcmp(key, "ecc")) d->ecc = atoi(rest);
     else if (!strcmp(key, "pcie")) sscanf(rest, "%u %u %u %u", d->pcie, d->pcie + 1, d->pcie + 2, d->pcie + 3);
-    else if (!strcmp(key, "traffic")) sscanf(rest, "%u %u", d->traffic, d->traffic + 1);
-    else if (!strcmp(key, "nvlinks")) d->nvlinks = atoi(rest);
-    else if (!strcmp(key, "nvlink")) sscanf(rest, "%u %u", d->nvlink, d->nvlink + 1);
     else if (!strcmp(key, "busy") && d->samples < PROCESSES) {
         sscanf(rest, "%u %u", &d->busy[d->samples].pid, &d->busy[d->samples].percent);
         d->samples++;
@@ -97,7 +88,6 @@ static void set_device(device_t *d, const char *key, const char *rest) {
     else if (!strcmp(key, "mps")) add(&d->mps, rest);
     else if (!strcmp(key, "mig")) d->mig = 1;
     else if (!strcmp(key, "parent")) d->parent = atoi(rest);
-    else if (!strcmp(key, "addressing")) d->addressing = atoi(rest);
 }
 
 static void set(char *line) {
@@ -106,7 +96,6 @@ static void set(char *line) {
     if (!strcmp(line, "init")) init_code = atoi(rest);
     else if (!strcmp(line, "driver")) snprintf(driver, sizeof driver, "%s", rest);
     else if (!strcmp(line, "cuda")) cuda = atoi(rest);
-    else if (!strcmp(line, "block")) block = atoi(rest);
     else if (!strcmp(line, "hang")) sscanf(rest, "%79s %255s", hang, hangs_while);
     else if (!strcmp(line, "count")) count = atoi(rest);
     else if (!strcmp(line, "fail") && fault_count < FAULTS) {
@@ -122,7 +111,7 @@ static void load(void) {
     char line[512];
     FILE *file;
     if (loaded++) return;
-    for (int i = 0; i < DEVICES; i++) devices[i].parent = devices[i].addressing = -1;
+    for (int i = 0; i < DEVICES; i++) devices[i].parent = -1;
     if (!getenv("NVML_STUB") || !(file = fopen(getenv("NVML_STUB"), "r"))) return;
     while (fgets(line, sizeof line, file)) {
         line[strcspn(line, "\n")] = 0;
@@ -226,47 +215,16 @@ int nvmlDeviceGetDisplayActive(void *h, unsigned *out) { ON(h); *out = 0; return
 int nvmlDeviceGetDisplayMode(void *h, unsigned *out) { ON(h); *out = 0; return 0; }
 int nvmlDeviceGetPersistenceMode(void *h, unsigned *out) { ON(h); *out = 1; return 0; }
 int nvmlDeviceGetComputeMode(void *h, unsigned *out) { ON(h); *out = 0; return 0; }
+int nvmlDeviceGetEncoderUtilization(void *h, unsigned *out, unsigned *period) { ON(h); *out = 3; return 0; }
+int nvmlDeviceGetDecoderUtilization(void *h, unsigned *out, unsigned *period) { ON(h); *out = 4; return 0; }
+int nvmlDeviceGetPcieThroughput(void *h, unsigned way, unsigned *out) { ON(h); *out = 0; return 0; }
 int nvmlDeviceGetDriverModel(void *h, unsigned *now, unsigned *pending) { ON(h); return NOT_SUPPORTED; }
 int nvmlDeviceGetDriverModel_v2(void *h, unsigned *now, unsigned *pending) { ON(h); return NOT_SUPPORTED; }
 
-int nvmlDeviceGetEncoderUtilization(void *h, unsigned *out, unsigned *period) { ON(h); *out = of(h)->encoder; return 0; }
-int nvmlDeviceGetDecoderUtilization(void *h, unsigned *out, unsigned *period) { ON(h); *out = of(h)->decoder; return 0; }
 int nvmlDeviceGetCurrPcieLinkGeneration(void *h, unsigned *out) { ON(h); *out = of(h)->pcie[0]; return 0; }
 int nvmlDeviceGetMaxPcieLinkGeneration(void *h, unsigned *out) { ON(h); *out = of(h)->pcie[1]; return 0; }
 int nvmlDeviceGetCurrPcieLinkWidth(void *h, unsigned *out) { ON(h); *out = of(h)->pcie[2]; return 0; }
 int nvmlDeviceGetMaxPcieLinkWidth(void *h, unsigned *out) { ON(h); *out = of(h)->pcie[3]; return 0; }
-/* It blocks for 20 ms, as NVML's documentation says of it. */
-int nvmlDeviceGetPcieThroughput(void *h, unsigned way, unsigned *out) {
-    ON(h);
-    usleep(block);
-    *out = of(h)->traffic[way];
-    return 0;
-}
-int nvmlDeviceGetNvLinkState(void *h, unsigned link, unsigned *out) {
-    ON(h);
-    if (!of(h)->nvlinks) return NOT_SUPPORTED;
-    if (link >= of(h)->nvlinks) return INVALID_ARGUMENT;
-    *out = 1;
-    return 0;
-}
-typedef struct { uint32_t id, scope; int64_t when, latency; uint32_t type; int rc; uint64_t value; } field_t;
-int nvmlDeviceGetFieldValues(void *h, int count, field_t *fields) {
-    ON(h);
-    for (int i = 0; i < count; i++) {
-        int way = fields[i].id - 138;
-        if (!of(h)->nvlinks || way < 0 || way > 1) { fields[i].rc = NOT_SUPPORTED; continue; }
-        of(h)->sent[way] += i < 2 ? of(h)->nvlink[way] : 0;
-        fields[i].rc = 0;
-        fields[i].value = of(h)->sent[way];
-    }
-    return 0;
-}
-int nvmlDeviceGetTopologyCommonAncestor(void *h, void *other, unsigned *out) { ON(h); *out = 20; return 0; }
-int nvmlDeviceGetP2PStatus(void *h, void *other, unsigned kind, unsigned *out) {
-    ON(h);
-    *out = of(h)->nvlinks && of(other)->nvlinks ? 0 : 1;
-    return 0;
-}
 typedef struct { uint32_t pid; uint64_t when; uint32_t sm, memory, encoder, decoder; } sample_t;
 int nvmlDeviceGetProcessUtilization(void *h, sample_t *out, unsigned *size, uint64_t since) {
     ON(h);
@@ -331,12 +289,6 @@ int nvmlDeviceGetMPSComputeRunningProcesses_v3(void *h, unsigned *size, process_
 int nvmlDeviceGetMigMode(void *h, unsigned *now, unsigned *pending) {
     ON(h);
     *now = *pending = of(h)->mig;
-    return 0;
-}
-int nvmlDeviceGetAddressingMode(void *h, unsigned *out) {
-    ON(h);
-    if (of(h)->addressing < 0) return NOT_SUPPORTED;
-    out[1] = of(h)->addressing; /* after the version */
     return 0;
 }
 int nvmlDeviceGetMaxMigDeviceCount(void *h, unsigned *out) { ON(h); *out = 7; return 0; }

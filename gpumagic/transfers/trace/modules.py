@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gpumagic.heap import branches
-from gpumagic.heap.modules import registered
+from gpumagic.heap.branches import registered
 from gpumagic.heap.running_module import RunningModule
 from gpumagic.heap.storages import local_of
 from gpumagic.memory.ledger import OF_MODULES, REST
