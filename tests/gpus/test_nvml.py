@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from nvml_stub.fake import GIB, FakeLibrary, install
 from nvml_stub.full_fake import SYMBOLS, TRUTH, FullLibrary
 
-from gpumagic.gpus import cards, figures, nvml, probe, processes, torch_devices
+from gpumagic.gpus import cards, nvml, probe, processes, report, torch_devices
 from gpumagic.gpus.nvml import NvmlFailure, Query, Readings
 from gpumagic.gpus.report import NULLABLE
 from gpumagic.gpus.torch_devices import TorchBuild
@@ -164,9 +164,9 @@ def test_a_driver_without_newer_functions_is_asked_the_older_ones(library: FakeL
 
 def test_throttle_masks_become_words() -> None:
     """Being idle holds back nothing; a bit nobody knows is not hidden."""
-    assert figures.throttle_reasons(0x1) == ()
-    assert figures.throttle_reasons(0x5) == ("power cap",)
-    assert figures.throttle_reasons(0x1000) == ("unknown reason 0x1000",)
+    assert report.throttle_reasons(0x1) == ()
+    assert report.throttle_reasons(0x5) == ("power cap",)
+    assert report.throttle_reasons(0x1000) == ("unknown reason 0x1000",)
 
 
 CARDS = 3
