@@ -2,63 +2,35 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from gpumagic.errors import OptionError
-from gpumagic.memory.allocator import rounded
 from gpumagic.report.base import Report
 
-_ITEMSIZE = {"float32": 4, "bfloat16": 2}
 OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}
 """Tensors of a parameter's own size that an optimizer of torch keeps on the device for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorGroup:
-    """Tensors of a model that are alike."""
-
-    role: str
-    """``"parameter"`` or ``"buffer"``."""
-    dtype: str
-    itemsize: int
-    shape: tuple[int, ...]
-    requires_grad: bool
-    is_linear: bool
-    """Whether it is a linear layer's weight other than the output's, which is what int8 and int4 make smaller."""
-    count: int
-
-    @property
-    def numel(self) -> int:
-        """Elements of one."""
-        return math.prod(self.shape)
-
-    @property
-    def is_floating(self) -> bool:
-        """Whether a model that is cast to another type casts it."""
-        return self.dtype.startswith(("float", "bfloat"))
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model that the cell leaves in a variable, or returns.
+class Model(NamedTuple):
+    """A model that the cell leaves in a variable, or returns, in bytes as torch's CUDA allocator counts them.
 
     Attributes:
         name: the variable.
         kind: the class's name.
-        tensors: its parameters and buffers, each once where it is shared.
+        parameters: how many numbers they are, each once where it is shared.
+        buffers: bytes.
+        weights: bytes of the parameters by the type that the model is cast to.
+        trained: the same of those that are trained, without int8 and int4, which are not.
     """
 
     name: str
     kind: str
-    tensors: tuple[TensorGroup, ...]
-
-    @property
-    def parameters(self) -> int:
-        """The number of its parameters."""
-        return sum(each.numel * each.count for each in self.tensors if each.role == "parameter")
+    parameters: int
+    buffers: int
+    weights: dict[str, int]
+    trained: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -97,18 +69,6 @@ class DtypeReport(Report[DtypeRow]):
         return self.dtypes
 
 
-def models_of(told: Iterable[dict[str, Any]]) -> tuple[Model, ...]:
-    """Return the models of a worker's outcome."""
-    models = []
-    for each in told:
-        groups = [
-            TensorGroup(role, dtype, itemsize, tuple(shape), *others)
-            for role, dtype, itemsize, shape, *others in each["groups"]
-        ]
-        models.append(Model(each["name"], each["kind"], tuple(groups)))
-    return tuple(models)
-
-
 def table(
     models: Sequence[Model], capacity: int | None, *, training: bool = False, optimizer: str = "adamw"
 ) -> DtypeReport:
@@ -121,52 +81,26 @@ def table(
         raise OptionError("the code leaves no model in a variable and returns none; a table by dtype is of models")
     if optimizer not in OPTIMIZERS:
         raise OptionError(f"optimizer is one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
-    tensors = [each for model in models for each in model.tensors]
     copies = OPTIMIZERS[optimizer] if training else None
-    rows = [_row(tensors, dtype, copies, capacity) for dtype in (*_ITEMSIZE, *_QUANTIZED)]
     return DtypeReport(
         models=tuple(f"{each.name} ({each.kind})" for each in models),
         parameters=sum(each.parameters for each in models), training=training, optimizer=optimizer, capacity=capacity,
-        dtypes=tuple(rows), notes=tuple(_notes(training)),
+        dtypes=tuple(_row(models, dtype, copies, capacity) for dtype in models[0].weights),
+        notes=tuple(_notes(training)),
     )  # fmt: skip
 
 
-def _row(tensors: Sequence[TensorGroup], dtype: str, copies: int | None, capacity: int | None) -> DtypeRow:
-    """Return the row of a type of weights.
-
-    Args:
-        tensors: of the models.
-        dtype: float32 or bfloat16, to which a model is cast: buffers and whole numbers stay as they are. Or what
-            bitsandbytes makes of linear layers, the rest in 16 bits, which is not trained.
-        copies: tensors of the optimizer's for each trained one; None where nothing is trained.
-        capacity: bytes of the device.
-    """
-    itemsize, is_cast = _ITEMSIZE.get(dtype, 2), dtype in _ITEMSIZE
-
-    def weight(each: TensorGroup) -> int:
-        if each.is_linear and not is_cast:
-            return _QUANTIZED[dtype](each)
-        return rounded(each.numel * (itemsize if each.is_floating else each.itemsize))
-
-    weights = _sum(tensors, weight)
-    buffers = sum(each.count * rounded(each.numel * each.itemsize) for each in tensors if each.role == "buffer")
-    trained = _sum((each for each in tensors if each.requires_grad), lambda each: rounded(each.numel * itemsize))
-    gradients, state = (trained, copies * trained) if is_cast and copies is not None else (None, None)
-    total = weights + buffers + (gradients or 0) + (state or 0) if is_cast or copies is None else None
+def _row(models: Sequence[Model], dtype: str, copies: int | None, capacity: int | None) -> DtypeRow:
+    """Return the row of a type of weights; ``copies`` is of the optimizer's state, None where nothing is trained."""
+    weights, buffers = sum(each.weights[dtype] for each in models), sum(each.buffers for each in models)
+    gradients = state = None
+    if copies is not None and dtype in models[0].trained:
+        gradients = sum(each.trained[dtype] for each in models)
+        state = copies * gradients
+    is_whole = copies is None or gradients is not None
+    total = weights + buffers + (gradients or 0) + (state or 0) if is_whole else None
     left = None if capacity is None or total is None else capacity - total
     return DtypeRow(dtype, weights, buffers, gradients, state, total, left)
-
-
-_QUANTIZED: dict[str, Callable[[TensorGroup], int]] = {
-    # A byte a weight, and a float32 for each row.
-    "int8": lambda each: rounded(each.numel) + rounded(4 * each.shape[0]),
-    # Half a byte a weight, a float32 for each 64 of them, and the 16 numbers that they stand for.
-    "int4": lambda each: rounded(-(-each.numel // 2)) + rounded(4 * -(-each.numel // 64)) + rounded(4 * 16),
-}
-
-
-def _sum(tensors: Iterable[TensorGroup], nbytes: Callable[[TensorGroup], int]) -> int:
-    return sum(each.count * nbytes(each) for each in tensors if each.role == "parameter")
 
 
 def _notes(training: bool) -> Iterable[str]:

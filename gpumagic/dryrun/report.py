@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from itertools import groupby
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from gpumagic.dryrun import models
 from gpumagic.dryrun.models import DtypeReport, Model
-from gpumagic.report.base import Report, to_document, to_figure
+from gpumagic.report.base import Report, to_document
 from gpumagic.report.document import Heading
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -213,8 +207,6 @@ class DryRunReport(Report[DryRunRow]):
     """Variables that the code sets to a number and that by their names say how much it works on at once."""
     versions: dict[str, str] = field(default_factory=dict)
     """What figures differ by: ``"torch"``, and ``"attention"``, the kernels that were chosen, where that is known."""
-    checked: str | None = None
-    """How far figures were off that others measured on real GPUs, where all kinds of operators that ran are in them."""
     models: tuple[Model, ...] = ()
     """The models that the cell leaves in variables, or that the callable returns."""
 
@@ -239,18 +231,6 @@ class DryRunReport(Report[DryRunRow]):
         """
         return models.table(self.models, self.capacity, training=training, optimizer=optimizer)
 
-    def to_chrome_trace(self, path: str | Path) -> Path:
-        """Write the lines and memory over its operators, a microsecond each, as trace events, for Perfetto and chrome://tracing."""
-        return _write_trace(self, Path(path))
-
-    def plot(self) -> Figure:
-        """Return a matplotlib figure of the memory over the run, a picture a device.
-
-        Raises:
-            GpuMagicError: matplotlib is not installed, or there is nothing to draw.
-        """
-        return to_figure(self)
-
 
 def peak_of(report: DryRunReport) -> int:
     """Return the peak of the device that decides."""
@@ -260,27 +240,3 @@ def peak_of(report: DryRunReport) -> int:
 def reserved_of(report: DryRunReport) -> int:
     """Return what its allocator holds at most."""
     return report.reserved.get(report.device or "", 0)
-
-
-def _write_trace(report: DryRunReport, path: Path) -> Path:
-    """Write Chrome's trace events, a JSON object whose times are microseconds, and return the path."""
-    events = [_event("M", "process_name", args={"name": "gpumagic: dry run, 1 us an operator"})]
-    code = {row.line: row.code for row in report.lines}
-    for number, device in enumerate(dict.fromkeys(point.device for point in report.timeline), 1):
-        points = [point for point in report.timeline if point.device == device]
-        events.append(_event("M", "thread_name", tid=number, args={"name": f"lines on {device}"}))
-        events += [_event("C", f"allocated on {device}", ts=each.operator, args=dict(each.parts)) for each in points]
-        begin = 0
-        for line, stretch in groupby(points, key=lambda point: point.line):
-            end = list(stretch)[-1].operator
-            if line is not None:
-                name = code.get(line, "").strip() or f"line {line}"
-                args = {"line": line}
-                events.append(_event("X", name, tid=number, ts=begin, dur=end - begin, cat="python", args=args))
-            begin = end
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
-    return path
-
-
-def _event(phase: str, name: str, *, tid: int = 0, **fields: Any) -> dict[str, Any]:
-    return {"ph": phase, "name": name, "pid": 1, "tid": tid, **fields}

@@ -123,8 +123,6 @@ def _dry_run(
     rank: Rank | None,
 ) -> tuple[DryRunReport, dict[str, Any]]:
     """Return the report, and what the worker told."""
-    import torch
-
     if rank is not None:
         target = replace(target, chosen=rank[0] % rank[2])
     target = targets.with_engine(target)
@@ -133,11 +131,6 @@ def _dry_run(
             raise DryRunUnavailable(
                 "ranks are dry-run on torch's own CUDA and NCCL: that takes a CUDA build of torch, which needs no GPU, "
                 "and a C compiler"
-            )
-        if not hasattr(torch._C, "_acc"):
-            raise DryRunUnavailable(
-                f"a dry run needs a torch that takes backends written in Python (2.10 or newer), and this is "
-                f"{torch.__version__}"
             )
         if snapshot is not None:
             raise OptionError(

@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from gpumagic.dryrun import models, payload
+from gpumagic.dryrun import payload
+from gpumagic.dryrun.models import Model
 from gpumagic.dryrun.report import DeviceNeed, DryRunPoint, DryRunReport, DryRunRow, Passes, peak_of
 from gpumagic.dryrun.targets import NCCL, Target
 from gpumagic.report.units import count, size, size_range
@@ -58,8 +59,7 @@ def report_of(outcome: dict[str, Any], target: Target, parts: payload.Payload) -
             for each in sorted(outcome["lines"], key=lambda each: (each["line"], each["device"]))
         ),
         operators=outcome["operators"], seconds=outcome["seconds"],
-        models=models.models_of(outcome["models"]), versions=outcome.get("versions", {}),
-        checked=outcome.get("checked") if complete and not target.is_amd else None,
+        models=tuple(Model(**each) for each in outcome["models"]), versions=outcome.get("versions", {}),
     )  # fmt: skip
 
 

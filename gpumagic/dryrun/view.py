@@ -5,21 +5,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpumagic.dryrun import report as records
 from gpumagic.dryrun.models import DtypeReport, DtypeRow
 from gpumagic.dryrun.report import DryRunReport, peak_of, reserved_of
 from gpumagic.dryrun.verdict import overhead, passes_sentence, shortcoming
-from gpumagic.errors import GpuMagicError
 from gpumagic.report import document as doc
 from gpumagic.report.document import Column, Table, document_of, stacking_order
-from gpumagic.report.plot import figure_of, finish_memory, label, mark_point, new_figure, part_colour, unit_for
 from gpumagic.report.tree import tree_blocks
 from gpumagic.report.units import count, duration, size, size_of, size_range
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 COLUMNS = 60
 ENOUGH = 3
@@ -306,48 +301,6 @@ def _small_print(report: DryRunReport) -> Iterator[doc.Block]:
     yield doc.Paragraph(
         f"{count(report.operators, 'operator')} were run{on}, {count(report.runs, 'time')}{attention}.", muted=True
     )
-    if report.checked:
-        yield doc.Paragraph(f"{report.checked[:1].upper()}{report.checked[1:]}.", muted=True)
-
-
-@figure_of.register(DryRunReport)
-def plot_dry_run(report: DryRunReport) -> Figure:
-    """Return a figure of the memory that a cell would take over its operators, by what it is, a picture a device.
-
-    Raises:
-        GpuMagicError: matplotlib is not installed, or the dry run reached no operator.
-    """
-    if not report.timeline:
-        raise GpuMagicError("there is no timeline to plot: the dry run reached no operator")
-    devices = [each for each in dict.fromkeys(point.device for point in report.timeline) if report.peak.get(each)]
-    if not devices:
-        raise GpuMagicError("there is no timeline to plot: the cell would touch no device's memory")
-    capacities = {each.device: each.capacity for each in report.devices} or {report.device or "": report.capacity}
-    figure = new_figure(0.5 + 3 * len(devices))
-    for axes, device in zip(figure.subplots(len(devices), squeeze=False, sharex=True)[:, 0], devices, strict=True):
-        points = [each for each in report.timeline if each.device == device]
-        _lay_out_operators(axes, points, capacities.get(device))
-        axes.set(title=label(device))
-    axes.set(xlabel="Operators of the cell")
-    return figure
-
-
-def _lay_out_operators(axes: Any, points: Sequence[records.DryRunPoint], capacity: int | None) -> None:
-    """Draw one device of a dry run: its parts one on the other, and the peak with its line."""
-    most = max(point.allocated for point in points)
-    unit = unit_for(most)
-    steps = [point.operator for point in points]
-    axes.set(xlim=(0, max(1, steps[-1])))
-    floor = [0.0] * len(points)
-    for part in stacking_order(part for point in points for part in point.parts):
-        top = [low + point.parts.get(part, 0) / unit[0] for low, point in zip(floor, points, strict=True)]
-        axes.fill_between(steps, floor, top, step="post", lw=0, color=part_colour(part), alpha=0.85, label=label(part))
-        floor = top
-    axes.plot(steps, floor, drawstyle="steps-post", color="0.5", lw=1)
-    place = floor.index(max(floor))
-    line = points[place].line
-    mark_point(axes, steps[place], floor[place], "peak before the cell" if line is None else f"peak, line {line}")
-    finish_memory(axes, unit, most, capacity)
 
 
 # ---- By dtype

@@ -262,6 +262,7 @@ DECIDES = {
     "a tensor on the host": "n = 40 if torch.tensor([loss.item()]).mean() > 1e3 else 1",
     "a text that is read": "n = 40 if float(f'{loss.item():.2f}') > 1e3 else 1",
     "a key": "n = {1.0: 1}.get(loss.item(), 40)",
+    "how many of thousands are different": "n = 40 if len(set(x.flatten()[:5000].tolist())) > 1e3 else 1",
     "a list of numbers": "n = 40 if max(x[0].tolist()) > 1e3 else 1",
     "a list of truths": "n = 40 if (x[0] > 5).to('cuda').tolist()[3] else 1",
     "a copy on the host": "copy = (x > 5).cpu()\nn = 40 if copy.any() else 1",

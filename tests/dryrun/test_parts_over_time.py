@@ -120,13 +120,3 @@ def test_the_report_shows_each_part_that_changes_and_marks_the_peak_with_its_lin
     assert f"line {report.line}" in next(line for line in shown.splitlines() if "↑" in line)
     legend = "earlier cells, parameters, optimizer state, gradients, activations, temporaries."
     assert f"From the bottom: {legend}" in re.sub("<[^>]*>", "", to_html(report))
-
-
-def test_the_picture_lays_the_parts_on_each_other_a_device_each(names) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is an option of the user's")
-    report = gpumagic.dry_run("\n".join(LINES), names)
-    first, second = report.plot().axes
-    assert {"parameters", "gradients", "optimizer state", "activations"} <= set(first.get_legend_handles_labels()[1])
-    assert [each.get_text() for each in first.texts] == [f"peak, line {report.line}"]
-    assert [axes.get_title() for axes in (first, second)] == ["simgpu:0", "simgpu:1"]
-    assert max(first.lines[0].get_ydata()) * MIB == report.peak["simgpu:0"]

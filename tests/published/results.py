@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 
 from published.table import (
@@ -19,8 +18,6 @@ from published.table import (
     rows,
     runs_here,
 )
-
-from gpumagic.dryrun import checked
 
 STATUSES = {
     "exact": "to the byte, or to the last digit that was given",
@@ -43,12 +40,10 @@ def main(arguments: list[str]) -> int:
         wanted = [row for row in wanted if row.cell not in DEAR]
     recorded = {name: ours for (name, where), ours in measured().items() if where == environment()}
     found: Measured = {}
-    kinds: Counter[str] = Counter()
     trial = wanted
     for _ in range(5):  # what a cell of two processes has depends on when each is served: it is tried again
         worse = []
-        for row, ours, its_kinds in measure(trial):
-            kinds.update(its_kinds if row.status(ours) in AGREE else ())
+        for row, ours in measure(trial):
             found[row.name, environment()] = ours
             worse += [row] * row.is_worse(ours, recorded.get(row.name, ours))
             said = ", further off than recorded" if row in worse else ""
@@ -62,17 +57,8 @@ def main(arguments: list[str]) -> int:
         known = measured() | found  # another environment may have measured meanwhile
         known = {key: known[key] for key in sorted(known) if key[0] in names}
         record(known)
-        if wanted == every and environment() == TODAY:
-            _record_kinds(kinds, Counter(row.status(row.ours(known)) for row in every))
         (HERE / "RESULTS.md").write_text(_page([row for row in every if row.ours(known)], known), encoding="utf-8")
     return int(bool(worse))
-
-
-def _record_kinds(kinds: Counter[str], counts: Counter[str]) -> None:
-    """Write what dry runs say of their error: the kinds of operators that ran where figures agree, in how many rows."""
-    agree = sum(counts[each] for each in AGREE)
-    told = {"within": agree, "figures": counts.total(), "kinds": dict(sorted(kinds.items()))}
-    checked.DATA.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
 def _page(every: list[Row], known: Measured) -> str:

@@ -16,7 +16,6 @@ import tomllib
 from forks import Forks
 
 from gpumagic import fakecuda
-from gpumagic.dryrun import checked
 from gpumagic.fakecuda import GPU, GPUS
 
 HERE = Path(__file__).parent
@@ -157,8 +156,8 @@ def runs_here(row: Row) -> bool:
     return transformers in {TODAY, row.transformers} or bool(older and not row.transformers)
 
 
-def measure(wanted: Sequence[Row], first: str = "", **environment: str) -> Iterator[tuple[Row, int, set[str]]]:
-    """Run the cells of some rows, each in a process of its own; yield what they have, in bytes, and kinds of operators.
+def measure(wanted: Sequence[Row], first: str = "", **environment: str) -> Iterator[tuple[Row, int]]:
+    """Run the cells of some rows, each in a process of its own; yield what they have, in bytes.
 
     Args:
         wanted: the rows.
@@ -174,8 +173,7 @@ def measure(wanted: Sequence[Row], first: str = "", **environment: str) -> Itera
     try:
         for run in dict.fromkeys(row.run for row in wanted):
             told = forks.run(code_of(run[1], dict(run[2])), **gpus[run[0]])
-            kinds = checked.kinds_of(told["kernels"])
-            yield from ((row, told[row.kind], kinds) for row in wanted if row.run == run)
+            yield from ((row, told[row.kind]) for row in wanted if row.run == run)
     finally:
         forks.close()
 

@@ -13,7 +13,6 @@ import every_report
 import pandas as pd
 import pytest
 
-from gpumagic.dryrun.report import DryRunPoint, DryRunReport, DryRunRow
 from gpumagic.errors import OptionError
 from gpumagic.report.base import Report
 from gpumagic.transfers.report import TransferReport
@@ -113,20 +112,3 @@ def events_by_thread(path: Path) -> dict[int, list[dict[str, Any]]]:
     named = {event["tid"] for event in events if event["name"] == "thread_name"}
     assert set(threads) <= named
     return threads
-
-
-def test_trace_events_of_a_dry_run_have_its_memory_by_part(tmp_path: Path) -> None:
-    points = (
-        DryRunPoint("cuda:0", 0, None, 512, {"parameters": 512}),
-        DryRunPoint("cuda:0", 3, 1, 1024, {"parameters": 512, "activations": 512}),
-        DryRunPoint("cuda:0", 5, 2, 512, {"parameters": 512}),
-    )
-    lines = (DryRunRow("cuda:0", 1, "y = model(x)", 1024, 1024), DryRunRow("cuda:0", 2, "del y", 1024, 512))
-    report = DryRunReport(
-        "cuda:0", {"cuda:0": 1024}, {}, 1, "y = model(x)", None, {}, True, None, timeline=points, lines=lines
-    )
-    path = report.to_chrome_trace(tmp_path / "t.json")
-    (spans,) = events_by_thread(path).values()
-    assert [(span["name"], span["ts"], span["dur"]) for span in spans] == [("y = model(x)", 0, 3), ("del y", 3, 2)]
-    counters = [event["args"] for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "C"]
-    assert counters == [point.parts for point in points]

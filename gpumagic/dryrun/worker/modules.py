@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from gpumagic.dryrun.worker.cuda.history import History
 from gpumagic.heap.kinds import Graphs
 from gpumagic.heap.running_module import RunningModule
 from gpumagic.heap.storages import COMPONENTS, local_of
+from gpumagic.memory.allocator import rounded
 from gpumagic.memory.ledger import Ledger
 
 CALLED = "__dry_run__"
@@ -206,19 +206,39 @@ class Models:
                 named.setdefault(id(value), (name, value))
         inner = {id(each) for _, module in named.values() for each in module.modules() if each is not module}
         found = [_described(name, module) for key, (name, module) in named.items() if key not in inner]
-        return [each for each in (*self._returned, *found) if each["groups"]]
+        return [each for each in (*self._returned, *found) if each["parameters"] or each["buffers"]]
 
 
 def _described(name: str, module: nn.Module) -> dict[str, Any]:
-    """Return what a model is and how often each kind of tensor is in it; shared ones count once."""
+    """Return what a model is, and what it takes by the type of its weights: see `dryrun.models.Model`."""
     linear = _quantizable(module)
-    groups: Counter[tuple[Any, ...]] = Counter()
-    for role, tensors in (("parameter", module.parameters()), ("buffer", module.buffers())):
-        for each in tensors:
-            if not (is_lazy(each) or isinstance(each, parts.Absent)):  # which have no shape
-                dtype, is_linear = str(each.dtype).removeprefix("torch."), id(each) in linear
-                groups[role, dtype, each.itemsize, tuple(each.shape), each.requires_grad, is_linear] += 1
-    return {"name": name, "kind": type(module).__name__, "groups": [[*key, times] for key, times in groups.items()]}
+    weights, trained = dict.fromkeys(("float32", "bfloat16", "int8", "int4"), 0), {"float32": 0, "bfloat16": 0}
+    parameters, buffers = (
+        [each for each in tensors if not (is_lazy(each) or isinstance(each, parts.Absent))]  # which have no shape
+        for tensors in (module.parameters(), module.buffers())
+    )
+    for each in parameters:
+        for dtype, nbytes in _sizes(each, id(each) in linear).items():
+            weights[dtype] += nbytes
+            if dtype in trained and each.requires_grad:
+                trained[dtype] += nbytes
+    return {
+        "name": name, "kind": type(module).__name__, "parameters": sum(each.numel() for each in parameters),
+        "buffers": sum(rounded(each.nbytes) for each in buffers), "weights": weights, "trained": trained,
+    }  # fmt: skip
+
+
+def _sizes(weight: torch.Tensor, is_linear: bool) -> dict[str, int]:
+    """Return a parameter's bytes by the type of the model; whole numbers keep theirs, and what int8 leaves is half."""
+    numel = weight.numel()
+    single, half = (rounded(numel * (each if weight.is_floating_point() else weight.itemsize)) for each in (4, 2))
+    sizes = {"float32": single, "bfloat16": half, "int8": half, "int4": half}
+    if is_linear:
+        # A byte a weight, and a float32 for each row. Half a byte a weight, a float32 for each 64 of them, and the 16
+        # numbers that they stand for.
+        sizes["int8"] = rounded(numel) + rounded(4 * weight.shape[0])
+        sizes["int4"] = rounded(-(-numel // 2)) + rounded(4 * -(-numel // 64)) + rounded(4 * 16)
+    return sizes
 
 
 def _quantizable(module: nn.Module) -> set[int]:

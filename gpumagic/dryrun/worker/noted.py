@@ -55,11 +55,12 @@ _SHOWN: deque[tuple[str, Any]] = deque(maxlen=64)
 class Noted(Read):
     """A number from a device that notes what it decides; `guesses` is told."""
 
-    __slots__ = ("guesses",)
+    __slots__ = ("guesses", "hashed")
 
     def __init__(self, number: Any, key: Key, may_be_known: bool, guesses: Guesses) -> None:
         super().__init__(number, key, may_be_known)
         self.guesses = guesses
+        self.hashed: int | None = None
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -97,6 +98,9 @@ class Noted(Read):
         if not isinstance(other, _PLAIN):
             return function(self.number if isinstance(other, str | None) else self._beside(other), other)
         theirs: Any = other
+        is_equality = function in {operator.eq, operator.ne}
+        if is_equality and self.hashed is not None and getattr(theirs, "hashed", None) is not None:  # keys of one dict
+            return function(self.hashed, theirs.hashed)
         if self.may_be_known or getattr(theirs, "may_be_known", False):
             self.guesses.begin_again()
         return self.decide(function(self.number, getattr(theirs, "number", theirs)))
@@ -105,7 +109,10 @@ class Noted(Read):
         return self.decide(bool(self.number))
 
     def __hash__(self) -> int:
-        return hash(self.lose())
+        """Let all keys of a dict be alike or all be different: comparing each with each would be as many decisions."""
+        if self.hashed is None:
+            self.hashed = hash(self.number) if self.decide(True) else id(self)
+        return self.hashed
 
     def __float__(self) -> float:
         return float(self.number if _is_formatting() else self.lose())

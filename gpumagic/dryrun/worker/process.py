@@ -40,12 +40,19 @@ _TO_TELL = 20
 """Seconds that a run has to send its outcome after its time is up."""
 _LOOKS = 0.05
 """Seconds between looks at what the runs take of the host's memory: some 200 MiB can be written in that time."""
+_IDLE = 1.0
+"""Seconds without a request after which what later ones may need is imported, and ended processes are reaped."""
+_COMPILER = "torch._dynamo"
+_WANTS_COMPILER = re.compile(r"optim|[Tt]rain|compile|\bfit\b")
+"""What a cell's text has that imports it."""
 _LONGEST_ANSWER = 1 << 30
 """Bytes; what claims to be longer is none."""
 _DIES_WITH_ITS_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 Outcome = dict[str, Any]
 Serve = Callable[[dict[str, Any], Callable[[Outcome], None]], None]
+_gone: list[int] = []
+"""Runs that have answered and whose processes may take a while to go; nobody waits for that."""
 _tried: set[str] = set()
 """Modules that were asked for before: one that cannot be imported here is not tried for every dry run."""
 
@@ -58,10 +65,15 @@ def main(descriptor: int) -> None:
     private = [descriptor, *([] if notebook is None else [notebook])]
     _warm_up("cuda.run" if fakecuda.is_enabled() else "fake.run")
     while True:
+        while not requests.poll(_IDLE if _gone or _COMPILER not in sys.modules else None):
+            _reap()
+            _import_compiler()
         try:
             request, variants = pickle.loads(requests.recv_bytes())  # noqa: S301  # from our own parent
         except EOFError:
             return
+        if any(map(_WANTS_COMPILER.search, request["sources"].values())):
+            _import_compiler()
         _preload(request)
         for answer in run_each([{**request, **each} for each in variants], _serve, notebook, private):
             requests.send_bytes(answer)
@@ -79,18 +91,27 @@ def _warm_up(engine: str) -> None:
     """Import what every dry run needs; torch's meta kernels in Python are half of it."""
     import torch
 
+    from gpumagic.dryrun.worker import shown
+
     tempfile.gettempdir()  # it is found by writing to it, which a dry run does not do
     importlib.import_module("torch.utils.checkpoint")
     importlib.import_module("torch.utils.data")
-    importlib.import_module("torch._dynamo")  # optimizers import it at their first step
     importlib.import_module(f"gpumagic.dryrun.worker.{engine}")
+    shown.get_ready()
     if engine == "fake.run":
         from gpumagic.dryrun.worker.fake.operators import taken_apart
 
         taken_apart()
-    blank = torch.empty(2, device="meta")
-    torch.ops.aten.add.out(blank, blank, out=torch.empty(2, device="meta"))
+        blank = torch.empty(2, device="meta")
+        torch.ops.aten.add.out(blank, blank, out=torch.empty(2, device="meta"))
     gc.freeze()  # so that a fork finds its own objects among few, and copies no page for a reference count
+
+
+def _import_compiler() -> None:
+    """Import what optimizers import at their first step: it takes as long as all the rest."""
+    if _COMPILER not in sys.modules:
+        importlib.import_module(_COMPILER)
+        gc.freeze()
 
 
 def _preload(request: dict[str, Any]) -> None:
@@ -164,7 +185,6 @@ def run_each(
     coming = list(enumerate(requests))[::-1]
     running: dict[Connection, tuple[int, _Fork]] = {}
     answers: dict[int, bytes] = {}
-    ended: list[int] = []
     free = devices.available_memory()
     most = None if free is None else free[0] // 2
     at_once = _cores()
@@ -182,15 +202,18 @@ def run_each(
                 if each in ready or time.monotonic() >= fork.until or fork.watch.waits_for or fork is too_large:
                     has_others = len(running) > 1
                     del running[each]
-                    outcome = fork.end(ended, has_answer=each in ready, most=most if fork is too_large else None)
+                    outcome = fork.end(has_answer=each in ready, most=most if fork is too_large else None)
                     if fork is too_large and has_others and each not in ready:
                         at_once = 1  # it is run again, alone: it may not take so much
                         coming.append((which, fork.request))
                     else:
                         answers[which] = outcome
         yield answers.pop(number)
-    for pid in ended:
-        os.waitpid(pid, 0)
+    _reap()
+
+
+def _reap() -> None:
+    _gone[:] = [pid for pid in _gone if os.waitpid(pid, os.WNOHANG)[0] == 0]
 
 
 def _wait(running: Sequence[_Fork], notebook: int | None, seconds: float) -> list[Any]:
@@ -257,11 +280,10 @@ class _Fork:
         """Return the bytes of the host's memory that the process took."""
         return max(0, devices.private_memory(self.pid) - self.inherited)
 
-    def end(self, ended: list[int], *, has_answer: bool, most: int | None = None) -> bytes:
+    def end(self, *, has_answer: bool, most: int | None = None) -> bytes:
         """End the process and return its answer; one that answered joins those to be waited for.
 
         Args:
-            ended: processes that have an answer.
             has_answer: whether it sent one.
             most: bytes of the host's memory, if it is ended because it takes more.
         """
@@ -280,7 +302,7 @@ class _Fork:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         if outcome:
-            ended.append(self.pid)
+            _gone.append(self.pid)
         else:
             _, status = os.waitpid(self.pid, 0)
             words = b""
@@ -322,10 +344,9 @@ def _run_child(request: dict[str, Any], serve: Serve, sending: int, last_words: 
             ctypes.CDLL(None).prctl(_DIES_WITH_ITS_PARENT, signal.SIGKILL)
         os.set_blocking(last_words, False)  # rather lose the rest than wait for a reader
         faulthandler.enable(last_words)
-        start = time.perf_counter()
 
         def send(outcome: Outcome) -> None:
-            outcome["seconds"] = time.perf_counter() - start
+            outcome["seconds"] = time.process_time()  # by which further runs are chosen, whatever else the machine does
             Connection(sending, readable=False).send_bytes(json.dumps(outcome).encode())
             leave(0)
 

@@ -9,7 +9,6 @@ import contextlib
 import importlib
 from collections.abc import Callable
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -38,7 +37,6 @@ def arrange(mentions: Callable[[str], bool], assume: Callable[[str], None]) -> N
     if mentions("distributed.checkpoint") or mentions("import checkpoint"):
         _save_no_shards(assume)
     _run_ahead(assume)
-    _look_once_for_strided_shards()
 
 
 def _join_together(assume: Callable[[str], None]) -> None:
@@ -94,26 +92,6 @@ def _run_ahead(assume: Callable[[str], None]) -> None:
 
     parallel._pre_forward = before
     c10d.destroy_process_group = dist.destroy_process_group = destroyed
-
-
-def _look_once_for_strided_shards() -> None:
-    """Let DTensor look at an optimizer's list of tensors once, where it does so again for each of them.
-
-    Half of the time of 1,100 parameters was that, as of torch 2.13. It asks for strided shards' flags that differ.
-    """
-    module: Any = importlib.import_module("torch.distributed.tensor._sharding_prop")
-    propagate: Any = getattr(module, "_propagate_use_strided_shard_flag", None)
-    seen: list[Any] = [None, None]
-
-    def once(strategy: Any, schema: Any) -> None:
-        if seen[0] is not schema:
-            strided = [spec for spec in schema.args_spec if any(hasattr(p, "split_factor") for p in spec.placements)]
-            flags = {spec.use_strided_shard_as_shard_order: spec for spec in strided}
-            seen[:] = schema, SimpleNamespace(args_spec=tuple(flags.values()))
-        propagate(strategy, seen[1])
-
-    if propagate is not None:
-        module._propagate_use_strided_shard_flag = once
 
 
 def _agree_with_rank_0() -> None:

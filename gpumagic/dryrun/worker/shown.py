@@ -5,7 +5,8 @@ in another way. So a kernel in Python shows them, at a key above all others that
 some ten microseconds an operator, so it is on only where something is followed.
 
 Each operator has a kernel of its own: one for all of them (`Library.fallback`) fails under the modes of others, where
-torch looks a kernel in Python up by the operator's name. Operators that are registered later are not shown.
+torch looks a kernel in Python up by the operator's name. To register them takes a tenth of a second, so that is done in
+the warm process. Operators that the cell registers are not shown.
 """
 
 from __future__ import annotations
@@ -38,11 +39,10 @@ _VIEWS = {
 class _Kernel:
     """An operator's; the object that Python has for the operator is looked up once it is called."""
 
-    __slots__ = ("_call", "_name", "_op")
+    __slots__ = ("_name", "_op")
 
-    def __init__(self, name: str, call: Callable[..., Any]) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._call = call
         self._op: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -50,34 +50,58 @@ class _Kernel:
             space, _, name = self._name.partition("::")
             name, _, overload = name.partition(".")
             self._op = getattr(getattr(getattr(torch.ops, space), name), overload or "default")
-        return self._call(self._op, *args, **kwargs)
+        _show(False)
+        try:
+            made = self._op(*args, **kwargs)
+            for follow in _followers:
+                follow(self._op, args, kwargs, made)
+        except BaseException:
+            args, kwargs = (), {}  # the traceback would keep them
+            raise
+        finally:
+            _show(True)
+        return made
+
+
+_libraries: dict[str, Any] = {}
+"""What keeps the kernels, by the operators' namespace."""
+_ready: set[str] = set()
+"""The operators that have one."""
+_followers: list[Follow] = []
+
+
+def get_ready() -> None:
+    """Give a kernel to each operator that has none yet; none is called before `Shown.begin`."""
+    if not _libraries:
+        _libraries["_"] = torch.library.Library("_", "IMPL")
+        _libraries["_"].fallback(torch.library.fallthrough_kernel, _NAME)
+    for full_name in torch._C._dispatch_get_all_op_names():
+        if full_name in _ready:
+            continue
+        _ready.add(full_name)
+        space, _, name = full_name.partition("::")
+        if space not in _libraries:
+            _libraries[space] = torch._C._dispatch_library("IMPL", space, "", __file__, 1)
+        kernel = torch.library.fallthrough_kernel if full_name in _VIEWS else _Kernel(full_name)
+        _libraries[space].impl(name, _NAME, kernel, False)
 
 
 class Shown:
     """Shows operators from `begin` on, in the thread that calls it and in those that begin later."""
 
     def __init__(self) -> None:
-        self._followers: list[Follow] = []
-        self._libraries: list[Any] = []
+        self._is_on = False
 
     def to(self, follow: Follow) -> None:
         """Show operators also to `follow`, after those who were there before."""
-        self._followers.append(follow)
+        _followers.append(follow)
 
     def begin(self) -> None:
         """Show what is called from now on, for the rest of the process."""
-        if self._libraries:
+        if self._is_on:
             return
-        libraries: dict[str, Any] = {}
-        for full_name in torch._C._dispatch_get_all_op_names():
-            space, _, name = full_name.partition("::")
-            if space not in libraries:
-                libraries[space] = torch._C._dispatch_library("IMPL", space, "", __file__, 1)
-            kernel = torch.library.fallthrough_kernel if full_name in _VIEWS else _Kernel(full_name, self._call)
-            libraries[space].impl(name, _NAME, kernel, False)
-        others = torch.library.Library("_", "IMPL")
-        others.fallback(torch.library.fallthrough_kernel, _NAME)
-        self._libraries = [others, *libraries.values()]
+        self._is_on = True
+        get_ready()
         threads: Any = threading.Thread
         begin = threads._bootstrap_inner
 
@@ -87,19 +111,6 @@ class Shown:
 
         threads._bootstrap_inner = begin_shown
         _show(True)
-
-    def _call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        _show(False)
-        try:
-            made = op(*args, **kwargs)
-            for follow in self._followers:
-                follow(op, args, kwargs, made)
-        except BaseException:
-            args, kwargs = (), {}  # the traceback would keep them
-            raise
-        finally:
-            _show(True)
-        return made
 
 
 class Answering(TorchDispatchMode):

@@ -104,21 +104,12 @@ class Layout:
 def _takers(workspaces: Sequence[int]) -> Iterator[Callable[[], object]]:
     """Yield what makes torch take workspaces of these sizes.
 
-    The largest are cuBLAS's, one for the cell's thread and one for that of backward passes; cuBLASLt had others of its
-    own until torch 2.10.
+    They are cuBLAS's, one for the cell's thread and one for that of backward passes.
     """
-    handles = workspaces.count(max(workspaces, default=0))
-    if handles:
+    if workspaces:
         yield torch.cuda.current_blas_handle
-    if handles < len(workspaces):
-        yield _multiply_and_add
-    if handles > 1:
+    if len(workspaces) > 1:
         yield _multiply_backward
-
-
-def _multiply_and_add() -> None:
-    one = torch.ones(1, 1, device="cuda")
-    torch.nn.functional.linear(one, one, one[0])
 
 
 def _multiply_backward() -> None:

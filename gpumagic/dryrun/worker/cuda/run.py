@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from gpumagic import fakecuda
-from gpumagic.dryrun import checked, parts
+from gpumagic.dryrun import parts
 from gpumagic.dryrun.worker import ranks, sandbox
 from gpumagic.dryrun.worker.cuda.history import History, Trace
 from gpumagic.dryrun.worker.cuda.layout import Layout
@@ -153,7 +153,6 @@ class CudaRun(Run):
             )
         others: Outcome = {
             "lacks": bool(libraries) or self._threads, "versions": _versions(),
-            "checked": None if libraries or self._is_as_nobody_measured() else checked.sentence(fakecuda.launches()),
             "communicators": communicators,
             "rank": None if self._objects is None else {"said": self._objects.said, "stages": ranks.stages()},
             **({"error": None} if failed else {}),
@@ -171,11 +170,6 @@ class CudaRun(Run):
         traces: list[Trace] = snapshot["device_traces"][: len(devices)]
         before = [block for device, trace in enumerate(traces) for block in self._in_use_before(device, trace)]
         return self._history.ledger(before, traces, self._place_of), devices, others
-
-    def _is_as_nobody_measured(self) -> bool:
-        """Whether ranks reach each other through NCCL, or the allocator has settings."""
-        settings = (os.environ.get(f"PYTORCH_{each}ALLOC_CONF") for each in ("", "CUDA_"))
-        return self._objects is not None or any(settings)
 
     def _in_use_before(self, device: int, trace: Trace) -> Iterator[Block]:
         """Yield the blocks that were in use when a device's history begins, which may have lost its beginning."""

@@ -5,10 +5,8 @@ copies what it sums (`ATen/native/cuda/Reduce.cuh`). A matrix whose rows do not 
 as an expanded gradient (`ATen/native/cuda/Blas.cpp`). With small models and large batches that is most of what a
 backward pass holds for a moment.
 
-The choice of attention's kernel is that of `ATen/native/transformers/cuda/sdp_utils.cpp`. The memory is that of flash
-attention (`flash_attn/flash_api.cpp`) and of the memory-efficient kernels (`mem_eff_attention/kernel_backward.h`) on an
-A100: a backward pass adds up the queries' gradient in tiles of float32, and few heads with long keys are split among
-processors, which leave their part results in memory.
+The choice of attention's kernel is that of `ATen/native/transformers/cuda/sdp_utils.cpp`. What its kernels take for
+themselves is left out, and the report says so.
 """
 
 from __future__ import annotations
@@ -27,8 +25,6 @@ PROCESSORS = 108
 """Of an A100, which is what an imagined device is."""
 THREADS_A_PROCESSOR = 2048
 _HALF = (torch.float16, torch.bfloat16)
-_LOCK = 16
-"""Bytes before each tile of attention's backward pass: a lock, a counter, and room that aligns it."""
 _VECTOR, _MOST_THREADS, _WARP = 4, 512, 32
 _LEAST_VALUES, _MOST_VALUES = 16, 256
 """A thread's, between which the input is divided among blocks."""
@@ -48,8 +44,9 @@ _UNKNOWN = (
     "argsort", "topk", "kthvalue", "median", "nanmedian", "mode", "unique", "_unique", "multinomial", "randperm",
     "embedding_dense_backward", "_embedding_bag", "_index_put_impl", "index_put", "cumsum", "cumprod", "logcumsumexp",
     "cummax", "cummin", "histc", "bincount", "_histogramdd", "_cdist", "_ctc_loss", "_cudnn", "_thnn",
+    "_scaled_dot_product",
 )  # fmt: skip
-"""How operators begin whose kernels sort, scan or call a library, with memory of their own."""
+"""How operators begin whose kernels sort, scan, attend or call a library, with memory of their own."""
 
 
 def without_rule(names: Iterable[str]) -> list[str]:
@@ -68,7 +65,7 @@ def scratch(call: Call) -> list[int]:
             if _is_copied(each)
         ]
     given = {argument.name: value for argument, value in call.named()}
-    return _ATTENTION[name](**given) if name in _ATTENTION else _reducing(name, given)
+    return _reducing(name, given)
 
 
 def _is_copied(matrix: torch.Tensor) -> bool:
@@ -226,72 +223,3 @@ def _additive(mask: Any, query: Any, key: Any) -> Any:
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     return mask.to(query.dtype).expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-
-
-def _efficient(query: Any, **_: Any) -> list[int]:
-    """Wide heads of half precision are added up in float32 first."""
-    return [4 * query.numel()] if query.dtype in _HALF and query.shape[-1] > 128 else []
-
-
-def _efficient_backward(query: Any, key: Any, **_: Any) -> list[int]:
-    batch, heads, length, width = query.shape
-    is_half, is_narrow = query.dtype in _HALF, width <= 64
-    rows, columns = 64 if is_narrow else 128, 128 if is_half and 64 < width <= 128 else 64
-    tiles = -(-length // rows) * -(-width // columns) * (4 * rows * columns + _LOCK)
-    if is_half and width > 128:  # so are the gradients of keys and values, of each part that the keys are split into
-        parts = max(1, min(-(-key.shape[-2] // 64), 200 // (batch * heads)))
-        tiles += 2 * 4 * parts * 64 * _up(width, 128)
-    workspace, delta = batch * heads * tiles, 4 * batch * heads * length
-    product = 4 * query.numel()
-    if not is_half and product + delta > workspace:
-        return [delta, product, delta]  # of the product of two tensors the rows are summed, before there are tiles
-    return [delta, workspace]
-
-
-def _flash(query: Any, key: Any, dropout_p: float = 0.0, **_: Any) -> list[int]:
-    batch, heads, length, width = query.shape
-    if length == 1 and heads > key.shape[1] and not dropout_p:  # one token: its heads are the rows of the keys'
-        heads, length = key.shape[1], heads // key.shape[1]
-    block = 256 if width <= 64 else 128 if width <= 128 else 64
-    blocks = batch * heads * -(-length // 64)
-    splits = 1 if dropout_p else _splits(blocks, 2 * PROCESSORS, -(-key.shape[-2] // block))
-    rows = 4 * splits * batch * heads * length
-    return [] if splits == 1 else [rows, rows * _padded(width)]
-
-
-def _flash_backward(grad_out: Any, query: Any, key: Any, out: Any, **_: Any) -> list[int]:
-    batch, heads, length, width = query.shape
-    copied = [each.nbytes for each in (grad_out, out) if not each.transpose(1, 2).is_contiguous()]
-    rows = 4 * batch * heads * _up(length, 128)
-    spread = query.itemsize * batch * heads * key.shape[-2] * width
-    return [*copied, rows, rows * _padded(width), *([spread] * 2 if key.shape[1] != heads else ())]
-
-
-_ATTENTION: dict[str, Callable[..., list[int]]] = {
-    "_scaled_dot_product_efficient_attention": _efficient,
-    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
-    "_scaled_dot_product_flash_attention": _flash,
-    "_scaled_dot_product_flash_attention_backward": _flash_backward,
-}
-
-
-def _splits(blocks: int, processors: int, most: int) -> int:
-    """Return into how many parts keys are split, as `num_splits_heuristic` does."""
-    if blocks >= 0.8 * processors:
-        return 1
-    choices = [
-        splits for splits in range(1, min(128, processors, most) + 1)
-        if splits == 1 or -(-most // splits) != -(-most // (splits - 1))
-    ]  # fmt: skip
-    waves = {splits: blocks * splits / processors for splits in choices}
-    efficiency = {splits: each / math.ceil(each) for splits, each in waves.items()}
-    return next(splits for splits in choices if efficiency[splits] >= 0.85 * max(efficiency.values()))
-
-
-def _up(number: int, step: int) -> int:
-    return -(-number // step) * step
-
-
-def _padded(width: int) -> int:
-    """Return how wide a head is in flash attention's own memory."""
-    return _up(width, 32) if width <= 128 else _up(width, 64)
