@@ -19,7 +19,7 @@ from gpumagic.heap import calls, readers
 from gpumagic.heap.branches import key_code, name_of_type
 from gpumagic.heap.graph import MAX_STEPS_OF_ALL, HeapGraph
 from gpumagic.heap.paths import Names, is_typeable
-from gpumagic.heap.storages import StorageTable, gc_disabled, undisturbed
+from gpumagic.heap.storages import StorageTable, undisturbed
 from gpumagic.source import frames
 
 TRACEBACK = "last traceback"
@@ -28,26 +28,6 @@ SCRIPTS = "get_ipython()._main_mod_cache["
 """How the holder of a variable of a script begins that `%run` ran: IPython keeps all of them."""
 
 _variables_of: Any = vars(ModuleType)["__dict__"].__get__
-
-
-def name_storages(namespace: Mapping[str, object], shell: object | None = None) -> dict[int, tuple[str, ...]]:
-    """Return every name that reaches a storage, best first, by the storage's address (``untyped_storage()._cdata``).
-
-    Args:
-        namespace: the notebook's variables.
-        shell: the shell they belong to, whose own variables (``_``, ``Out``) do not count as names.
-    """
-    graph, table = HeapGraph(excluded_objects(namespace, shell)), StorageTable()
-    found: dict[int, list[str]] = {}
-    try:
-        with undisturbed(), gc_disabled():
-            names = Names(graph.explore(variables(namespace, shell)))
-            for key, tensor in graph.tensors.items():
-                for address in table.addresses(tensor):
-                    found.setdefault(address, []).extend(names.of(key))
-    finally:
-        graph.release()
-    return {address: tuple(dict.fromkeys(names)) for address, names in found.items()}
 
 
 class Held(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import cast
@@ -90,60 +90,43 @@ def is_batch_name(name: str) -> bool:
     return _BATCH.match(name) is not None
 
 
-class _FirstUses(ast.NodeVisitor):
-    """Collects the names whose first use, in the order in which code runs, is to be bound.
-
-    What only a branch binds does not count: the branch may not be taken.
-    """
-
-    def __init__(self) -> None:
-        self.bound: set[str] = set()
-        self._seen: set[str] = set()
-        self._doubtful = 0
-
-    def visit_Name(self, node: ast.Name) -> None:
-        if isinstance(node.ctx, ast.Store) and node.id not in self._seen and not self._doubtful:
-            self.bound.add(node.id)
-        self._seen.add(node.id)
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        for each in (node.value, *node.targets):
-            self.visit(each)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        self._seen |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-
-    def visit_For(self, node: ast.For) -> None:
-        for each in (node.iter, node.target, *node.body):
-            self.visit(each)
-        self._in_doubt(node.orelse)
-
-    def visit_If(self, node: ast.If) -> None:
-        self.visit(node.test)
-        self._in_doubt([*node.body, *node.orelse])
-
-    def visit_Try(self, node: ast.Try) -> None:
-        self._in_doubt([*node.body, *node.handlers, *node.orelse, *node.finalbody])
-
-    def generic_visit(self, node: ast.AST) -> None:
-        own_names = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.ListComp, ast.SetComp,
-                     ast.DictComp, ast.GeneratorExp)  # fmt: skip
-        if isinstance(node, own_names):  # their variables are not the cell's
-            self._seen |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-            return
-        super().generic_visit(node)
-
-    def _in_doubt(self, nodes: Sequence[ast.AST]) -> None:
-        self._doubtful += 1
-        for each in nodes:
-            self.visit(each)
-        self._doubtful -= 1
+_OWN_NAMES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.ListComp, ast.SetComp,
+              ast.DictComp, ast.GeneratorExp, ast.AugAssign)  # fmt: skip
+"""What reads the cell's names, and whose own variables are not the cell's."""
 
 
 def _names_bound_first(tree: ast.Module) -> frozenset[str]:
-    visitor = _FirstUses()
-    visitor.visit(tree)
-    return frozenset(visitor.bound)
+    """Return the names whose first use, in the order in which code runs, is to be bound.
+
+    What only a branch binds does not count: the branch may not be taken.
+    """
+    first: dict[str, bool] = {}
+    for name, is_bound in _uses(tree, certain=True):
+        first.setdefault(name, is_bound)
+    return frozenset(name for name, is_bound in first.items() if is_bound)
+
+
+def _uses(node: ast.AST, *, certain: bool) -> Iterator[tuple[str, bool]]:
+    """Yield the names that code uses, in the order in which it runs, each with whether it certainly binds it."""
+    if isinstance(node, ast.Name):
+        yield node.id, certain and isinstance(node.ctx, ast.Store)
+        return
+    if isinstance(node, _OWN_NAMES):
+        yield from ((each, False) for each in texts.names_in(node))
+        return
+    parts, branches = list(ast.iter_child_nodes(node)), list[ast.AST]()
+    if isinstance(node, ast.Assign):
+        parts = [node.value, *node.targets]
+    elif isinstance(node, ast.For):
+        parts, branches = [node.iter, node.target, *node.body], [*node.orelse]
+    elif isinstance(node, ast.If):
+        parts, branches = [node.test], [*node.body, *node.orelse]
+    elif isinstance(node, ast.Try):
+        parts, branches = [], parts
+    for each in parts:
+        yield from _uses(each, certain=certain)
+    for each in branches:
+        yield from _uses(each, certain=False)
 
 
 class Int(ast.Constant):

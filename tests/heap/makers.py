@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from gpumagic.heap.holders import name_storages
+from gpumagic.heap.graph import HeapGraph
+from gpumagic.heap.holders import excluded_objects, variables
+from gpumagic.heap.paths import Names
+from gpumagic.heap.storages import StorageTable, gc_disabled, undisturbed
 
 
 class Slotted:
@@ -303,6 +306,21 @@ def nothing_left():
         thread, ends = RUNNING.pop()
         ends.set()
         thread.join()
+
+
+def name_storages(namespace, shell=None):
+    """Return every name that reaches a storage, best first, by the storage's address."""
+    graph, table = HeapGraph(excluded_objects(namespace, shell)), StorageTable()
+    found = {}
+    try:
+        with undisturbed(), gc_disabled():
+            names = Names(graph.explore(variables(namespace, shell)))
+            for key, tensor in graph.tensors.items():
+                for address in table.addresses(tensor):
+                    found.setdefault(address, []).extend(names.of(key))
+    finally:
+        graph.release()
+    return {address: tuple(dict.fromkeys(names)) for address, names in found.items()}
 
 
 def names_of(tensor, namespace, shell=None):

@@ -7,10 +7,9 @@ import weakref
 
 import pytest
 import torch
-from makers import Slotted, names_of, started
+from makers import Slotted, name_storages, names_of, started
 
 from gpumagic.heap.graph import HeapGraph
-from gpumagic.heap.holders import name_storages
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 
