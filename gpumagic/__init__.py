@@ -10,7 +10,7 @@ engine is a plain Python API:
     with gpumagic.ondevice("cuda:1") as run: ...     new tensors land there; run.report has the copies
     with gpumagic.oomguard() as guard: ...           out-of-memory is explained, its memory freed; guard.report
     gpumagic.dry_run("...code...")          the peak memory that code would need, without running it
-    gpumagic.cluster                        the same on the engines of an ipyparallel cluster, as one report
+    gpumagic.cluster.use(client)            the ipyparallel client whose engines `--engines` means
     gpumagic.merge([...])                   reports of several processes as one
 
 Importing this package imports none of torch, pandas and pynvml, and does no work.

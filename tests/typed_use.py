@@ -34,7 +34,7 @@ def looking() -> None:
     assert_type(gpumagic.why("x")[0], WayRow)
     assert_type(gpumagic.free_leaks()[0], FreedRow)
     assert_type(gpumagic.merge([gpus])[0], PlacedRow)
-    assert_type(gpumagic.cluster.gpuinfo()[0], PlacedRow)
+    assert_type(gpumagic.merge([gpumagic.gpuinfo()])[0], PlacedRow)
     assert_type(gpumagic.simgpu.copies(), list[tuple[str, str, str, int]])
 
 

@@ -7,15 +7,12 @@ Start with `connection.py` for the line magics and with `cells.py` for the cell 
     report.py       `ClusterReport`, merging, and GPUs that several engines share
     view.py         the answer of all engines, a row for those that say the same, and each engine's own report
 
-`--engines` goes where `%%px` goes, unless `use` selects another client. Nothing here starts an engine. In a script:
-
-    gpumagic.cluster.use(client)
-    gpumagic.cluster.gpuinfo()
-    gpumagic.cluster.devices(engines="0,2")
+`--engines` goes where `%%px` goes, unless `use` selects another client. Nothing here starts an engine. In a script,
+`gpumagic.merge` makes one report of what ``client[:].apply_sync(gpumagic.gpuinfo)`` returns.
 """
 
 from __future__ import annotations
 
-from gpumagic.cluster.connection import devices, gpuinfo, use
+from gpumagic.cluster.connection import use
 
-__all__ = ["devices", "gpuinfo", "use"]
+__all__ = ["use"]

@@ -20,7 +20,7 @@ from gpumagic.cluster.report import ClusterReport, EngineAnswer
 from gpumagic.errors import DeviceNotFound, OptionError
 from gpumagic.memory.devices import resolve
 from gpumagic.notebook import session
-from gpumagic.options import ENGINE_TIMEOUT, parser
+from gpumagic.options import parser
 from gpumagic.report.base import Origin, current_origin
 
 PX = "px"
@@ -318,62 +318,20 @@ def _read_answer(engine: int, facts: Any) -> EngineAnswer:
 _NO_DEVICE = "DeviceNotFound: "
 
 
-def gpuinfo(
-    *devices: str, engines: str = PX, timeout: float = ENGINE_TIMEOUT, processes: bool = False,
-    everything: bool = False,
-) -> ClusterReport:  # fmt: skip
-    """Return the GPUs of all engines; a GPU that several engines see is reported once.
-
-    Args:
-        devices: only these, by each engine's own names.
-        engines: ``"all"``, ``"0,2"``, ``"1:3"``; by default those of `%%px`.
-        timeout: seconds to wait; engines that have not answered by then are listed as such.
-        processes: also read the processes on each GPU.
-        everything: also read the fan, the PCI bus and so on.
-
-    Raises:
-        OptionError: there are no engines, or not these.
-        DeviceNotFound: a device that no engine has.
-    """
-    return _ask("gpuinfo", {"names": devices, "processes": processes, "everything": everything}, engines, timeout)
-
-
-def devices(
-    *devices: str, engines: str = PX, timeout: float = ENGINE_TIMEOUT, by: str | None = None,
-    limit: int | None = 20,
-) -> ClusterReport:  # fmt: skip
-    """Return the live tensors of all engines, one row per storage.
-
-    Args:
-        devices: only these, by each engine's own names.
-        engines: ``"all"``, ``"0,2"``, ``"1:3"``; by default those of `%%px`.
-        timeout: seconds to wait; engines that have not answered by then are listed as such.
-        by: show totals by ``"dtype"``, ``"kind"`` or ``"holder"`` instead of rows.
-        limit: how many rows to show; the report has all.
-
-    Raises:
-        OptionError: there are no engines, or not these.
-        DeviceNotFound: a device that no engine has.
-    """
-    return _ask("devices", {"names": devices, "by": by, "limit": limit}, engines, timeout)
-
-
 def of_line(magic: str, options: Namespace, timeout: float) -> ClusterReport:
-    """Return the report of all engines that a line with `--engines` asks for.
+    """Return the report of all engines that a line with `--engines` asks for; one that is late is listed as such.
 
     Raises:
-        OptionError: an option is about one process; `%px` has each engine answer for itself.
+        OptionError: there are no engines, or not these; or an option is about one process.
+        DeviceNotFound: a device that no engine has.
     """
     check_options(magic, options, "%px %")
-    names, engines = options.devices, options.engines
+    arguments = {"names": options.devices}
     if magic == "devices":
-        return devices(*names, engines=engines, timeout=timeout, by=options.by, limit=options.n)
-    processes, everything = options.processes, options.all
-    return gpuinfo(*names, engines=engines, timeout=timeout, processes=processes, everything=everything)
-
-
-def _ask(magic: str, arguments: Mapping[str, object], engines: str, timeout: float) -> ClusterReport:
-    connection = connect(engines)
+        arguments |= {"by": options.by, "limit": options.n}
+    else:
+        arguments |= {"processes": options.processes, "everything": options.all}
+    connection = connect(options.engines)
     started = time.perf_counter()
     answers = ask_all(connection, (magic, arguments), timeout)
     refused = [each.detail for each in answers if each.detail.startswith(_NO_DEVICE)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from gpumagic.cluster.report import (
@@ -46,32 +46,20 @@ class Answered(NamedTuple):
         return self.answer.report
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What the reports of a magic have in common."""
-
-    title: str
-    """Of the column of the main number."""
-    nbytes: Callable[[Any], int]
-    """The main number of a report."""
-    answer: Callable[[ClusterReport, Sequence[Answered]], str]
-    """The first line of all reports together."""
-
-
 @doc.document_of.register(ClusterReport)
 def view_engines(report: ClusterReport) -> doc.Document:
     """Return the report of the engines that answered, then what is known of the others."""
-    subject = SUBJECTS[report.magic]
+    title, main_number, said = SUBJECTS[report.magic]
     found = [
-        Answered(answer, _headline(answer.report), subject.nbytes(answer.report))
+        Answered(answer, _headline(answer.report), main_number(answer.report))
         for answer in report.engines
         if isinstance(answer.report, Report)
     ]
-    blocks: list[doc.Block] = [doc.Heading(subject.answer(report, found)), doc.Paragraph(_engines(report), muted=True)]
+    blocks: list[doc.Block] = [doc.Heading(said(report, found)), doc.Paragraph(_engines(report), muted=True)]
     blocks += [*_torch_versions(found), *_gpus(report)]
     if report.magic in {"devices", "ondevice"} or any(getattr(each.report, "cause", None) for each in found):
-        blocks += [_table(found, subject.title)] if found else []
-    blocks += _reports(found, _shown(report, found))
+        blocks += [_table(found, title)] if found else []
+    blocks += _reports(report, found)
     blocks += [doc.Paragraph(text) for text in _engines_without_report(report)]
     blocks += [doc.Paragraph(note, muted=True) for note in report.notes]
     return doc.Document(tuple(blocks))
@@ -119,16 +107,13 @@ def _several(values: Iterable[str]) -> str:
     return ", ".join(found) if len(found) <= 2 else f"{len(found):,} different"
 
 
-def _shown(report: ClusterReport, found: Sequence[Answered]) -> int:
-    """Return how many reports are shown whole: the first failures, and reports that are more than a list."""
-    if report.magic == "oomguard":
-        return SHOWN_FAILURES
+def _reports(report: ClusterReport, found: Sequence[Answered]) -> Iterator[doc.Block]:
+    """Yield the first few reports whole, if they are failures or more than a list, and others behind their first lines.
+
+    All of them are folded if none is whole.
+    """
     asked = (getattr(each.report, name, None) for each in found for name in ("show_all", "show_processes", "group_by"))
-    return MAX_REPORTS if any(asked) else 0
-
-
-def _reports(found: Sequence[Answered], shown: int) -> Iterator[doc.Block]:
-    """Yield the first few reports whole and others behind their first lines; all of them folded if none is whole."""
+    shown = SHOWN_FAILURES if report.magic == "oomguard" else MAX_REPORTS if any(asked) else 0
     blocks: list[doc.Block] = []
     for place, each in enumerate(found[:MAX_REPORTS]):
         _, *rest = to_document(each.report).blocks
@@ -190,22 +175,23 @@ def _engines_of(gpu: SharedGpu) -> str:
     return f"none of {text}" if not users and len(gpu.engines) > 1 else text
 
 
-def _of_row(column: Column[GpuRow], title: str, priority: int) -> Column[SharedGpu]:
+_OF_ROWS = {"Name": 4, "Memory": 0, "This kernel": 1, "Util": 2, "Temp": 3}
+
+
+def _of_row(column: Column[GpuRow]) -> Column[SharedGpu]:
     """Return a column of `%gpuinfo` for a GPU that engines share."""
-    when = column.when
+    value, when, title = column.value, column.when, column.title
     return Column(
-        title, lambda gpu: column.value(gpu.row), column.align, priority, column.shrinks,
-        when=None if when is None else lambda gpu: when(gpu.row),
+        "Engines' part" if title == "This kernel" else title, lambda gpu: value(gpu.row), column.align,
+        _OF_ROWS[title], column.shrinks, when=lambda gpu: when is None or when(gpu.row),
     )  # fmt: skip
 
 
-_OF_ROWS = {"Name": ("Name", 4), "Memory": ("Memory", 0), "This kernel": ("Engines' part", 1), "Util": ("Util", 2),
-            "Temp": ("Temp", 3)}  # fmt: skip
 GPU_COLUMNS: tuple[Column[SharedGpu], ...] = (
     Column("Host", lambda gpu: gpu.host),
     Column("GPU", _gpu_name),
     Column("Engine", _engines_of, shrinks=True),
-    *(_of_row(each, *_OF_ROWS[each.title]) for each in COLUMNS if each.title in _OF_ROWS),
+    *(_of_row(each) for each in COLUMNS if each.title in _OF_ROWS),
 )
 
 
@@ -257,10 +243,10 @@ def _ran_out(report: ClusterReport, found: Sequence[Answered]) -> str:
     return f"Out of memory on engine {engine_ranges(out)}{others}. {what}"
 
 
-SUBJECTS: Mapping[str, Subject] = {
-    "gpuinfo": Subject("Held", lambda own: sum(row.kernel_reserved or 0 for row in own.devices), _most_free),
-    "devices": Subject("In tensors", lambda own: sum(row.in_rows for row in own.by_device), _holds_most),
-    "ondevice": Subject("Copied", lambda own: sum(row.nbytes for row in own.moves), _copied_most),
-    "oomguard": Subject("Allocated", lambda own: own.allocated_at_failure or 0, _ran_out),
+SUBJECTS: Mapping[str, tuple[str, Callable[[Any], int], Callable[[ClusterReport, Sequence[Answered]], str]]] = {
+    "gpuinfo": ("Held", lambda own: sum(row.kernel_reserved or 0 for row in own.devices), _most_free),
+    "devices": ("In tensors", lambda own: sum(row.in_rows for row in own.by_device), _holds_most),
+    "ondevice": ("Copied", lambda own: sum(row.nbytes for row in own.moves), _copied_most),
+    "oomguard": ("Allocated", lambda own: own.allocated_at_failure or 0, _ran_out),
 }
-"""What each magic's reports have in common."""
+"""Of the reports of each magic: their main number with its title, and the first line of all of them together."""

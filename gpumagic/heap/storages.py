@@ -231,11 +231,6 @@ class StorageTable:
             entry.number = number_of(storage)
         return entry, []
 
-    def addresses(self, tensor: torch.Tensor) -> list[int]:
-        """Return the address of each storage under a tensor: one, several for a sparse tensor, or none."""
-        storage, parts = self.find(tensor)
-        return [each.key for each in parts or [storage] if each.key]
-
     def numbers(self, tensor: torch.Tensor) -> list[int]:
         """Return the number of each storage under a tensor."""
         storage, parts = self.find(tensor)

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 import gpumagic
+from gpumagic.cluster.connection import of_line
 from gpumagic.gpus.report import GPUReport, GpuRow
+from gpumagic.options import parser
 from gpumagic.report.base import Origin, to_html, to_text
 
 pytestmark = pytest.mark.benchmark
@@ -34,9 +36,10 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 def test_devices_of_four_engines_take_what_the_slowest_takes(engines: int) -> None:
     over, own, asked = [], [], []
-    gpumagic.cluster.devices(timeout=60)
+    options = parser("devices").parse_line("--engines")
+    of_line("devices", options, 60)
     for _ in range(ROUNDS):
-        report = gpumagic.cluster.devices(timeout=60)
+        report = of_line("devices", options, 60)
         slowest = max(answer.seconds or 0.0 for answer in report.engines)
         assert report.elapsed is not None
         own.append(slowest)

@@ -316,8 +316,9 @@ def name_storages(namespace, shell=None):
         with undisturbed(), gc_disabled():
             names = Names(graph.explore(variables(namespace, shell)))
             for key, tensor in graph.tensors.items():
-                for address in table.addresses(tensor):
-                    found.setdefault(address, []).extend(names.of(key))
+                storage, parts = table.find(tensor)
+                for each in parts or [storage]:
+                    found.setdefault(each.key, []).extend(names.of(key))
     finally:
         graph.release()
     return {address: tuple(dict.fromkeys(names)) for address, names in found.items()}
