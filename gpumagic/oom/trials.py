@@ -187,6 +187,8 @@ class Trials:
         def dry_run(value: int) -> DryRunReport:
             """Dry-run with a value that a reader would take, which serves for all of those that come to the same."""
             number = near_size(value) if choice.is_rounded and value < choice.now else value
+            if number < choice.least and not choice.is_setting:
+                raise DryRunUnavailable(f"so small a number of {choice.name} helps nobody")
             if number not in runs:
                 if runs and time.monotonic() >= until:
                     raise _CutShort
@@ -269,6 +271,8 @@ class Trials:
         if found is not None and needed is not None and (report.fits or deciding == found.device):
             saves = max(0, needed - found.peak)
         fits, needs = report.fits, report.peak.get(deciding)
+        if fits is None and not report.complete and not report.open_on:
+            return EditTrial(reason=shortcoming(report))
         why = _PLACE.sub(r"\1", shortcoming(report))  # its line is that of the edited text, which nobody sees
         reason = why if fits is None else "; ".join(report.assumed) if not report.certain else ""
         if fits is False and needs is not None and needs <= (report.capacity or 0):
@@ -283,6 +287,9 @@ class Trials:
         one, other = self._of_device(runs[number]), self._of_device(runs[now])
         if runs[number].fits or one is None or other is None or other.peak <= (other.capacity or 0):
             return False
+        larger = [self._of_device(report) for value, report in runs.items() if number < value < now]
+        if any(each is not None and each.peak <= one.peak < other.peak for each in larger):
+            return True  # something else needs most
         if one.peak > other.peak and 4 * number > now:
             return False  # parts, nearly all of it, beside what they are put together to
         return (other.peak - one.peak) * now / (now - number) < (other.peak - (other.capacity or 0)) / 2

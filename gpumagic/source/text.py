@@ -23,6 +23,7 @@ from typing import Any
 from gpumagic import _compat
 
 INDENT = "    "
+_HEADER = ":\n"
 _ONE_PARSES = threading.RLock()
 _SKIPPED = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT}
 
@@ -49,13 +50,16 @@ def apply_changes(changes: Iterable[Change], source: str, cell: str = "") -> str
         ValueError: the text is not the one that the changes were made for.
     """
     starts = _line_starts(source)
-    # From the last to the first, so that the places of the others still hold.
-    ordered = sorted(changes, key=lambda each: (each.line, each.column))
+    # From the last to the first, so that the places of the others still hold; headers stand before what they indent.
+    ordered = sorted(changes, key=lambda each: (each.line, each.column, not each.new.endswith(_HEADER)))
+    below: Change | None = None
     for change in [each for each in ordered if each.cell == cell][::-1]:
         at = starts[min(change.line, len(starts)) - 1] + change.column
         if not source.startswith(change.old, at):
             raise ValueError(f"line {change.line} does not read {change.old!r} any more")
-        source = source[:at] + change.new + source[at + len(change.old) :]
+        is_around = below is not None and below.line == change.line and below.new.endswith(_HEADER)
+        inner = INDENT if is_around and change.new.endswith(_HEADER) else ""
+        source, below = source[:at] + change.new + inner + source[at + len(change.old) :], change
     return source
 
 

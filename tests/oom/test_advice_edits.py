@@ -75,6 +75,17 @@ def restored(source: str, changes: tuple[Change, ...]) -> str:
     return "".join([*pieces, changed[end:]])
 
 
+@pytest.mark.parametrize("before", ["", "if ok:\n    "])
+def test_statements_are_wrapped_by_two_suggestions(before) -> None:
+    found = parsed(f"{before}y = f(x)")
+    (statement,) = [each for each in found.nodes() if isinstance(each, ast.Assign)]
+    changes = [*found.wrap([statement], "with A:"), *found.wrap([statement], "with B:")]
+    (outer,) = [
+        node for node in ast.walk(ast.parse(text.apply_changes(changes, found.source))) if isinstance(node, ast.With)
+    ][:1]
+    assert ast.unparse(outer) == "with A:\n    with B:\n        y = f(x)"
+
+
 class _Unwrapped(ast.NodeTransformer):
     def visit_With(self, node):
         self.generic_visit(node)

@@ -307,8 +307,11 @@ def test_nothing_is_advised_on_no_facts() -> None:
 @pytest.mark.parametrize(
     ("cell", "edited"),
     [
-        ("g = vmap(grad(f), in_dims=(None, 0))(w, x)", "g = vmap(grad(f), in_dims=(None, 0), chunk_size=16)(w, x)"),
-        ("y = torch.vmap(f)(x, other)", "y = torch.vmap(f, chunk_size=16)(x, other)"),
+        (
+            "g = vmap(grad(f), in_dims=(None, 0))(w, x)",
+            "with torch.no_grad():\n    g = vmap(grad(f), in_dims=(None, 0), chunk_size=16)(w, x)",
+        ),
+        ("y = torch.vmap(f)(x, other)", "with torch.no_grad():\n    y = torch.vmap(f, chunk_size=16)(x, other)"),
         ("y = vmap(f, chunk_size=8)(x)", None),
         ("y = vmap(f)(len(x))", None),
     ],

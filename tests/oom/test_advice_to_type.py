@@ -12,7 +12,7 @@ import torch
 
 from gpumagic.oom import failing_code
 from gpumagic.oom.report import Advice
-from gpumagic.oom.rules import batch, kept, parts, training
+from gpumagic.oom.rules import batch, expressions, kept, parts, training
 from gpumagic.oom.rules.facts import BatchSize, Facts, Loader, Model, Optimizer, TensorFact
 from gpumagic.oom.rules.proposal import Choice
 from gpumagic.source import cell_code
@@ -194,9 +194,44 @@ def test_rows_computed_a_part_at_a_time_are_the_same(code, watched) -> None:
 )
 def test_rows_that_depend_on_one_another_are_left_alone(code) -> None:
     found = replace(
-        facts(code, 1, tensors=tensor_facts()), requested=1000 if code == "out = q.topk(3).indices" else 64 * MIB
+        facts(code, 1, tensors=tensor_facts()), requested=400 if code == "out = q.topk(3).indices" else 64 * MIB
     )
     assert not list(parts.by_rows(found))
+
+
+LARGE_ONES = "a = torch.ones(1024, 1024)\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "new"),
+    [
+        (
+            "b = torch.arange(1024)[:, None] * a * 0.5\nout = b.sum(0)",
+            "a *= torch.arange(1024)[:, None]\na *= 0.5\nb = a",
+        ),
+        ("b = torch.exp(-a / 2)\nb = b + 1\nout = b.sum(0)", "a.neg_()\na /= 2\na.exp_()\nb = a\nb += 1"),
+        ("b = a * 2\nout = b.sum(0) + a[0]", None),  # it is read once more
+    ],
+)
+def test_a_tensor_that_is_read_no_more_is_written_over(code, new) -> None:
+    code = LARGE_ONES + code
+    found = facts(code, 2, tensors={"a": TensorFact((1024, 1024), "float32", 4 * MIB, "cpu")})
+    advised = list(expressions.update_in_place(found))
+    assert [each.edit for each in advised] == ([] if new is None else [new])
+    outs = []
+    for text in (code, *(edited(code, each) for each in advised)):
+        exec(text, names := {"torch": torch})
+        outs.append(names["out"])
+    assert torch.allclose(outs[0], outs[-1])
+
+
+def test_what_is_read_no_more_is_deleted_before_the_line_that_failed() -> None:
+    code = f"{LARGE_ONES}b = a * 2\nc = torch.linalg.solve(b, b)\nd = b + c"
+    there = {name: TensorFact((1024, 1024), "float32", 4 * MIB, "cpu") for name in "ab"}
+    (advice,) = kept.unread(facts(code, 3, tensors=there))
+    assert edited(code, advice).splitlines()[2] == "del a"
+    assert not list(kept.unread(facts(code.replace("b + c", "a + b + c"), 3, tensors=there)))
+    assert not list(kept.unread(facts(code.removeprefix(LARGE_ONES), 2, tensors=there))), "of an earlier cell"
 
 
 FROZEN = {

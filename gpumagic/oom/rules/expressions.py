@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts
-from gpumagic.oom.rules.proposal import calls, failed, propose, substituted
+from gpumagic.oom.rules.proposal import calls, failed, propose, read_no_more, substituted
 from gpumagic.report.units import size
 from gpumagic.source import text as texts
 from gpumagic.source.text import CellText, Change, apply_changes, called_name, keyword, names_in
@@ -251,29 +251,40 @@ def update_in_place(facts: Facts) -> Iterator[Advice]:
     text, failing = next(failed(facts), (None, None))
     if text is None or not isinstance(failing, ast.Assign) or len(failing.targets) != 1 or text.cell:
         return
-    name = text.code(failing.targets[0])
-    fact = facts.tensors.get(name)
+    target = text.code(failing.targets[0])
     # A function's argument may be somebody else's tensor.
     functions = [each for each in text.nodes() if isinstance(each, ast.FunctionDef | ast.Lambda | ast.AsyncFunctionDef)]
-    is_in_function = any(each is failing for one in functions for each in ast.walk(one))
-    is_shared = any(name in (names := holder.name.split(", ")) and len(names) > 1 for holder in facts.holders)
-    if is_in_function or is_shared or (fact is not None and (fact.requires_grad or fact.graph)):
+    if any(each is failing for one in functions for each in ast.walk(one)):
         return
-    is_there, changes = fact is not None and "float" in fact.dtype, list[Change]()
-    block = text.block_of(failing)
+    for name in [target, *sorted((read_no_more(facts) & names_in(failing.value)) - {target})]:
+        fact = facts.tensors.get(name)
+        is_shared = any(name in (names := holder.name.split(", ")) and len(names) > 1 for holder in facts.holders)
+        if is_shared or (fact is not None and (fact.requires_grad or fact.graph)):
+            continue
+        changes = list(_in_place(facts, text, failing, name))
+        if changes:
+            yield propose(
+                f"Compute {target} in place", text=text, changes=changes, evidence=f"nothing else needs the old {name}",
+                cost=f"the old values of {name} are gone" + (" if the cell fails" if name == target else ""),
+            )  # fmt: skip
+            return
+
+
+def _in_place(facts: Facts, text: CellText, failing: ast.Assign, name: str) -> Iterator[Change]:
+    """Yield the changes of the statement that failed, and of those that go on with its result."""
+    fact = facts.tensors.get(name)
+    is_there = fact is not None and "float" in fact.dtype
+    block, target = text.block_of(failing), text.code(failing.targets[0])
     for each in block[block.index(failing) :]:
         terms: list[str] = []
-        is_of_it = isinstance(each, ast.Assign) and text.code(each.targets[0]) == name and text.stands_alone(each)
+        is_of_it = isinstance(each, ast.Assign) and text.code(each.targets[0]) == target and text.stands_alone(each)
         lines = _steps(facts, text, name, each.value, terms) if isinstance(each, ast.Assign) and is_of_it else []
         if lines and (is_there or lines[0]):
+            lines += [f"{target} = {name}"] if name != target else []
             new = f"\n{' ' * each.col_offset}".join([*terms, *filter(None, lines)])
-            changes += [text.replace(each, new)] if new != text.code(each) else []
-            is_there = True
-    if changes:
-        yield propose(
-            f"Compute {name} in place", text=text, changes=changes, evidence=f"nothing else names the old {name}",
-            cost=f"the old values of {name} are gone if the cell fails",
-        )  # fmt: skip
+            if new != text.code(each):
+                yield text.replace(each, new)
+            is_there, name = True, target
 
 
 def _steps(facts: Facts, text: CellText, name: str, value: ast.expr, terms: list[str]) -> list[str]:
@@ -284,6 +295,9 @@ def _steps(facts: Facts, text: CellText, name: str, value: ast.expr, terms: list
     """
     if isinstance(value, ast.Name):
         return [""] if value.id == name else []
+    if isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.USub):
+        before = _steps(facts, text, name, value.operand, terms)
+        return [*before, f"{name}.neg_()"] if before else []
     if isinstance(value, ast.Call) and called_name(value) in _CASTS:
         made_of = [facts.tensors.get(each) for each in names_in(value)]
         is_copy = any(
@@ -291,9 +305,12 @@ def _steps(facts: Facts, text: CellText, name: str, value: ast.expr, terms: list
         )
         return [f"{name} = {text.code(value)}"] if is_copy else []
     if isinstance(value, ast.BinOp) and type(value.op) in _SIGNS:
-        before = _steps(facts, text, name, value.left, terms)
-        code = text.code(value.right)
-        if before and name in names_in(value.right):
+        left, right = value.left, value.right
+        if isinstance(value.op, ast.Add | ast.Mult) and name not in names_in(left):
+            left, right = right, left
+        before = _steps(facts, text, name, left, terms)
+        code = text.code(right)
+        if before and name in names_in(right):
             terms.append(f"{name}_term{len(terms) + 1} = {code}")
             code = f"{name}_term{len(terms)}"
         return [*before, f"{name} {_SIGNS[type(value.op)]} {code}"] if before else []

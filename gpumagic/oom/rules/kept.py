@@ -8,7 +8,17 @@ from collections.abc import Iterator, Sequence
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts, Ownership
-from gpumagic.oom.rules.proposal import Remedy, called_models, calls, find, loop_around, prepare, propose
+from gpumagic.oom.rules.proposal import (
+    Remedy,
+    called_models,
+    calls,
+    failed,
+    find,
+    loop_around,
+    prepare,
+    propose,
+    read_no_more,
+)  # fmt: skip
 from gpumagic.report.units import LARGE, count, size
 from gpumagic.source.text import CellText, Change, called_name, names_in
 
@@ -69,6 +79,18 @@ def last_turn(facts: Facts) -> Iterator[Advice]:
             evidence=f"{', '.join(names)} of the previous pass was alive while the next was made",
             cost="its last value is gone after the loop, too",
         )  # fmt: skip
+
+
+def unread(facts: Facts) -> Iterator[Advice]:
+    """Delete what the cell has made and reads no more."""
+    for text, statement in failed(facts):
+        names = sorted(read_no_more(facts) - names_in(statement)) if text is facts.failing and not text.cell else []
+        changes = text.insert(statement, f"del {', '.join(names)}") if names else ()
+        if changes:
+            yield propose(
+                f"Delete {', '.join(names)} before line {statement.lineno}", text=text, changes=changes, cost="none",
+                evidence=f"nothing reads {'them' if names[1:] else 'it'} after that",
+            )  # fmt: skip
 
 
 QUERY_KEY_VALUE = 3

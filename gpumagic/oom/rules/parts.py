@@ -13,7 +13,7 @@ from gpumagic.oom.rules.batch import MOST_DOUBLINGS
 from gpumagic.oom.rules.expressions import FUNCTIONS, UNARY, Joined, joined_in
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.kept import INFERENCE
-from gpumagic.oom.rules.proposal import Choice, calls, failed, propose
+from gpumagic.oom.rules.proposal import Choice, calls, does, failed, propose
 from gpumagic.report.units import count, size
 from gpumagic.source.cell_code import ints_named
 from gpumagic.source.text import INDENT, CellText, called_name, keyword, names_in
@@ -144,6 +144,8 @@ def by_rows(facts: Facts) -> Iterator[Choice]:
     statement = facts.text.statement_at(facts.line) if facts.text is not None else None
     if facts.text is not None and statement is not None:
         places.append((facts.text, statement))  # what failed may be in a model that it calls
+        block = facts.text.block_of(statement) if does(statement, "backward") else []
+        places = [(facts.text, each) for each in block if each.lineno < statement.lineno][::-1] or places
     for text, joined in ((place, each) for place, one in places for each in reversed(list(joined_in(place, one)))):
         whole = joined.text.tree.body[0] if joined.text.tree.body else None
         for node in joined.text.expressions():
@@ -154,7 +156,7 @@ def by_rows(facts: Facts) -> Iterator[Choice]:
             if rows is None or isinstance(inner, ast.Name) or not (method or rows.reduces or is_all):
                 continue
             there = sum(facts.tensors[name].nbytes for name in _sources(joined.text, rows).values())
-            is_wide = facts.requested is not None and facts.requested >= 2 * there
+            is_wide = facts.requested is not None and 2 * facts.requested >= there
             if rows.length > 1 and (not facts.trains if rows.of_model else is_wide):
                 make = functools.partial(_advice, facts, text, joined, node, inner, rows)
                 least = min(LEAST_ROWS, rows.length // 8)
@@ -174,14 +176,17 @@ def mapped(facts: Facts) -> Iterator[Choice]:
         names = [text.code(each) for each in (told if dims else call.args)]
         rows = next((facts.tensors[name].shape[0] for name in names if name in facts.tensors), 0)
         if rows > 1:
-            yield Choice("chunk_size", rows, functools.partial(_in_chunks, text, made, rows), rows // 2)
+            yield Choice("chunk_size", rows, functools.partial(_in_chunks, facts, text, made, rows), rows // 2)
             return
 
 
-def _in_chunks(text: CellText, call: ast.Call, rows: int, number: int) -> Advice:
+def _in_chunks(facts: Facts, text: CellText, call: ast.Call, rows: int, number: int) -> Advice:
+    changes = [text.add_argument(call, f"chunk_size={number}")]
+    statement = text.statement_at(call.lineno)
+    if statement is not None and not facts.trains:
+        changes += text.wrap([statement], "with torch.no_grad():")  # what vmap differentiates has graphs of its own
     return propose(
-        f"Map over {count(number, 'row')} at a time", text=text, cost="a little time",
-        changes=[text.add_argument(call, f"chunk_size={number}")],
+        f"Map over {count(number, 'row')} at a time", text=text, cost="a little time", changes=changes,
         evidence=f"vmap has all {count(rows, 'row')} in memory at once",
     )  # fmt: skip
 
@@ -207,7 +212,6 @@ def _advice(
     part += f" * len({named[first]})" if method == "mean" else ""
     cost = "a little time"
     is_without_graph = rows.of_model and facts.cell is not None and not facts.cell.switches_grad_off
-    is_without_graph &= text is facts.text
     margin = "\n" + text.indent_of(joined.last) + (INDENT if is_without_graph else "")
     if any(facts.tensors[name].requires_grad or facts.tensors[name].graph for name in sources.values()):
         part = f"torch.utils.checkpoint.checkpoint({margin}        lambda {one}: {part}, {one}, use_reentrant=False)"
