@@ -165,7 +165,6 @@ def _batches(facts: Facts, used: set[str], namespace: Mapping[str, object]) -> t
             BatchSize(code, int(value))
             for code, value in facts.numbers.items()
             if "." in code and is_batch_name(code.rpartition(".")[2]) and type(value) is int and value > 1
-            and code.partition(".")[0] not in facts.cell.bound_first
         ]  # fmt: skip
         loaders = [BatchSize(each.name, each.batch_size, loader=True) for each in find_loaders(used, namespace)]
         # A loader says no more than the number it was made with; one that the cell makes itself is made of another.

@@ -12,7 +12,17 @@ from typing import Any
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import loops
 from gpumagic.oom.rules.facts import BatchSize, Facts, Loader
-from gpumagic.oom.rules.proposal import Choice, Region, called_models, failed, find, loop_around, propose, read_tensors
+from gpumagic.oom.rules.proposal import (
+    Choice,
+    Region,
+    called_models,
+    failed,
+    find,
+    loop_around,
+    prepare,
+    propose,
+    read_tensors,
+)
 from gpumagic.report.units import count, size
 from gpumagic.source.cell_code import ints_named, is_batch_name
 from gpumagic.source.text import CellText, Change, called_name, names_in
@@ -118,7 +128,9 @@ def _edit(facts: Facts, found: BatchSize, value: int) -> dict[str, Any]:
         changes = [text.replace(number, str(value)) for number in written] if text.cell == found.cell else []
         if changes:
             return {"text": text, "changes": changes}
-    return {"first": f"{found.name} = {value}"}
+    owner, dot, _ = found.name.partition(".")
+    code = f"{found.name} = {value}"
+    return prepare(facts, owner, code) if dot else {"first": code}
 
 
 def remake(loader: Loader, **changed: object) -> str:
