@@ -50,8 +50,8 @@ def apply_changes(changes: Iterable[Change], source: str, cell: str = "") -> str
         ValueError: the text is not the one that the changes were made for.
     """
     starts = _line_starts(source)
-    # From the last to the first, so that the places of the others still hold; headers stand before what they indent.
-    ordered = sorted(changes, key=lambda each: (each.line, each.column, not each.new.endswith(_HEADER)))
+    # From the last to the first, so that the places of the others still hold.
+    ordered = sorted(changes, key=_order)
     below: Change | None = None
     for change in [each for each in ordered if each.cell == cell][::-1]:
         at = starts[min(change.line, len(starts)) - 1] + change.column
@@ -61,6 +61,12 @@ def apply_changes(changes: Iterable[Change], source: str, cell: str = "") -> str
         inner = INDENT if is_around and change.new.endswith(_HEADER) else ""
         source, below = source[:at] + change.new + inner + source[at + len(change.old) :], change
     return source
+
+
+def _order(change: Change) -> tuple[int, int, int]:
+    """Order changes by their places: at one place whole lines come first, then what indents, then other code."""
+    is_line = not change.old and change.new.endswith("\n")
+    return change.line, change.column, 0 if is_line else 1 if change.new == INDENT else 2
 
 
 def _line_starts(source: str) -> list[int]:

@@ -86,6 +86,14 @@ def test_statements_are_wrapped_by_two_suggestions(before) -> None:
     assert ast.unparse(outer) == "with A:\n    with B:\n        y = f(x)"
 
 
+def test_a_statement_goes_before_another_that_is_wrapped() -> None:
+    found = parsed("y = f(x)")
+    (statement,) = found.tree.body
+    changes = [*found.insert(statement, "clear()"), *found.wrap([statement], "with A:")]
+    changes += [found.replace(statement.targets[0], "z")]
+    assert text.apply_changes(changes, found.source) == "clear()\nwith A:\n    z = f(x)"
+
+
 class _Unwrapped(ast.NodeTransformer):
     def visit_With(self, node):
         self.generic_visit(node)

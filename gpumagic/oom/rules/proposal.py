@@ -193,7 +193,10 @@ def propose(
 
     `frees` are the bytes it gives back, where that is known without a dry run; `more` are other fields of `Advice`.
     """
-    edit = text.after(changes) if text is not None and changes else first
+    try:
+        edit = text.after(changes) if text is not None and changes else first
+    except ValueError:  # changes that overlap: a suggestion without its edit is better than no report
+        changes, edit = (), first
     return Advice(title, frees, None, changes=tuple(changes), first=first, **{"edit": edit, **more})
 
 
