@@ -12,7 +12,6 @@ import itertools
 import os
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,13 +109,27 @@ def _demo(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def execute_notebook(notebook: NotebookNode) -> str | None:
-    """Execute a notebook in place, with a line of progress per cell; return the error that stopped it, if one did."""
+    """Execute a notebook in place, and print what runs and says what; return the error that stopped it, if one did."""
     # A kernel named python3 elsewhere on the machine must not win over the one of this environment.
     os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
 
-    progress = _Progress(notebook)
+    numbers, total = itertools.count(1), _count(notebook)
+
+    def started(cell: Any, **_: object) -> None:
+        if cell.cell_type == "code":
+            title = next((line for line in cell.source.splitlines() if not line.startswith("#")), "")
+            print(f"  {next(numbers):>2}/{total}  {title[:70]}", flush=True)
+
+    def executed(cell: Any, **_: object) -> None:
+        bundles = (each.get("data", {}) for each in cell.outputs)
+        reports = [each["text/plain"] for each in bundles if "text/html" in each and "text/plain" in each]
+        if reports:  # what the report says first
+            first, *rest = reports[0].splitlines()
+            wrapped = itertools.takewhile(lambda line: line.startswith("  "), rest)
+            print(f"        {' '.join([first, *map(str.strip, wrapped)])}")
+
     client = NotebookClient(
         notebook,
         timeout=600,
@@ -124,8 +137,8 @@ def execute_notebook(notebook: NotebookNode) -> str | None:
         record_timing=False,
         coalesce_streams=True,  # a progress bar is then its last state, not each of them
         extra_arguments=["--log-level=ERROR"],  # the kernel's warnings are about its server, which is this process
-        on_cell_start=progress.started,
-        on_cell_executed=progress.ended,
+        on_cell_start=started,
+        on_cell_executed=executed,
     )
     try:
         client.execute()
@@ -136,32 +149,6 @@ def execute_notebook(notebook: NotebookNode) -> str | None:
             if cell.cell_type == "code":
                 cell.outputs = [each for each in cell.outputs if each.get("data") != {}]
     return None
-
-
-class _Progress:
-    """A line per code cell: its number, its first line, how long it took; and what its report says first."""
-
-    def __init__(self, notebook: NotebookNode) -> None:
-        self._total = _count(notebook)
-        self._number = 0
-        self._start = 0.0
-
-    def started(self, cell: Any, cell_index: int) -> None:
-        if cell.cell_type != "code":
-            return
-        self._number += 1
-        self._start = time.perf_counter()
-        title = next((line for line in cell.source.splitlines() if not line.startswith("#")), "")
-        print(f"  {self._number:>2}/{self._total}  {title[:60]:<60}", end="", flush=True)
-
-    def ended(self, cell: Any, cell_index: int, execute_reply: Any) -> None:
-        print(f"  {time.perf_counter() - self._start:5.1f} s")
-        bundles = (each.get("data", {}) for each in cell.outputs)
-        reports = [each["text/plain"] for each in bundles if "text/html" in each and "text/plain" in each]
-        if reports:
-            first, *rest = reports[0].splitlines()
-            going_on = itertools.takewhile(lambda line: line.startswith("  "), rest)
-            print(f"        {' '.join([first, *map(str.strip, going_on)])}")
 
 
 def _prepare_a_device() -> None:

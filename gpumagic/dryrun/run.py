@@ -168,7 +168,7 @@ def _request(
         sources[what.filename] = what.source
     return {
         "engine": target.engine, "is_brief": False, "gpus": target.gpus,
-        "workspaces": [[(each.address, each.nbytes) for each in found if each.device == name] for name in target.names],
+        "workspaces": [[(each.address, each.size) for each in found if each.device == name] for name in target.names],
         "source": what.source, "filename": what.filename, "data": parts.data, "shared": parts.shared.path,
         "scopes": parts.scopes,
         "sources": {name: text for name, text in sources.items() if text}, "values": values,

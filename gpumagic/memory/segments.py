@@ -163,30 +163,21 @@ CLEAR_WORKSPACES = "torch._C._cuda_clearCublasWorkspaces()"
 """Frees all of them, on every device; the next matrix product takes a new one."""
 
 
-class Workspace(NamedTuple):
-    """A block of the allocator that is a workspace."""
-
-    device: str
-    address: int
-    nbytes: int
-
-
-def find_workspaces() -> list[Workspace]:
-    """Return the workspaces of this process; none where CUDA is not in use. Changes nothing."""
+def find_workspaces() -> list[AllocatedBlock]:
+    """Return the blocks of this process that are workspaces; none where CUDA is not in use. Changes nothing."""
     if "torch" not in sys.modules or not allocator.is_initialised("cuda"):
         return []
     addresses = set(_addresses())
     if not addresses:
         return []
-    blocks = allocated_blocks("cuda")
-    return [Workspace(*block) for block in blocks if block.address in addresses]
+    return [block for block in allocated_blocks("cuda") if block.address in addresses]
 
 
 def workspace_bytes() -> dict[str, int]:
     """Return how many bytes they take of each device that has any."""
     totals = Counter[str]()
     for each in find_workspaces():
-        totals[each.device] += each.nbytes
+        totals[each.device] += each.size
     return totals
 
 

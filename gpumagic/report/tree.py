@@ -1,4 +1,4 @@
-"""Figures by dotted path, such as those of modules, as a tree: its largest branches as a table, all of it folded."""
+"""Figures by dotted path, such as those of modules, as a tree: a table of the largest branches, all folded."""
 
 from __future__ import annotations
 
@@ -80,29 +80,17 @@ def tree_blocks(found: Mapping[str, Mapping[str, int]], kinds: Sequence[str], ca
     whole = sum(each.nbytes for each in top) or 1
     yield _table([each for each in everything if id(each) in chosen], kinds, whole, caption)
     if len(everything) > len(chosen):
-        yield Fold(f"All {count(len(everything), 'branch', 'branches')}", list(_folds(top, kinds, whole)))
+        every = f"All {count(len(everything), 'branch', 'branches')}"
+        yield Fold(every, [_table(everything, kinds, whole, every)])
 
 
-def _folds(branches: Sequence[Branch], kinds: Sequence[str], whole: int) -> Iterator[Block]:
-    """Yield the branches that end here as one table, and each of the others behind its own summary."""
-    ends = [each for each in branches if not each.below]
-    for each in branches:
-        if each.below:
-            own = [Branch("itself", 0, each.own)] if each.own else []
-            inner = [*own, *each.below.values()]
-            yield Fold(f"{each.name}: {size(each.nbytes)}", list(_folds(inner, kinds, whole)))
-    if ends:
-        yield _table(ends, kinds, whole, "Branches", flat=True)
-
-
-def _table(branches: Sequence[Branch], kinds: Sequence[str], whole: int, caption: str, *, flat: bool = False) -> Table:
+def _table(branches: Sequence[Branch], kinds: Sequence[str], whole: int, caption: str) -> Table:
     def of_kind(kind: str) -> Column[Branch]:
         return Column(kind.capitalize(), lambda each: size(n) if (n := each.total.get(kind)) else "", "right", 1)
 
     columns = (
         Column[Branch](
-            "Module", lambda each: each.name if flat else "  " * each.depth + each.name,
-            shrinks=True, cut="middle", code=True,
+            "Module", lambda each: "  " * each.depth + each.name, shrinks=True, cut="middle", code=True
         ),
         Column[Branch](
             "Size", lambda each: size(each.nbytes), "right",

@@ -44,7 +44,7 @@ def test_the_demo_runs_the_tour_and_says_what_it_showed_and_where(tmp_path: Path
     executed, page = tmp_path / "out" / "tour.ipynb", tmp_path / "out" / "tour.html"
     assert str(executed) in done.stdout
     assert str(page) in done.stdout
-    assert all(re.search(rf"%{magic}\b.* s\n {{8}}\S+ \S+", done.stdout) for magic in MAGICS)
+    assert all(re.search(rf"%{magic}\b.*\n {{8}}\S+ \S+", done.stdout) for magic in MAGICS)
     assert "<table" in page.read_text(encoding="utf-8")
     tour = nbformat.read(executed, as_version=4)
     assert_only_cells_marked_so_failed(tour)
