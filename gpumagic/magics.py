@@ -8,16 +8,16 @@ from __future__ import annotations
 import functools
 import re
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
-from traitlets import Bool, Float, TraitError, Unicode, validate
+from traitlets import Bool, Float
 
 from gpumagic import api
 from gpumagic._compat import output_can_be_silenced
-from gpumagic.errors import DeviceNotFound, GpuMagicError, OptionError
+from gpumagic.errors import GpuMagicError, OptionError
 from gpumagic.memory import devices
 from gpumagic.notebook import session
 from gpumagic.notebook.guards import BodyRuns, Guard, NoGuard
@@ -64,9 +64,6 @@ def _magic(method: Callable[..., object]) -> Callable[..., object]:
 class GPUMagic(Magics):
     """What the magics do where their line does not say."""
 
-    device = Unicode(help="The device of %%ondevice where its line names none, such as cuda:1 or auto.").tag(
-        config=True
-    )
     keep_going = Bool(help="Let Run All go on after out-of-memory in a guarded cell.").tag(config=True)
     advice_seconds = Float(8.0, min=0, help="How long dry runs may try the advice of %%oomguard; 0 tries nothing.").tag(
         config=True
@@ -74,16 +71,6 @@ class GPUMagic(Magics):
     engine_timeout = Float(
         ENGINE_TIMEOUT, min=0.1, help="Seconds to wait for engines to answer; three times as long before a cell."
     ).tag(config=True)
-
-    @validate("device")
-    def _check_device(self, proposal: Mapping[str, Any]) -> str:
-        name: str = proposal["value"]
-        try:
-            if name:
-                devices.check_spelling(name)
-        except DeviceNotFound as error:
-            raise TraitError(str(error)) from None
-        return name
 
     def __init__(self, shell: InteractiveShell, sessions: CellSessions, baseline: DiffBaseline) -> None:
         super().__init__(shell)
@@ -128,12 +115,11 @@ class GPUMagic(Magics):
         from gpumagic.transfers import move
         from gpumagic.transfers.run import DeviceRun
 
-        wanted = options.device or self.device
-        if not wanted:
+        if options.device is None:
             raise OptionError(f"%%ondevice needs a device; there are {', '.join(devices.available())}")
         if options.engines is not None:
-            return self._cell_of_engines("ondevice", options, cell, wanted)
-        device = devices.resolve(wanted, options.fallback)
+            return self._cell_of_engines("ondevice", options, cell, options.device)
+        device = devices.resolve(options.device, options.fallback)
         if options.move:
             move.check_names(options.move, self.shell.user_ns)
         run = DeviceRun(

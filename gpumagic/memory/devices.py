@@ -93,14 +93,6 @@ def completions() -> list[str]:
     return [*available(), "auto"]
 
 
-def check_spelling(name: str) -> None:
-    """Raise `DeviceNotFound` for what is no device on any machine; imports no torch."""
-    if not _is_readable(name):
-        near = nearest(name.partition(":")[0], _BACKENDS)
-        hint = f"did you mean {near}?" if near else "write cuda, cuda:1, 1, auto or cpu"
-        raise DeviceNotFound(f"{name!r} is not a device; {hint}")
-
-
 def _resolve(name: str) -> str:
     if "{" in name or "$" in name:
         raise DeviceNotFound(f"{name!r} was left as it is: is the variable in it defined?")

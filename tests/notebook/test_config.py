@@ -23,31 +23,12 @@ def run(shell, cell):
 def test_it_is_listed_with_a_sentence_for_each(loaded, capsys) -> None:
     loaded.run_line_magic("config", "GPUMagic")
     said = capsys.readouterr().out
-    assert all(f"GPUMagic.{name}" in said for name in ("device", "keep_going", "engine_timeout"))
-
-
-def test_ondevice_without_a_device_takes_the_configured_one(loaded) -> None:
-    run(loaded, "%config GPUMagic.device = 'simgpu:1'")
-    run(loaded, "%%ondevice\ny = torch.ones(3)")
-    assert str(loaded.user_ns["y"].device) == "simgpu:1"
-
-
-def test_a_device_on_the_line_wins(loaded) -> None:
-    run(loaded, "%config GPUMagic.device = 'simgpu:1'")
-    run(loaded, "%%ondevice 0\ny = torch.ones(3)")
-    assert str(loaded.user_ns["y"].device) == "simgpu:0"
-
-
-def test_a_device_that_is_none_is_refused_with_what_was_meant(loaded, caplog) -> None:
-    loaded.run_cell("%config GPUMagic.device = 'cuad:1'")
-    assert "'cuad:1' is not a device; did you mean cuda?" in caplog.text
-    assert not loaded.run_cell("%ondevice").success
-    run(loaded, "%config GPUMagic.device = 'cuda:{rank}'")  # of an engine
+    assert all(f"GPUMagic.{name}" in said for name in ("keep_going", "advice_seconds", "engine_timeout"))
 
 
 def test_an_option_that_is_none_is_told_with_the_nearest(loaded) -> None:
-    with pytest.warns(UserWarning, match="`devise` not recognized by `GPUMagic`.  Did you mean `device`"):
-        loaded.run_cell("%config GPUMagic.devise = 'cpu'")
+    with pytest.warns(UserWarning, match="`keep_goin` not recognized by `GPUMagic`.  Did you mean `keep_going`"):
+        loaded.run_cell("%config GPUMagic.keep_goin = True")
 
 
 def test_keep_going_lets_run_all_go_on(loaded) -> None:
