@@ -72,9 +72,9 @@ def forget_expired() -> None:
     import torch
 
     expired, free = torch.UntypedStorage._expired, torch.UntypedStorage._free_weak_ref
-    for reference in [reference for reference in _storages if expired(reference)]:
-        del _storages[reference]
-        free(reference)
+    for reference in list(_storages):  # a list, since another thread may number one
+        if expired(reference) and _storages.pop(reference, None) is not None:
+            free(reference)
     for each in [each for each, (reference, _) in _tensors.items() if reference() is None]:
         del _tensors[each]
 

@@ -9,6 +9,7 @@ device.
 from __future__ import annotations
 
 import ast
+import dis
 import sys
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -33,7 +34,7 @@ _MOVES = ("to", "cuda", "cpu", "xpu", "type", "numpy", "tolist")
 _READS = ("item", "equal", "allclose", "is_nonzero")
 _SIZES = ("nonzero", "masked_select", "unique", "unique_consecutive", "argwhere")
 _CONVERSIONS = ("bool", "int", "float", "complex", "index")
-_INDEXED = ("__getitem__", "__setitem__", "index_put", "index_put_")
+_INDEXED = ("__setitem__", "index_put", "index_put_")
 _FROM_HOST = ("tensor", "as_tensor", "asarray")
 _NUMBERS = (bool, int, float, complex)
 _FUNCTIONS = {**{name: name for name in _FROM_HOST}, "print": "print", "str": "print", "repr": "print"}
@@ -75,7 +76,7 @@ def requests() -> dict[Function, Request]:
 def reading() -> tuple[Function, ...]:
     """Return those that copy nothing where their first argument is on the host."""
     conversions = (f"__{name}__" for name in _CONVERSIONS)
-    names = (*_READS, "tolist", "numpy", *conversions, "__repr__", "__contains__", "__getitem__")
+    names = (*_READS, "tolist", "numpy", *conversions, "__repr__", "__contains__")
     return tuple(getattr(torch.Tensor, name) for name in names if name != "equal")
 
 
@@ -154,7 +155,7 @@ def of_frames(
 def _name_of_expression(code: CodeType, instruction: int, source: tuple[str, ...] | None) -> str | None:
     """Return what the report calls the expression that an instruction evaluates, or None for an operator."""
     node = expression_at(code, instruction, source)
-    if isinstance(node, ast.Subscript):
+    if isinstance(node, ast.Subscript) or (node is None and dis.opname[code.co_code[instruction]] == "BINARY_SUBSCR"):
         return INDEXING
     if not isinstance(node, ast.Call):
         return None

@@ -36,11 +36,11 @@ from torch._C._dynamo import eval_frame  # torch 2.4 has it as an attribute only
 from torch.library import Library
 
 from gpumagic.transfers import causes
-from gpumagic.transfers.recorder import current_recorder, is_free_to_read
+from gpumagic.transfers.recorder import current_recorder
 
 set_eval_frame = eval_frame.set_eval_frame
 _set_tracing_state: Callable[[object], None] = torch._C._set_tracing_state  # type: ignore[attr-defined, unused-ignore]
-_aten = torch.ops.aten
+_aten, _Tensor = torch.ops.aten, torch.Tensor
 _FINDERS = (
     _aten.nonzero.default, _aten.masked_select.default, _aten._unique2.default, _aten.unique_dim.default,
     _aten.unique_consecutive.default, _aten.unique_dim_consecutive.default, _aten._coalesce.default,
@@ -161,9 +161,10 @@ def _unwarned() -> Iterator[None]:
 def _copying(kernel: Function) -> Function:
     def copy_(keyset: DispatchKeySet, target: Any, source: Any, non_blocking: bool = False) -> Any:
         __tracebackhide__ = True
-        if not isinstance(source, torch.Tensor):  # a number, which the dispatcher hands to Python as such
+        if not isinstance(source, _Tensor):  # a number, which the dispatcher hands to Python as such
             source = torch.scalar_tensor(source, dtype=_DTYPES[type(source)], device="cpu")
-        if target.device == source.device:
+        here, there = source.device, target.device
+        if here == there:
             return kernel(keyset, target, source, non_blocking)
         compiling, tracing = set_eval_frame(None), _get_tracing_state()
         try:
@@ -174,8 +175,9 @@ def _copying(kernel: Function) -> Function:
                 return kernel(keyset, target, source, non_blocking)
             before, start = recorder.counted, perf_counter()
             result = kernel(keyset, target, source, non_blocking)
+            seconds = perf_counter() - start
             if recorder.counted == before:
-                recorder.add_move(source, target, perf_counter() - start, non_blocking=non_blocking)
+                recorder.add_move(source, target, here, there, seconds, non_blocking)
             return result
         finally:
             if tracing is not None or compiling is not None:
@@ -187,7 +189,7 @@ def _copying(kernel: Function) -> Function:
 def _reading(kernel: Function) -> Function:
     def read(keyset: DispatchKeySet, tensor: Any) -> Any:
         __tracebackhide__ = True
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, _Tensor):
             return tensor
         if tensor.is_cpu or tensor.is_meta:
             return kernel(keyset, tensor)
@@ -209,9 +211,12 @@ def _reading(kernel: Function) -> Function:
 
 
 def _finding(operator: Any, kernel: Function) -> Function:
+    name = operator._opname
+    asks = f".{name.strip('_2')}"
+
     def find(keyset: DispatchKeySet, tensor: Any, *args: Any) -> Any:
         __tracebackhide__ = True
-        if not isinstance(tensor, torch.Tensor) or is_free_to_read(tensor):
+        if not isinstance(tensor, _Tensor) or tensor.is_cpu or tensor.is_meta:
             return kernel(keyset, tensor, *args)
         compiling, tracing = set_eval_frame(None), _get_tracing_state()
         try:
@@ -221,8 +226,7 @@ def _finding(operator: Any, kernel: Function) -> Function:
             before, start = 0 if recorder is None else recorder.counted, perf_counter()
             result = kernel(keyset, tensor, *args)
             if recorder is not None and recorder.counted == before:
-                nbytes = _bytes_of_size(operator._opname, tensor, args)
-                recorder.add_read(tensor, nbytes, perf_counter() - start, f".{operator._opname.strip('_2')}")
+                recorder.add_read(tensor, _bytes_of_size(name, tensor, args), perf_counter() - start, asks)
             return result
         finally:
             if tracing is not None or compiling is not None:

@@ -64,7 +64,10 @@ class Recorder:
         if nbytes or not _is_unpickled():
             self.log.add_created(tensor.device, nbytes)
 
-    def add_move(self, source: torch.Tensor, target: torch.Tensor, seconds: float, *, non_blocking: bool) -> None:
+    def add_move(
+        self, source: torch.Tensor, target: torch.Tensor, here: torch.device, there: torch.device, seconds: float,
+        non_blocking: bool,
+    ) -> None:  # fmt: skip
         """Count the values of one tensor written to another, on another device.
 
         Where that also converts, CUDA does so on the host, or on the device where it is non-blocking, and between
@@ -79,9 +82,7 @@ class Recorder:
             # After a copy from or to the host, CUDA waits for the stream; one between devices is only queued.
             waits = not non_blocking and from_host is not to_host
             self.counted += 1
-            self.log.add_move(
-                self.request, causes.COPY, source.device, target.device, nbytes, seconds, waits, source, target
-            )
+            self.log.add_move(self.request, causes.COPY, here, there, nbytes, seconds, waits, source, target)
 
     def add_read(self, tensor: torch.Tensor, nbytes: int, seconds: float, asks: str) -> None:
         """Count what the host reads of a device tensor, a value or a size: a copy to the host, and a sync."""
@@ -91,6 +92,7 @@ class Recorder:
 
 
 _HOST = torch.device("cpu")
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def _is_unpickled() -> bool:
@@ -105,14 +107,9 @@ def is_real(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not (fakes is not None and isinstance(value, fakes.FakeTensor))
 
 
-def is_free_to_read(tensor: torch.Tensor) -> bool:
-    """Return whether reading the tensor's values costs no copy."""
-    return tensor.device.type in ("cpu", "meta")
-
-
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor of all examples where `vmap` shows a function a single one."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    while _is_wrapped(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 

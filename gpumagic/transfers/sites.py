@@ -95,15 +95,17 @@ class CallSites:
             asks: what is called ``".to"`` and so on where the code does not say it.
             found: the tensor that torch was given.
         """
-        causes = self._causes
         if request is None:
-            function, frame, subject = None, causes.asking_frame(sys._getframe(1)), found
+            function, frame = None, self._causes.asking_frame(sys._getframe(1))
         else:
-            function, frame, subject = request[0], request[3], causes.subject_of(request, found, asks)
+            function, frame = request[0], request[3]
         if frame is None:
             return self._through_a_library(frame, request, asks, found)
         key = id(frame.f_code), frame.f_lasti, function, asks
         site = self._instructions.get(key)
+        if site is not None and site.name is not None and request is not None:
+            return site, request[1][0], site.name
+        subject = found if request is None else self._causes.subject_of(request, found, asks)
         if site is None:
             if not self.is_own(frame) or get_ident() != self._thread:
                 return self._through_a_library(frame, request, asks, found)
@@ -119,12 +121,16 @@ class CallSites:
         source, line = lines_of(self.filename)[max(above, 0) :], frame.f_lineno + above
         cause = causes.of_request(request, asks) or causes.of_frames(frame, asks, None, source)[0]
         node = expression_at(frame.f_code, frame.f_lasti, source)
+        if isinstance(node, ast.Subscript) and request is None:
+            site = self._site(frame, line, cause, tuple(sorted(names_in(node))))
+            if asks == causes.COPY and isinstance(_value(frame, node.slice), list | tuple | range):
+                site.name = ast.unparse(node.slice)  # torch copies a tensor that it makes of the list
+            return site
         if not isinstance(node, ast.Call):  # of an assignment to `x[0]`, it is only the target
             return self._site(frame, line, cause)
         site = self._site(frame, line, cause, tuple(sorted(names_in(node))))
-        owner = node.func.value if isinstance(node.func, ast.Attribute) and request is not None else None
-        if isinstance(owner, ast.Name) and frames.resolve_names(frame, {owner.id}).get(owner.id) is subject:
-            site.name = owner.id
+        if request is not None and isinstance(node.func, ast.Attribute) and _value(frame, node.func.value) is subject:
+            site.name = ast.unparse(node.func.value)
         return site
 
     def _through_a_library(
@@ -222,6 +228,11 @@ class CallSites:
     def _code(self, line: int) -> str | None:
         lines = lines_of(self.filename)
         return (lines[line - 1].strip() or None) if 0 < line <= len(lines) else None
+
+
+def _value(frame: FrameType, node: ast.expr) -> object:
+    """Return what a name is bound to; what is no name has no value here."""
+    return frames.resolve_names(frame, {node.id}).get(node.id) if isinstance(node, ast.Name) else frames.MISSING
 
 
 def _name(frame: FrameType, site: Site, subject: object) -> str | None:

@@ -1,0 +1,14 @@
+# Rows picked by a list of a variable, and by one of a function's.
+# move: cpu -> simgpu:0, 1, 16, order, indexing
+# move: cpu -> simgpu:0, 3, 24, chosen, indexing
+order = [2, 0]
+y = g[order]
+
+
+def pick(chosen):
+    for _ in range(3):
+        part = g[chosen]
+    return part
+
+
+z = pick([1])
