@@ -25,7 +25,7 @@ TIERS: tuple[tuple[Rule, ...], ...] = (
      kept.only_looks, kept.of_a_frozen_model, kept.retained, kept.unread, kept.gradients, limits.on_the_host,
      limits.fraction),
     # The same result, with less memory or in another place.
-    (expressions.rewritten, expressions.expand, collected.results, kept.copies, collected.listed,
+    (expressions.rewritten, expressions.expand, collected.results, collected.listed,
      kept.last_turn, kept.weights, training.single, expressions.update_in_place, limits.expandable_segments,
      limits.compact, limits.workers, training.one_by_one, limits.other_device, training.in_parts, parts.smaller,
      training.settings, parts.by_rows, parts.mapped),

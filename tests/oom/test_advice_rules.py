@@ -267,12 +267,11 @@ def test_the_device_with_most_room_is_named_where_that_is_more_than_here() -> No
     assert not list(limits.other_device(replace(SHORTAGE, free_elsewhere={"cuda:1": GIB // 2})))
 
 
-def test_expandable_segments_are_advised_or_denied_by_what_was_unallocated() -> None:
+def test_expandable_segments_are_advised_where_much_was_unallocated() -> None:
     some = replace(SHORTAGE, segments_can_expand=True, unallocated=3 * GIB)
     assert one(limits.expandable_segments, some).edit == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     none = replace(SHORTAGE, segments_can_expand=True, unallocated=200 * MIB)
     assert not list(limits.expandable_segments(none))
-    assert "only 200.0 MiB was reserved but unallocated, of 2.0 GiB asked for." in " ".join(verdict.sentences(none))
     assert not list(limits.expandable_segments(replace(some, segments_can_expand=False)))
 
 

@@ -12,7 +12,7 @@ import torch
 
 from gpumagic.oom import failing_code
 from gpumagic.oom.report import Advice
-from gpumagic.oom.rules import batch, expressions, kept, parts, training
+from gpumagic.oom.rules import batch, collected, expressions, kept, parts, training
 from gpumagic.oom.rules.facts import BatchSize, Facts, Loader, Model, Optimizer, TensorFact
 from gpumagic.oom.rules.proposal import Choice
 from gpumagic.source import cell_code
@@ -199,6 +199,14 @@ def test_rows_that_depend_on_one_another_are_left_alone(code) -> None:
     assert not list(parts.by_rows(found))
 
 
+@pytest.mark.parametrize(("dtype", "number"), [("int64", 0), ("float32", 1)])
+def test_what_a_graph_network_trains_on_is_not_divided(dtype, number) -> None:
+    """Its edges are of all nodes; a hidden state beside the data is no obstacle."""
+    code = "loss = net(x, other_input).square().mean()\nloss.backward()\nopt.step()"
+    there = {"x": TensorFact((64, 4), "float32", MIB, "cpu"), "other_input": TensorFact((2, 512), dtype, MIB, "cpu")}
+    assert len(list(batch.accumulate(facts(code, 1, tensors=there)))) == number
+
+
 LARGE_ONES = "a = torch.ones(1024, 1024)\n"
 
 
@@ -255,10 +263,9 @@ def test_a_model_that_no_optimizer_of_the_cell_updates_runs_without_a_graph(code
 
 
 def test_copies_of_a_model_go_to_the_host_once() -> None:
-    (advice,) = kept.copies(facts("averages = [copy.deepcopy(net) for _ in range(3)]", 1))
+    (advice,) = collected.listed(facts("averages = [copy.deepcopy(net) for _ in range(3)]", 1))
     assert advice.edit == "averages = [copy.deepcopy(net).cpu() for _ in range(3)]"
-    assert not list(kept.copies(facts(advice.edit, 1)))
-    assert not list(kept.copies(facts("copied = copy.deepcopy(settings)", 1)))
+    assert not list(collected.listed(facts(advice.edit, 1)))
 
 
 def test_what_helps_an_optimizers_step_comes_in_the_order_of_what_it_changes() -> None:

@@ -205,12 +205,12 @@ def _mixes_rows(node: ast.AST) -> bool:
 def _divisible(facts: Facts, region: Region) -> list[str]:
     """Return the tensors that the region reads and that have the data's length, the first one it reads first."""
     called = [call for each in region.forward for call in called_models(facts, each)]
-    if not called or any(len(call.args) > 1 for call in called):
-        return []  # what goes into a model beside its data may be about all rows, as the edges of a graph are
     found = {node.id: facts.tensors[node.id] for node in read_tensors(region) if node.id in facts.tensors}
     length = next((fact.shape[0] for fact in found.values() if fact.shape), 0)
     data = {name: fact for name, fact in found.items() if fact.shape and fact.shape[0] == length}
-    if length < 2 or any(fact.requires_grad or fact.graph for fact in data.values()):
+    given = [found[name] for call in called for each in call.args for name in names_in(each) if name in found]
+    has_edges = any("int" in fact.dtype and fact.shape and fact.shape[0] != length for fact in given)  # of a graph
+    if not called or has_edges or length < 2 or any(fact.requires_grad or fact.graph for fact in data.values()):
         return []
     return list(data)
 

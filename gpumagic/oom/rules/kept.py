@@ -178,20 +178,6 @@ def _late(facts: Facts, text: CellText) -> ast.Expr | None:
     return next(steps, None) if in_order else None
 
 
-def copies(facts: Facts) -> Iterator[Advice]:
-    """Keep copies of a model, such as averages of its weights, in the host's memory."""
-    models = {model.name for model in facts.models}
-    for text, call in calls(facts.texts, "deepcopy"):
-        copied = text.code(call.args[0]) if call.args else ""
-        is_moved = any(isinstance(node, ast.Attribute) and node.value is call for node in text.nodes())
-        if copied in models and not is_moved:
-            yield propose(
-                f"Keep the copies of {copied} in the host's memory", text=text, changes=[text.append(call, ".cpu()")],
-                evidence=f"each is as large as {copied} itself", cost="updating or using one copies it",
-            )  # fmt: skip
-            return
-
-
 INFERENCE = "with torch.inference_mode():"
 
 _EVALUATION = re.compile(r"eval|valid|predict|infer|embed|encode|score|^test", re.IGNORECASE)

@@ -220,19 +220,16 @@ _LAYERS = "[each for each in {model}.modules() if each._parameters]"
 
 
 def divided(facts: Facts) -> Iterator[Advice]:
-    """Divide the batch, or a model that is too large alone, among the devices of the machine."""
-    number, cost = 1 + len(facts.free_elsewhere), "a script of its own, started by torchrun"
+    """Shard a model that is too large alone among the devices of the machine."""
+    number, is_fixed = 1 + len(facts.free_elsewhere), facts.need is not None and facts.need.fixed > facts.need.had
     if backend(facts) not in ("cuda", "xpu") or number == 1 or facts.memory != "device":
         return
-    is_fixed = facts.need is not None and facts.need.fixed > facts.need.had
     if facts.stage in ("move", "step") or is_fixed:
         yield propose(
-            f"Shard the model over the {number} devices here (fully_shard of torch.distributed.fsdp)", cost=cost,
+            f"Shard the model over the {number} devices here (fully_shard of torch.distributed.fsdp)",
+            cost="a script of its own, started by torchrun",
             evidence="parameters, gradients and optimizer state are divided among them", **_sharded(facts, number),
         )  # fmt: skip
-    elif facts.trains:
-        title = f"Divide each batch among {number} devices (DistributedDataParallel)"
-        yield propose(title, cost=cost, evidence="each has the model and its share of the activations")
 
 
 def _sharded(facts: Facts, number: int) -> dict[str, Any]:

@@ -120,12 +120,6 @@ def sentences(facts: Facts) -> Iterator[str]:
     """Yield the remedies that are often named and cannot help here, and what has to be done besides."""
     if facts.from_allocator and facts.kind != "size bug":
         yield "Emptying the cache cannot help: the allocator did so before it failed."
-    hopeless = facts.requested is not None and facts.unallocated is not None and facts.unallocated < facts.requested
-    if facts.segments_can_expand and hopeless:
-        yield (
-            f"expandable_segments cannot help: only {size(facts.unallocated)} was reserved but unallocated, "
-            f"of {size(facts.requested)} asked for."
-        )
     if facts.stage == "step" and (facts.batches or facts.loaders):
         yield "A smaller batch cannot help: it failed in the optimizer's step, whose memory no batch changes."
     if facts.kind in ("xpu driver", "device-side assert"):
