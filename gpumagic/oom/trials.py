@@ -187,8 +187,7 @@ class Trials:
         def dry_run(value: int) -> DryRunReport:
             """Dry-run with a value that a reader would take, which serves for all of those that come to the same."""
             number = near_size(value) if choice.is_rounded and value < choice.now else value
-            if number < choice.least and not choice.is_setting:
-                raise DryRunUnavailable(f"so small a number of {choice.name} helps nobody")
+            number = number if choice.is_setting else max(number, choice.least)
             if number not in runs:
                 if runs and time.monotonic() >= until:
                     raise _CutShort

@@ -207,6 +207,13 @@ def test_what_a_graph_network_trains_on_is_not_divided(dtype, number) -> None:
     assert len(list(batch.accumulate(facts(code, 1, tensors=there)))) == number
 
 
+def test_a_loss_that_something_else_calls_backward_with_is_divided() -> None:
+    code = "loss = net(x).square().mean()\naccelerator.backward(loss)\nopt.step()"
+    there = {"x": TensorFact((64, 4), "float32", MIB, "cpu")}
+    choice = only(batch.accumulate(facts(code, 1, tensors=there)))
+    assert "accelerator.backward((loss / 2))" in choice.make(choice.now - 1).edit
+
+
 LARGE_ONES = "a = torch.ones(1024, 1024)\n"
 
 

@@ -250,6 +250,7 @@ def numbers(facts: Facts) -> Iterator[Choice]:
     if facts.memory != "device" or facts.trainer is not None or facts.text is None:
         return
     lengths = {length for each in (*facts.tensors.values(), *facts.operands.values()) for length in each.shape}
+    lengths |= {each for each in facts.numbers.values() if type(each) is int}  # of what was about to be made
     for name, literal in dict(ints_named(facts.text.tree)).items():
         now = literal.value
         if now >= LEAST_LENGTH and now in lengths and not is_batch_name(name):

@@ -231,6 +231,9 @@ def divided(
     if loss is None:
         return []
     assigned = [node for each in statements for node in ast.walk(each) if isinstance(node, ast.Assign)]
+    bound = set[str]().union(*map(_targets, assigned))
+    if isinstance(call, ast.Call) and call.args and isinstance(loss, ast.Name) and loss.id not in bound:
+        loss = call.args[0]  # of `accelerator.backward(loss)`
     made = [each.value for each in assigned if isinstance(loss, ast.Name) and loss.id in _targets(each)] or [loss]
     if any(_adds_up(facts, text, node) for each in made for node in ast.walk(each)):
         return []

@@ -56,7 +56,7 @@ def register(name: str, ledger: FakeLedger) -> FakeModule:
     clone = torch.UntypedStorage.clone
 
     def cloned(storage: Any) -> Any:
-        """Copy a storage, as `copy.deepcopy` of a tensor does: torch needs an allocator in C++ for that."""
+        """Copy a storage, as ``copy.deepcopy`` of a tensor does: torch needs an allocator in C++ for that."""
         if storage.device.type != name:
             return clone(storage)
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).clone().untyped_storage()
