@@ -86,16 +86,16 @@ def variable_name(text: str) -> str:
 def variable_names(text: str) -> list[str]:
     """Return the names of a list such as ``"model,x"``, or raise `OptionError`."""
     names = [name.strip() for name in text.split(",") if name.strip()]
-    wrong = [name for name in names if not name.isidentifier()]
-    if wrong or not names:
-        raise OptionError(f"{(wrong or [text])[0]!r} is not a variable name; write names such as --move model,x")
+    wrong = [name for name in names or [text] if not name.isidentifier()]
+    if wrong:
+        raise OptionError(f"{wrong[0]!r} is not a variable name; write names such as --move model,x")
     return names
 
 
 def function_names(text: str) -> bool | list[str]:
     """Return the names of a list such as ``"model.forward,step"``, True for an empty one, or raise `OptionError`."""
     names = [name.strip() for name in text.split(",") if name.strip()]
-    wrong = [name for name in names if not all(part.isidentifier() for part in name.split("."))]
+    wrong = [name for name in names if not all(map(str.isidentifier, name.split(".")))]
     if wrong:
         raise OptionError(f"{wrong[0]!r} is not a function name; write names such as --trace=model.forward,step")
     return names or True

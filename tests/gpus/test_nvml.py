@@ -12,8 +12,7 @@ import pynvml
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from nvml_stub.fake import GIB, FakeLibrary, install
-from nvml_stub.full_fake import SYMBOLS, TRUTH, FullLibrary
+from nvml_stub.fake import GIB, SYMBOLS, TRUTH, FakeLibrary, FullLibrary, install
 
 from gpumagic.gpus import cards, nvml, probe, processes, report, torch_devices
 from gpumagic.gpus.nvml import NvmlFailure, Query, Readings
