@@ -357,7 +357,7 @@ def _dryrun() -> Parser:
         "    %%dryrun --gpu T4                on a GPU that is not here\n"
         "    %%dryrun --gpu H100 --ranks 64   as torchrun would start it on each of 64\n"
         "    %%dryrun --run                   then run the cell, if it fits\n"
-        "    %%dryrun -o r                    keep the report: r.peak, r.plot()",
+        "    %%dryrun -o r                    keep the report: r.peak, r.fits",
     )
     parser.add_argument(
         "--fit", metavar="NAME", type=_typed(variable_name), help="find the largest value of this int that fits"

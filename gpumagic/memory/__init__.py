@@ -10,7 +10,7 @@ Start with `allocator`, which every feature reads; `timeline` has the records of
     segments.py    the allocator's segments and blocks, from `memory_snapshot`, and what cuBLAS keeps among them
     timeline.py    allocated memory over a cell: records, and the log that they are made from
     sampler.py     the thread that samples the allocators while a cell runs
-    view.py        a timeline as blocks of a report, and as a plot
+    view.py        a timeline as blocks of a report
 """
 
 from __future__ import annotations

@@ -11,16 +11,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING
 
-from gpumagic.errors import GpuMagicError
 from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorStats
-from gpumagic.report.base import to_figure
 from gpumagic.source.lines import lines_between
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +74,6 @@ class MemoryTimeline:
     def share(self, point: MemoryPoint) -> float:
         """Return where a point is, from 0 for the start to 1 for the end."""
         return point.seconds / self.seconds if self.seconds else 0.0
-
-
-def plot(timeline: MemoryTimeline | None) -> Figure:
-    """Return a matplotlib figure of a timeline.
-
-    Raises:
-        GpuMagicError: matplotlib is not installed, or there is no timeline.
-    """
-    if timeline is None:
-        raise GpuMagicError("there is no timeline to plot: the cell touched no device's memory")
-    return to_figure(timeline)
 
 
 MAX_POINTS = 200

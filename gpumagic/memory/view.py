@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
 
 from gpumagic.memory.timeline import DeviceTimeline, MemoryTimeline
 from gpumagic.report.document import Block, Fold, Paragraph, Sparkline
-from gpumagic.report.plot import figure_of, finish_memory, label, mark_point, new_figure, unit_for
 from gpumagic.report.units import count, duration, size
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 COLUMNS = 60
 MIN_POINTS = 4
@@ -85,34 +80,3 @@ def _details(drawn: Sequence[DeviceTimeline]) -> Iterator[str]:
         yield "A peak between two samples is seen only where it is higher than any before the cell."
     else:
         yield "Peaks between two samples are from the allocator's counter. --trace has that of each line."
-
-
-@figure_of.register(MemoryTimeline)
-def plot_timeline(timeline: MemoryTimeline) -> Figure:
-    """Return a figure of the memory over a cell, one line per device, its highest point marked.
-
-    Raises:
-        GpuMagicError: matplotlib is not installed.
-    """
-    figure = new_figure(3.5)
-    axes = figure.subplots()
-    most = max(series.highest for series in timeline.courses)
-    unit = unit_for(most)
-    axes.set(xlabel="Seconds", xlim=(0, timeline.seconds or None))
-    for series in timeline.courses:
-        _draw(axes, series, timeline, unit[0])
-    capacities = {series.capacity for series in timeline.courses}
-    finish_memory(axes, unit, most, capacities.pop() if len(capacities) == 1 else None)
-    return figure
-
-
-def _draw(axes: Any, series: DeviceTimeline, timeline: MemoryTimeline, unit: int) -> None:
-    moments = [point.seconds for point in series.points]
-    highs, lasts = [point.high / unit for point in series.points], [point.last / unit for point in series.points]
-    (line,) = axes.plot(
-        [*moments, timeline.seconds], [*lasts, series.after / unit], label=label(series.device), drawstyle="steps-post"
-    )
-    axes.vlines(moments, lasts, highs, color=line.get_color(), alpha=0.5)
-    if moments:
-        top = highs.index(max(highs))
-        mark_point(axes, moments[top], highs[top], f"{_kind_of_highest(series)}{_place(series)}")

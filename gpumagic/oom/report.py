@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from gpumagic.memory.timeline import MemoryTimeline, plot
+from gpumagic.memory.timeline import MemoryTimeline
 from gpumagic.report.base import Holder, Origin, Report
 from gpumagic.source.text import Change, apply_changes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 CUBLAS, WORKSPACE = "cuBLAS", "workspace"
 """The name and the kind of the holder of what torch keeps for matrix products."""
@@ -167,11 +164,3 @@ class OomReport(Report[Advice]):
     @property
     def rows(self) -> tuple[Advice, ...]:
         return self.advice
-
-    def plot(self) -> Figure:
-        """Return a matplotlib figure of the memory over the cell, up to the failure.
-
-        Raises:
-            GpuMagicError: matplotlib is not installed, or there is no timeline.
-        """
-        return plot(self.timeline)

@@ -1,4 +1,4 @@
-"""What all reports share: the base class, the document model, and its forms as text, HTML and plots.
+"""What all reports share: the base class, the document model, and its forms as text and HTML.
 
 Start with `base.Report`. Views turn a report into a `document.Document`; renderers turn that into text.
 
@@ -7,7 +7,6 @@ Start with `base.Report`. Views turn a report into a `document.Document`; render
     text.py        documents as plain text
     html.py        documents as HTML
     tree.py        figures by dotted path, as a tree
-    plot.py        matplotlib figures
     units.py       bytes, times and counts as text
     progress.py    one line that is rewritten while something takes long
 """

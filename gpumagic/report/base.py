@@ -20,11 +20,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
 from gpumagic.errors import OptionError
 from gpumagic.report import html, text
 from gpumagic.report.document import Document, document_of, unfolded
-from gpumagic.report.plot import figure_of
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
 
 
 EVENTS = "events"
@@ -196,23 +194,9 @@ def to_document(report: object) -> Document:
     How a report looks is registered with `document_of` by the module `view` of the folder it is defined in, or by the
     one that its class names as its ``view_module``.
     """
-    _import_view(report)
+    folder = type(report).__module__.rpartition(".")[0]
+    import_module(f"{folder}.{getattr(report, 'view_module', 'view')}")
     return document_of(report)
-
-
-def to_figure(record: object) -> Figure:
-    """Return a report or a timeline as a matplotlib figure.
-
-    Raises:
-        GpuMagicError: matplotlib is not installed, or there is nothing to draw.
-    """
-    _import_view(record)
-    return figure_of(record)
-
-
-def _import_view(record: object) -> None:
-    folder = type(record).__module__.rpartition(".")[0]
-    import_module(f"{folder}.{getattr(record, 'view_module', 'view')}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from gpumagic.errors import OptionError
 from gpumagic.memory import history
-from gpumagic.memory.timeline import MemoryTimeline, plot
+from gpumagic.memory.timeline import MemoryTimeline
 from gpumagic.report.base import EVENTS, Holder, Origin, Report
 from gpumagic.report.units import size
 from gpumagic.transfers.trace.report import LineReport, ModuleReport
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +171,3 @@ class TransferReport(Report[TransferRow]):
         if self.snapshot is None or isinstance(self.snapshot, str):
             raise OptionError(self.snapshot or "memory_viz opens what a cell with --trace records; this had none")
         return history.write(self.snapshot, path)
-
-    def plot(self) -> Figure:
-        """Return a matplotlib figure of the memory over the cell.
-
-        Raises:
-            GpuMagicError: matplotlib is not installed, or there is no timeline.
-        """
-        return plot(self.timeline)

@@ -9,12 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumagic.dryrun.report import DryRunPoint, DryRunReport
-from gpumagic.errors import GpuMagicError
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.timeline import DeviceTimeline, MemoryPoint, MemoryTimeline, TimelineLog
 from gpumagic.memory.view import heights
-from gpumagic.oom.report import OomReport
 from gpumagic.report.base import to_html, to_text
 from gpumagic.source import lines
 from gpumagic.transfers.report import TransferReport
@@ -191,7 +188,6 @@ def _program(chance: object, depth: int) -> list[str]:
 
 def _trace_lines(code: object, ran: list[int], chance: object) -> None:
     import contextlib
-    import sys
     from random import Random
     from types import CodeType
 
@@ -299,30 +295,3 @@ def test_no_column_hides_the_highest(found: list[tuple[float, int]], columns: in
     found_heights = heights(course, MemoryTimeline((course,), 10.0, 2), columns)
     assert len(found_heights) == columns
     assert max(found_heights) == max(n for _, n in found)
-
-
-def test_every_report_with_a_timeline_can_be_plotted() -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is an option of the user's")
-    oom = OomReport("simgpu allocator", "certain", DEVICE, 1, 0, 0, 0, 0, 5, "x", "full", timeline=timeline((4, 7)))
-    dry_run = DryRunReport(
-        DEVICE, {DEVICE: 30}, {DEVICE: 30}, 2, "x", "add", {}, None, None,
-        timeline=(DryRunPoint(DEVICE, 1, 1, 10, {"other": 10}), DryRunPoint(DEVICE, 2, 2, 30, {"other": 30})),
-    )  # fmt: skip
-    for report in (TransferReport(DEVICE, (), timeline=timeline()), oom, dry_run):
-        figure = report.plot()
-        assert figure._repr_png_().startswith(b"\x89PNG")
-        (axes,) = figure.axes
-        assert DEVICE in (axes.get_title(), *axes.get_legend_handles_labels()[1])
-        assert axes.texts, "the peak is marked"
-    assert [each.get_text() for each in oom.plot().axes[0].texts] == ["peak, lines 4-7"]
-
-
-def test_plotting_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(GpuMagicError, match="pip install matplotlib"):
-        TransferReport(DEVICE, (), timeline=timeline()).plot()
-
-
-def test_plotting_what_has_no_timeline_says_why() -> None:
-    with pytest.raises(GpuMagicError, match="touched no device's memory"):
-        TransferReport(DEVICE, ()).plot()

@@ -94,15 +94,6 @@ def test_the_line_after_each_cell_is_a_line(text: str) -> None:
     assert len(shown) < LONGEST
 
 
-def test_labels_of_pictures_are_letters_too() -> None:
-    """matplotlib reads `$` as mathematics, and takes no lone surrogate."""
-    pytest.importorskip("matplotlib", reason="matplotlib is an option of the user's")
-    for kind in every_report.KINDS:
-        report = every_report.report(kind, "$x_$ <img> \x1b\ud800\u202e\n" + "y" * 10_000)
-        if hasattr(report, "plot"):
-            assert report.plot()._repr_png_().startswith(b"\x89PNG"), kind
-
-
 def test_a_report_travels_as_json_whatever_its_names() -> None:
     import json
 
