@@ -86,7 +86,7 @@ class RecordingContext(NestingContext):
             return func(*args, **kwargs) if kwargs else func(*args)
         if torch.compiler.is_compiling():  # a graph has torch's own context, and no counting in it
             return super().__torch_function__(func, types, args, kwargs)
-        return handler(self.recorder, func, args, kwargs or {})
+        return handler(self.recorder, (func, args, kwargs or {}, sys._getframe(1)))
 
     def __enter__(self) -> RecordingContext:  # noqa: PYI034  # as in DeviceRun
         # Checkpointing re-enters the context of its forward in backward, which torch's own does not support.
@@ -121,74 +121,70 @@ class RecordingContext(NestingContext):
 
 # ---- What is done with the functions that the mode has to know: those that create, and those that ask for copies
 
-_GLOBALS = globals()
-Handler = Callable[[Recorder, Function, tuple[Any, ...], dict[str, Any]], Any]
+Handler = Callable[[Recorder, causes.Call], Any]
 
 
-def construct(recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def construct(recorder: Recorder, call: causes.Call) -> Any:
     """Call a constructor with the default device, unless it is given another, or a generator."""
     __tracebackhide__ = True
-    generator = kwargs.get("generator")
-    if kwargs.get("device") is None and generator is None:
-        kwargs["device"] = recorder.device
-        return create(recorder, func, args, kwargs)
-    if generator is not None:  # it works on its own device only, so it decides; DataLoader's sampler relies on it
-        kwargs["device"] = kwargs.get("device") or generator.device
-    return create(recorder, func, args, kwargs)
+    kwargs = call[2]
+    if kwargs.get("device") is None:  # a generator works on its own device only; DataLoader's sampler relies on it
+        generator = kwargs.get("generator")
+        kwargs["device"] = recorder.device if generator is None else generator.device
+    return create(recorder, call)
 
 
-def create(recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def create(recorder: Recorder, call: causes.Call) -> Any:
     """Call a function that makes a new tensor."""
     __tracebackhide__ = True
+    func, args, kwargs, _ = call
     result = func(*args, **kwargs)
     if type(result) is torch.Tensor or is_real(result):
         recorder.add_created(result)
     return result
 
 
-def construct_from_host(recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def construct_from_host(recorder: Recorder, call: causes.Call) -> Any:
     """Call a constructor that copies Python data, an array or another tensor."""
     __tracebackhide__ = True
+    _, args, kwargs, _ = call
     # as_tensor(x, dtype, device) takes it by position
     if kwargs.get("device") is None and (len(args) == 1 or not any(isinstance(each, torch.device) for each in args)):
-        kwargs = {**kwargs, "device": recorder.device}
-    return create_from_host(recorder, func, args, kwargs)
+        kwargs["device"] = recorder.device
+    return create_from_host(recorder, call)
 
 
-def create_from_host(recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def create_from_host(recorder: Recorder, call: causes.Call) -> Any:
     """Call what makes a tensor of Python data, an array or another tensor."""
     __tracebackhide__ = True
-    result = ask(recorder, func, args, kwargs)
+    result, args = ask(recorder, call), call[1]
     if result is not (args[0] if args else None) and (type(result) is torch.Tensor or is_real(result)):
         recorder.add_created(result)
     return result
 
 
-def format_(recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Format one value by a format specification, and other tensors as `print` does."""
+def ask(recorder: Recorder, call: causes.Call, function: Function | None = None) -> Any:
+    """Call a function by which a line asks for copies; where another one is given, that is called in its place."""
     __tracebackhide__ = True
-    return ask(recorder, func, args, kwargs, None if args[0].dim() == 0 else torch.Tensor.__repr__)
-
-
-def ask(
-    recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], like: Function | None = None
-) -> Any:
-    """Call a function by which a line asks for copies, under another one's name if that is given."""
-    __tracebackhide__ = True
-    frame = sys._getframe(2)
-    while frame.f_globals is _GLOBALS and frame.f_back is not None:
-        frame = frame.f_back
-    outer, recorder.request = recorder.request, (like or func, args, kwargs, frame)
+    outer, recorder.request = recorder.request, call
     try:
-        return func(*args, **kwargs)
+        return (function or call[0])(*call[1], **call[2])
     finally:
         recorder.request = outer
 
 
-def ask_to_read(recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def ask_to_read(recorder: Recorder, call: causes.Call) -> Any:
     """Call a function that reads a tensor, of which something is copied only if that is on a device."""
     __tracebackhide__ = True
-    return ask(recorder, func, args, kwargs)
+    return ask(recorder, call)
+
+
+def format_(recorder: Recorder, call: causes.Call) -> Any:
+    """Format one value by a format specification, and other tensors as `print` does."""
+    __tracebackhide__ = True
+    func, args, kwargs, frame = call
+    like = func if args[0].dim() == 0 else torch.Tensor.__repr__
+    return ask(recorder, (like, args, kwargs, frame), func)
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -82,17 +83,18 @@ class TransferHistory:
     _before: dict[tuple[Any, ...], int] = field(default_factory=dict)
     """Versions by place and view; a storage is known by its number, which no other gets."""
     _full: int = _MANY
+    _tensor: Any = field(default_factory=lambda: sys.modules["torch"].Tensor)
 
     def is_repeat(self, place: int, subject: Any) -> bool:
         """Return whether the same part of a storage, unchanged, was transferred at this place before."""
+        if not isinstance(subject, self._tensor) or subject.is_inference():  # in inference mode no changes are counted
+            return False
         try:
-            if subject.is_inference():
-                return False
             number = storages.number_of(subject.untyped_storage())
             key = (place, number, subject.storage_offset(), subject.shape)
             version = subject._version
-        except (AttributeError, NotImplementedError, RuntimeError, ValueError):
-            return False  # no tensor, one without a storage, or one in inference mode, which does not count changes
+        except (NotImplementedError, RuntimeError, ValueError):
+            return False  # it has no storage
         known = self._before.get(key)
         self._before[key] = version
         if known is None and len(self._before) > self._full:
@@ -102,11 +104,9 @@ class TransferHistory:
             self._full = 2 * len(self._before) + _MANY
         return known is not None and bool(known == version)
 
-    def note_copy(self, name: str, source: str, subject: object, result: object) -> None:
+    def note_copy(self, name: str, source: str, subject: object, result: Any) -> None:
         """Remember a tensor that has a copy on another device now."""
-        import torch
-
-        if isinstance(subject, torch.Tensor) and isinstance(result, torch.Tensor):
+        if isinstance(subject, self._tensor):
             self.copies[name, source] = weakref.ref(subject), weakref.ref(result)
 
     def still_on_both(self, variables: Mapping[str, object]) -> tuple[str, ...]:

@@ -41,6 +41,8 @@ from gpumagic.transfers.recorder import current_recorder
 set_eval_frame = eval_frame.set_eval_frame
 _set_tracing_state: Callable[[object], None] = torch._C._set_tracing_state  # type: ignore[attr-defined, unused-ignore]
 _aten, _Tensor = torch.ops.aten, torch.Tensor
+_VALUE = _aten._local_scalar_dense.default
+"""The operator by which the host reads a value."""
 _FINDERS = (
     _aten.nonzero.default, _aten.masked_select.default, _aten._unique2.default, _aten.unique_dim.default,
     _aten.unique_consecutive.default, _aten.unique_dim_consecutive.default, _aten._coalesce.default,
@@ -105,7 +107,7 @@ def is_idle() -> bool:
 
 
 def _register(library: Library) -> None:
-    backends = [each for each in _BACKENDS if _has_kernel(_aten._local_scalar_dense.default.name(), each)]
+    backends = [each for each in _BACKENDS if _has_kernel(_VALUE.name(), each)]
     for operator, count in _counted().items():
         for place, kernel in _kernels_of(operator, backends):
             _put(library, operator, count(kernel), place)
@@ -115,8 +117,7 @@ def _register(library: Library) -> None:
 
 def _counted() -> dict[Any, Callable[[Function], Function]]:
     """Return the operators, and what makes for each a kernel that counts out of one that works."""
-    finders = {each: functools.partial(_finding, each) for each in _FINDERS}
-    return {_aten.copy_.default: _copying, _aten._local_scalar_dense.default: _reading, **finders}
+    return {_aten.copy_.default: _copying, **{each: functools.partial(_reading, each) for each in (_VALUE, *_FINDERS)}}
 
 
 def _kernels_of(operator: Any, backends: Iterable[str]) -> Iterator[tuple[str, Function]]:
@@ -186,37 +187,15 @@ def _copying(kernel: Function) -> Function:
     return copy_
 
 
-def _reading(kernel: Function) -> Function:
-    def read(keyset: DispatchKeySet, tensor: Any) -> Any:
+def _reading(operator: Any, kernel: Function) -> Function:
+    name = operator._opname
+    asks = causes.READ if operator is _VALUE else f".{name.strip('_2')}"
+
+    def read(keyset: DispatchKeySet, tensor: Any, *args: Any) -> Any:
         __tracebackhide__ = True
         if not isinstance(tensor, _Tensor):
-            return tensor
+            return tensor if operator is _VALUE else kernel(keyset, tensor, *args)
         if tensor.is_cpu or tensor.is_meta:
-            return kernel(keyset, tensor)
-        compiling, tracing = set_eval_frame(None), _get_tracing_state()
-        try:
-            if tracing is not None:
-                _set_tracing_state(None)
-            start = perf_counter()
-            result = kernel(keyset, tensor)
-            recorder = current_recorder()
-            if recorder is not None:
-                recorder.add_read(tensor, tensor.element_size(), perf_counter() - start, causes.READ)
-            return result
-        finally:
-            if tracing is not None or compiling is not None:
-                _count_no_more(compiling, tracing)
-
-    return read
-
-
-def _finding(operator: Any, kernel: Function) -> Function:
-    name = operator._opname
-    asks = f".{name.strip('_2')}"
-
-    def find(keyset: DispatchKeySet, tensor: Any, *args: Any) -> Any:
-        __tracebackhide__ = True
-        if not isinstance(tensor, _Tensor) or tensor.is_cpu or tensor.is_meta:
             return kernel(keyset, tensor, *args)
         compiling, tracing = set_eval_frame(None), _get_tracing_state()
         try:
@@ -225,14 +204,15 @@ def _finding(operator: Any, kernel: Function) -> Function:
             recorder = current_recorder()
             before, start = 0 if recorder is None else recorder.counted, perf_counter()
             result = kernel(keyset, tensor, *args)
+            seconds = perf_counter() - start
             if recorder is not None and recorder.counted == before:
-                recorder.add_read(tensor, _bytes_of_size(name, tensor, args), perf_counter() - start, asks)
+                recorder.add_read(tensor, _bytes_read(name, tensor, args), seconds, asks)
             return result
         finally:
             if tracing is not None or compiling is not None:
                 _count_no_more(compiling, tracing)
 
-    return find
+    return read
 
 
 def _count_no_more(compiling: Any, tracing: Any) -> None:
@@ -243,11 +223,13 @@ def _count_no_more(compiling: Any, tracing: Any) -> None:
         set_eval_frame(compiling)
 
 
-def _bytes_of_size(operator: str, tensor: torch.Tensor, options: tuple[Any, ...]) -> int:
-    """Return the bytes in which CUDA tells the host how many elements an operator finds.
+def _bytes_read(operator: str, tensor: torch.Tensor, options: tuple[Any, ...]) -> int:
+    """Return the bytes of a value that the host reads, or those in which CUDA tells it how many elements are found.
 
     That is an int32, but an int64 of `unique`, unless it looks at truth values or compares the slices of a dimension.
     """
+    if operator == "_local_scalar_dense":
+        return int(tensor.element_size())
     if operator == "_coalesce":
         return FOUND_BYTES if tensor._nnz() > 1 else 0
     in_slices = "_dim" in operator or (operator == "unique_consecutive" and options[2:] not in ((), (None,)))
