@@ -84,18 +84,11 @@ USUAL = (
     "T4", "L4", "A10G", "RTX 3090", "RTX 4090", "RTX 5090", "L40S", "A100-40GB", "A100", "H100", "H200", "B200",
 )  # fmt: skip
 """Those that most people have, rent or buy; messages and advice name them first."""
-_LABELS = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 94, 96, 128, 141, 180, 192, 288)
-"""The sizes, in GB, that are printed on the boxes of GPUs."""
 _MAKERS = re.compile(
     "nvidia|geforce|quadro|tesla|amd|instinct|rtx|gtx|generation|blackwell|workstation|server|edition|gpu"
     r"|sxm\d?|hbm\d?e?|[\W_]"
 )
 """What a name means the same without."""
-
-
-def label(gpu: GPU) -> int:
-    """Return the size of a GPU's memory as its maker tells it, in GB: the next one above what CUDA says."""
-    return next(size for size in _LABELS if size * 1024 * MIB >= gpu.capacity)
 
 
 def named(name: str) -> GPU:
@@ -106,8 +99,7 @@ def named(name: str) -> GPU:
 def name_of(name: str) -> str:
     """Return the name of a GPU as `GPUS` has it.
 
-    Case, spaces, dashes, the maker, `RTX` and the like make no difference. The size of the memory may follow
-    (`a100-80gb`), and torch's name for the device will do.
+    Case, spaces, dashes, the maker, `RTX` and the like make no difference, and torch's name for the device will do.
 
     Raises:
         OptionError: there is none of that name; the message suggests what may be meant.
@@ -127,8 +119,7 @@ def name_of(name: str) -> str:
 @functools.cache
 def _spellings() -> dict[str, str]:
     """Return the names of `GPUS` by what may be written for them."""
-    sized = {_plain(f"{name} {label(gpu)}"): name for name, gpu in GPUS.items()}
-    return sized | {_plain(gpu.name): name for name, gpu in GPUS.items()} | {_plain(name): name for name in GPUS}
+    return {_plain(gpu.name): name for name, gpu in GPUS.items()} | {_plain(name): name for name in GPUS}
 
 
 def _plain(name: str) -> str:

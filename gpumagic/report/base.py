@@ -6,12 +6,11 @@ A report becomes a neutral document, which `text` and `html` render. Nothing her
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -87,24 +86,15 @@ class Report(Generic[Row]):
         return Details(unfolded(to_document(self)))
 
     def save(self, path: str | Path) -> Path:
-        """Write the report to a file, and return its path.
-
-        Args:
-            path: ends in ``.html`` (one page, without other files), ``.json``, ``.csv`` (its rows), ``.txt``.
+        """Write the report to a file as one HTML page, which needs no other files, and return its path.
 
         Raises:
-            OptionError: it ends otherwise.
+            OptionError: the file does not end in ``.html``.
         """
         path = Path(path)
-        forms: dict[str, Callable[[], str]] = {
-            ".html": lambda: html.page(to_document(self)),
-            ".json": lambda: json.dumps(self.to_dict(), indent=1),
-            ".csv": lambda: self.to_pandas().to_csv(index=False),
-            ".txt": lambda: f"{to_text(self, 100, unicode=True)}\n",
-        }
-        if path.suffix not in forms:
-            raise OptionError(f"{path.name!r} ends in none of {', '.join(forms)}")
-        path.write_text(forms[path.suffix](), encoding="utf-8")
+        if path.suffix != ".html":
+            raise OptionError(f"{path.name!r} does not end in .html; to_pandas() and to_dict() have the figures")
+        path.write_text(html.page(to_document(self)), encoding="utf-8")
         return path
 
     def __str__(self) -> str:

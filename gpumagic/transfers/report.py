@@ -159,8 +159,8 @@ class TransferReport(Report[TransferRow]):
         """Write the report to a file, and return its path.
 
         Args:
-            path: ends as those of other reports; or in ``.pickle``, for what https://pytorch.org/memory_viz opens of a
-                traced cell on CUDA.
+            path: ends in ``.html``, or in ``.pickle`` for what https://pytorch.org/memory_viz opens of a traced cell on
+                CUDA.
 
         Raises:
             OptionError: it ends otherwise, or the allocator kept no history.
