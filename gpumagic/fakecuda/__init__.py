@@ -17,8 +17,8 @@ would. The profiler has the host's side only. CUDA graphs have no conditional no
 capture under `backend:cudaMallocAsync`. Memory that is allocated without torch's cache takes at least 2 MiB each
 time, where CUDA lets small pieces share.
 
-To start reading: `build.py` says which libraries are exchanged and compiles `native/`; `answers.py` is what the
-generated functions write. `native/fake.h` lists what the libraries share; `runtime.c` and its neighbours are libcudart,
+To start reading: `build.py` says which libraries are exchanged, compiles `native/` and generates the rest.
+`native/fake.h` lists what the libraries share; `runtime.c` and its neighbours are libcudart,
 `driver.c` is libcuda, each other file is the library of its name. `memory/presets.py` has the GPUs that can be
 stood in for, `log.py` reads what the runtime saw, `__main__.py` is the command.
 """

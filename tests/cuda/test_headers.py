@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpumagic.fakecuda import build
-from gpumagic.fakecuda.answers import SIZES, STATUSES
+from gpumagic.fakecuda.build import SIZES, STATUSES
 
 SITE = build.installed_torch().folder.parent.parent
 TRITON = SITE / "triton/backends/nvidia/include"
