@@ -108,7 +108,8 @@ def name_of(name: str) -> str:
     if plain == "list":
         raise OptionError(f"there are {', '.join(typed(GPUS))}")
     if plain not in known:
-        near = typed(known[each] for each in difflib.get_close_matches(plain, known, 4, 0.7))
+        cutoff = 0.5 if len(plain) < 3 and not plain.isdigit() else 0.7
+        near = typed(known[each] for each in difflib.get_close_matches(plain, known, 4, cutoff))
         hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(typed(USUAL))} and others"
         raise OptionError(
             f"{name!r} is not a GPU that is known here; {hint} (--gpu list names all, --capacity 48GiB takes a size)"
