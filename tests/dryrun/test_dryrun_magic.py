@@ -111,7 +111,7 @@ def test_of_an_amd_gpu_the_size_counts_and_nothing_is_certain(run) -> None:
         ("%%dryrun --fit nothing\nn = 1", "--fit nothing: the cell has no int called nothing; it has n"),
         ("%%dryrun --fit model\nmodel(1)", "--fit model: model is a Linear, not an int"),
         ("%%dryrun --gpu T5\n1", "'T5' is not a GPU that is known here; did you mean T4?"),
-        ("%%dryrun --gpu 24GB\n1", "(--gpu list names all, --capacity 48GiB takes a size)"),
+        ("%%dryrun --gpu 24GB\n1", "'24GB' is not a GPU that is known here; there are T4, "),
         ("%%dryrun --gpu list\n1", "there are "),
         ("%%dryrun --fti n\n1", "%%dryrun has no option '--fti'; did you mean --fit?"),
         ("%%oomguard --fit n\n1", "%%oomguard has no option '--fit'; %%dryrun has it"),
