@@ -27,10 +27,10 @@ TIERS: tuple[tuple[Rule, ...], ...] = (
     # The same result, with less memory or in another place.
     (expressions.rewritten, expressions.expand, collected.results, collected.listed,
      kept.last_turn, kept.weights, training.single, expressions.update_in_place, limits.expandable_segments,
-     limits.compact, limits.workers, training.one_by_one, limits.other_device, training.in_parts, parts.smaller,
+     limits.compact, limits.workers, training.one_by_one, limits.other_device, parts.smaller,
      training.settings, parts.by_rows, parts.mapped),
     # Memory against time or precision.
-    (batch.accumulate, batch.smaller, loops.batch, batch.unnamed, training.of_all_in_parts, training.checkpoint,
+    (batch.accumulate, batch.smaller, loops.batch, batch.unnamed, training.checkpoint,
      training.mixed, *loops.SWITCHES, training.smaller_parameters),
     (),  # a number of the tier before that changes the result
     # Another model, another optimizer, more devices.
@@ -43,7 +43,7 @@ OTHER_RESULT, DRASTIC, MONEY = 3, 4, 5
 """The tiers of a number that changes the result, of what changes the method, and of money."""
 
 OF_ACTIVATIONS = frozenset({
-    training.in_parts, training.checkpoint, training.mixed, batch.accumulate, batch.smaller, batch.unnamed,
+    training.checkpoint, training.mixed, batch.accumulate, batch.smaller, batch.unnamed,
     parts.smaller, parts.by_rows, parts.mapped, loops.batch,
 })  # fmt: skip
 """What cannot help where parameters, gradients and optimizer state alone are more than there is."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpumagic.memory.allocator import AllocatorStats
-from gpumagic.oom.rules import expressions, limits, training, verdict
+from gpumagic.oom.rules import expressions, limits, parts, verdict
 from gpumagic.oom.rules.facts import Facts, Loader, TensorFact
 from gpumagic.source import cell_code, text
 
@@ -75,12 +75,16 @@ def test_the_loss_in_parts_is_the_loss(trains) -> None:
     labels = torch.arange(24)
     labels[3] = -100
     source = "loss = F.cross_entropy(hidden @ table, labels)"
-    facts = failing(source, {"hidden": TensorFact((24, 8), "float64", hidden.nbytes, "cuda:0")})
+    there = {
+        "hidden": TensorFact((24, 8), "float64", hidden.nbytes, "cuda:0"),
+        "labels": TensorFact((24,), "int64", labels.nbytes, "cuda:0"),
+    }
+    facts = failing(source, there, requested=24 * 1200 * 8)
     facts = replace(
         facts, line=1, calls_backward=trains,
-        function="cross_entropy", operands={"input": TensorFact((24, 1200), "float64", 24 * 1200 * 8, "cuda:0")},
     )  # fmt: skip
-    advice = one(training.in_parts, facts)
+    (choice,) = parts.by_rows(facts)
+    advice = choice.make(7)
     assert ("checkpoint" in advice.edit) is trains
     names = {"torch": torch, "F": torch.nn.functional, "hidden": hidden, "table": table, "labels": labels}
     exec("import torch.utils.checkpoint\n" + advice.apply(source), names)

@@ -148,16 +148,17 @@ def by_rows(facts: Facts) -> Iterator[Choice]:
         places = [(facts.text, each) for each in block if each.lineno < statement.lineno][::-1] or places
     for text, joined in ((place, each) for place, one in places for each in reversed(list(joined_in(place, one)))):
         whole = joined.text.tree.body[0] if joined.text.tree.body else None
-        for node in joined.text.expressions():
+        for node in joined.text.expressions() if called_name(joined.last) != "backward" else ():  # the loss has a name
             method = _summed(node)
-            inner = node.func.value if method and isinstance(node, ast.Call) else node  # type: ignore[attr-defined]
+            inner = node.func.value if method in ("mean", "sum") else node  # type: ignore[attr-defined]
             rows = _rows_of(facts, joined.text, inner)
             is_all = isinstance(whole, ast.Expr) and whole.value is node and joined.before
             if rows is None or isinstance(inner, ast.Name) or not (method or rows.reduces or is_all):
                 continue
-            there = sum(facts.tensors[name].nbytes for name in _sources(joined.text, rows).values())
-            is_wide = facts.requested is not None and 2 * facts.requested >= there
-            if rows.length > 1 and (not facts.trains if rows.of_model else is_wide):
+            tensors = [facts.tensors[name] for name in _sources(joined.text, rows).values()]
+            is_wide = facts.requested is not None and 2 * facts.requested >= sum(each.nbytes for each in tensors)
+            is_head = method == "cross_entropy" and (tensors[0].graph or tensors[0].requires_grad)  # not all of a model
+            if rows.length > 1 and (is_head or not facts.trains if rows.of_model else is_wide):
                 make = functools.partial(_advice, facts, text, joined, node, inner, rows)
                 least = min(LEAST_ROWS, rows.length // 8)
                 yield Choice("rows", rows.length, make, max(1, rows.length // 16), least=least)
@@ -208,12 +209,16 @@ def _advice(
         code, at = joined.text.code(each), joined.text.offset(each) - start
         part = part[:at] + named[code] + part[at + len(code) :]
     method, one, first = _summed(node), ", ".join(named.values()), next(iter(named))
-    part = f"({part}).{method}()" if method else part
+    if method == "cross_entropy":
+        part = f'{part.removesuffix(")")}, reduction="sum")'
+    part = f"({part}).{method}()" if method in ("mean", "sum") else part
     part += f" * len({named[first]})" if method == "mean" else ""
     cost = "a little time"
-    is_without_graph = rows.of_model and facts.cell is not None and not facts.cell.switches_grad_off
+    is_looked_at = not facts.trains and facts.cell is not None and not facts.cell.switches_grad_off
+    is_without_graph = rows.of_model and is_looked_at
     margin = "\n" + text.indent_of(joined.last) + (INDENT if is_without_graph else "")
-    if any(facts.tensors[name].requires_grad or facts.tensors[name].graph for name in sources.values()):
+    tensors = [facts.tensors[name] for name in sources.values()]
+    if any(each.requires_grad or each.graph for each in tensors) or (method == "cross_entropy" and facts.trains):
         part = f"torch.utils.checkpoint.checkpoint({margin}        lambda {one}: {part}, {one}, use_reentrant=False)"
         cost = "the line is computed again in backward"
     split = [f"{each}.split({number})" for each in named]
@@ -221,6 +226,7 @@ def _advice(
     parts = f"{part}{margin}    for {one} in {pairs}{margin}"
     code = f"sum({margin}    {parts})" if method else f"torch.cat([{margin}    {parts}])"
     code = f"({code} / {rows.length})" if method == "mean" else code
+    code = f"({code} / ({list(sources)[-1]} != -100).sum())" if method == "cross_entropy" else code
     changes, how = joined.changes(text, joined.text.replace(node, code)), "at a time"
     if is_without_graph:
         changes += text.wrap([each for each in [text.statement_at(joined.last.lineno)] if each is not None], INFERENCE)
@@ -235,7 +241,9 @@ def _advice(
 
 
 def _summed(node: ast.expr) -> str:
-    """Return `mean` or `sum` where that is taken of everything, in the end."""
+    """Return `mean` or `sum` where that is taken of everything, in the end, or `cross_entropy`, a mean of its own."""
+    if called_name(node) == "cross_entropy" and isinstance(node, ast.Call) and not node.keywords:
+        return "cross_entropy"
     is_whole = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not (node.args or node.keywords)
     return called_name(node) if is_whole and called_name(node) in ("mean", "sum") else ""
 
@@ -279,6 +287,7 @@ def _of_elements(facts: Facts, text: CellText, operands: Sequence[ast.expr]) -> 
 
 
 def _is_number(facts: Facts, text: CellText, node: ast.expr) -> bool:
+    node = node.operand if isinstance(node, ast.UnaryOp) else node
     return isinstance(node, ast.Constant) or text.code(node) in facts.numbers or text.code(node).startswith("len(")
 
 
@@ -299,6 +308,10 @@ def _of_method(facts: Facts, text: CellText, call: ast.Call) -> Rows | None:  # 
         arguments.insert(0, call.func.value)
     dim = keyword(call, "dim")
     of = arguments[0] if arguments else None
+    if name == "cross_entropy" and len(arguments) == 2:
+        logits, labels = (_rows_of(facts, text, each) for each in arguments)
+        is_fit = logits is not None and labels is not None and logits.length == labels.length and labels.dimensions == 1
+        return replace(logits, uses=(*logits.uses, *labels.uses)) if is_fit and logits and labels else None
     if (
         name in ("cat", "concat")
         and isinstance(of, ast.List)

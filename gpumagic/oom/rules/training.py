@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import ast
-import functools
 import itertools
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from gpumagic.oom.report import Advice
-from gpumagic.oom.rules.expressions import joined_in, match
 from gpumagic.oom.rules.facts import Facts, Model, Optimizer
-from gpumagic.oom.rules.proposal import Remedy, backend, calls, does, find, loop_around, prepare, propose, substituted
+from gpumagic.oom.rules.proposal import Remedy, backend, calls, does, find, loop_around, prepare, propose
 from gpumagic.report.units import LARGE, size
-from gpumagic.source.text import CellText, called_name, keyword
+from gpumagic.source.text import CellText, keyword
 
 ADAMS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
 SHARED = ("lr", "weight_decay")
@@ -204,58 +202,3 @@ def _switch(facts: Facts, model: Model) -> dict[str, Any]:
 
 SEGMENTS = 4
 """Into how many a sequence of layers is divided, of which only the borders are kept."""
-
-PARTS = 8
-"""Of the rows that logits are made of."""
-
-
-def in_parts(facts: Facts, *, of_model: bool = False) -> Iterator[Advice]:
-    """Make the logits of a part of the tokens at a time: with a head, or with all of a model."""
-    for text, call in calls(facts.texts, "cross_entropy"):
-        for joined in joined_in(text, text.statement_at(call.lineno)):
-            for node in joined.text.expressions():
-                code, is_model = _loss_in_parts(facts, joined.text, node, text.indent_of(call))
-                if code and is_model == of_model:
-                    yield propose(
-                        f"Make the logits in {PARTS} parts", text=text,
-                        changes=joined.changes(text, joined.text.replace(node, code)),
-                        evidence="the loss makes as much again as the logits, and backward once more",
-                        cost=f"the {'model' if is_model else 'head'} runs twice; fused losses (Liger) avoid that",
-                    )  # fmt: skip
-                    return
-
-
-def _loss_in_parts(facts: Facts, text: CellText, node: ast.AST, indent: str) -> tuple[str, bool]:
-    """Return the code for ``cross_entropy(head(hidden), labels)``, a part of the rows at a time; nothing elsewhere.
-
-    And whether the head is all of a model, which is called with data.
-    """
-    loss = match("cross_entropy(cast(LOGITS), LABELS)", node) or match("cross_entropy(LOGITS, LABELS)", node)
-    if loss is None or not isinstance(node, ast.Call):
-        return "", False
-    logits, labels = loss["LOGITS"], text.code(loss["LABELS"])
-    product = match("HIDDEN @ TABLE", logits)
-    hidden = product["HIDDEN"] if product else logits.args[0] if isinstance(logits, ast.Call) and logits.args else None
-    fact = facts.tensors.get(hidden.id) if isinstance(hidden, ast.Name) else None
-    is_alone = product or (isinstance(logits, ast.Call) and len(logits.args) == 1)  # no edges of a graph beside it
-    if (
-        not is_alone
-        or hidden is None
-        or fact is None
-        or len(fact.shape) != 2
-        or not isinstance(loss["LABELS"], ast.Name)
-    ):
-        return "", False
-    step = f'{text.code(node.func)}({substituted(text, logits, hidden, "h_part")}, y_part, reduction="sum")'
-    lines = [f"    {step}"]
-    if facts.trains:
-        lines = ["    torch.utils.checkpoint.checkpoint(", f"        lambda h_part, y_part: {step},",
-                 "        h_part, y_part, use_reentrant=False)"]  # fmt: skip
-    chunks = f"zip({text.code(hidden)}.chunk({PARTS}), {labels}.chunk({PARTS}))"
-    is_model = called_name(logits) in {each.name for each in facts.models} and not (fact.graph or fact.requires_grad)
-    return f"\n{indent}".join(
-        ["(sum(", *lines, f"    for h_part, y_part in {chunks}) / ({labels} != -100).sum())"]
-    ), is_model
-
-
-of_all_in_parts = functools.partial(in_parts, of_model=True)

@@ -1,6 +1,6 @@
 # A loss over a large vocabulary.
 # verdict: shortage
-# advice: Make the logits in 8 parts
+# advice: Compute line
 # %%
 head = nn.Linear(32, 20000, bias=False).to("simgpu:0")
 hidden = torch.randn(512, 32, device="simgpu:0", requires_grad=True)

@@ -1,6 +1,6 @@
 # The same without training, in one expression.
 # verdict: shortage
-# advice: Make the logits in 8 parts
+# advice: Compute line
 # %%
 table = torch.randn(32, 40000, device="simgpu:0")
 hidden, labels = torch.randn(512, 32, device="simgpu:0"), torch.zeros(512, dtype=torch.long, device="simgpu:0")
