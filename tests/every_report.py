@@ -26,7 +26,7 @@ KINDS = sorted(kind.__name__ for kind in document_of.registry if kind is not obj
 FIXED: dict[tuple[str, str], Any] = {
     ("TensorReport", "group_by"): None, ("ClusterReport", "magic"): "gpuinfo",
     ("DiffRow", "change"): "came", ("EngineAnswer", "state"): "answered",
-    ("OomReport", "recovered"): False, ("OomReport", "retries"): 0, ("DtypeReport", "optimizer"): "adamw",
+    ("OomReport", "recovered"): False, ("OomReport", "retries"): 0,
 }  # fmt: skip
 """Fields of a few known words, which no text from outside reaches, and flags that would fold all else away."""
 _TYPES = {

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from gpumagic.dryrun import models
-from gpumagic.dryrun.models import DtypeReport, Model
 from gpumagic.report.base import Report, to_document
 from gpumagic.report.document import Heading
 
@@ -207,8 +205,6 @@ class DryRunReport(Report[DryRunRow]):
     """Variables that the code sets to a number and that by their names say how much it works on at once."""
     versions: dict[str, str] = field(default_factory=dict)
     """What figures differ by: ``"torch"``, and ``"attention"``, the kernels that were chosen, where that is known."""
-    models: tuple[Model, ...] = ()
-    """The models that the cell leaves in variables, or that the callable returns."""
 
     @property
     def rows(self) -> tuple[DryRunRow, ...]:
@@ -218,18 +214,6 @@ class DryRunReport(Report[DryRunRow]):
     def verdict(self) -> str:
         """The report's first line."""
         return next(block.text for block in to_document(self).blocks if isinstance(block, Heading))
-
-    def by_dtype(self, training: bool = False, *, optimizer: str = "adamw") -> DtypeReport:
-        """Return what the models that the cell builds take with weights of float32, bfloat16, int8 and int4.
-
-        Args:
-            training: with gradients and the optimizer's state, in place of weights and buffers alone.
-            optimizer: ``"adamw"``, ``"adam"``, ``"momentum"`` (SGD with momentum) or ``"sgd"``.
-
-        Raises:
-            OptionError: the cell leaves no model, or it is another optimizer.
-        """
-        return models.table(self.models, self.capacity, training=training, optimizer=optimizer)
 
 
 def peak_of(report: DryRunReport) -> int:

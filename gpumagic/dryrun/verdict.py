@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpumagic.dryrun import payload
-from gpumagic.dryrun.models import Model
 from gpumagic.dryrun.report import DeviceNeed, DryRunPoint, DryRunReport, DryRunRow, Passes, peak_of
 from gpumagic.dryrun.targets import NCCL, Target
 from gpumagic.report.units import count, size, size_range
@@ -59,7 +58,7 @@ def report_of(outcome: dict[str, Any], target: Target, parts: payload.Payload) -
             for each in sorted(outcome["lines"], key=lambda each: (each["line"], each["device"]))
         ),
         operators=outcome["operators"], seconds=outcome["seconds"],
-        models=tuple(Model(**each) for each in outcome["models"]), versions=outcome.get("versions", {}),
+        versions=outcome.get("versions", {}),
     )  # fmt: skip
 
 

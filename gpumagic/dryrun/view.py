@@ -1,4 +1,4 @@
-"""The views of a dry run: whether it fits first, then what makes up the peak and how it comes about; and by dtype."""
+"""The view of a dry run: whether it fits first, then what makes up the peak and how it comes about."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from gpumagic.dryrun import report as records
-from gpumagic.dryrun.models import DtypeReport, DtypeRow
 from gpumagic.dryrun.report import DryRunReport, peak_of, reserved_of
 from gpumagic.dryrun.verdict import overhead, passes_sentence, shortcoming
 from gpumagic.report import document as doc
@@ -301,51 +300,3 @@ def _small_print(report: DryRunReport) -> Iterator[doc.Block]:
     yield doc.Paragraph(
         f"{count(report.operators, 'operator')} were run{on}, {count(report.runs, 'time')}{attention}.", muted=True
     )
-
-
-# ---- By dtype
-
-_DTYPE_PARTS = {"weights": "parameters", "buffers": "buffers", "gradients": "gradients", "optimizer": "optimizer state"}
-_SHOWN = {"bfloat16": "bfloat16, float16"}
-"""They take the same."""
-_OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "momentum": "SGD with momentum", "sgd": "SGD"}
-
-
-@document_of.register(DtypeReport)
-def view_by_dtype(report: DtypeReport) -> doc.Document:
-    """Return how much of the device each type of weights leaves, what makes it up, and what is not in it."""
-    what = f"{' and '.join(report.models)}, {count(report.parameters, 'parameter')}"
-    what += f", trained with {_OPTIMIZERS.get(report.optimizer, report.optimizer)}" if report.training else ""
-    widest = next((row for row in report.rows if row.left is not None and row.left >= 0), None)
-    if report.capacity is not None and widest is not None and widest.left is not None:
-        what += f": in {widest.dtype}, {size(widest.left)} of {size(report.capacity)} is left"
-    elif report.capacity is not None:
-        least = min(row.total for row in report.rows if row.total is not None)
-        what += f": {size(report.capacity)} is too little, it takes {size(least)} at least"
-    notes = ". ".join(f"{each[:1].upper()}{each[1:]}" for each in report.notes)
-    table = Table.of(report.rows, list(_dtype_columns(report)), "What each type of weights takes")
-    return doc.Document((doc.Heading(what), table, doc.Paragraph(f"{notes}.", muted=True)))
-
-
-def _dtype_columns(report: DtypeReport) -> Iterator[Column[DtypeRow]]:
-    dash = doc.Cell("-", muted=True)
-
-    def part_of(name: str) -> Callable[[DtypeRow], doc.Cell | str]:
-        return lambda row: dash if getattr(row, name) is None else size(getattr(row, name))
-
-    def left(row: DtypeRow) -> doc.Cell | str:
-        if row.left is None:
-            return dash
-        return size(row.left) if row.left >= 0 else f"{size(-row.left)} short"
-
-    parts = [part for part in _DTYPE_PARTS if any(getattr(row, part) for row in report.rows)]
-    yield Column("Weights in", lambda row: _SHOWN.get(row.dtype, row.dtype))
-    for name in parts:
-        yield Column(name.replace("optimizer", "state").capitalize(), part_of(name), "right")
-    yield Column(
-        "Total",
-        lambda row: doc.Cell("-", muted=True, title="not trained") if row.total is None else size(row.total),
-        "right",
-        bar=lambda row: None if row.total is None else {_DTYPE_PARTS[each]: getattr(row, each) or 0 for each in parts},
-    )
-    yield Column("Left", left, "right", when=lambda _: report.capacity is not None)

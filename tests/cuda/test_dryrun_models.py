@@ -201,61 +201,6 @@ for _ in range(3):
     assert report.peak["cuda:0"] == really(cell)
 
 
-BUILT = {
-    "a Llama": SMALL + "model = AutoModelForCausalLM.from_config(cfg)",
-    "a GPT-2, its weights tied": "from transformers import AutoModelForCausalLM, GPT2Config\n"
-    "model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=2, n_embd=300, n_head=5, vocab_size=1001))",
-    "a ResNet": "import timm\nmodel = timm.create_model('resnet18', num_classes=7)",
-}
-
-
-def requested() -> int:
-    """Return what is allocated in steps of 512 bytes, without the rest of a segment that is too small to be split."""
-    blocks = [block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]]
-    return sum(-(-each["requested_size"] // 512) * 512 for each in blocks if each["state"] == "active_allocated")
-
-
-@pytest.mark.parametrize("built", BUILT)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_table_has_what_the_allocator_counts_for_weights_gradients_and_state(built: str, dtype: str) -> None:
-    report = dry_run(BUILT[built])
-    row = next(each for each in report.by_dtype(training=True) if each.dtype == dtype)
-    names: dict[str, Any] = {}
-    exec(BUILT[built], names)
-    before = requested()
-    model = names.pop("model")
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(getattr(torch, dtype))  # buffers keep their type
-    model.cuda()
-    assert row.weights + row.buffers == requested() - before
-    assert report.models[0].parameters == sum(each.numel() for each in model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    assert row.total is not None
-    assert row.gradients == requested() - before - row.weights - row.buffers
-    optimizer = torch.optim.AdamW(model.parameters())
-    optimizer.step()
-    assert row.total == requested() - before
-    del model, parameter, optimizer
-
-
-def test_the_table_of_llama_8b_is_the_sum_over_its_tensors() -> None:
-    report = dry_run(LLAMA_8B + "m = AutoModelForCausalLM.from_config(cfg)", 16 << 30)
-    assert report.models[0].parameters == 8_030_261_248
-    found = {row.dtype: row for row in report.by_dtype()}
-    blocks = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14336 * 4096)  # weights of the linear layers
-    rows = 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)
-    rest = 8_030_261_248 - blocks
-    assert {name: row.weights for name, row in found.items()} == {
-        "float32": 4 * 8_030_261_248,
-        "bfloat16": 2 * 8_030_261_248,
-        "int8": blocks + 4 * rows + 2 * rest,
-        "int4": blocks // 2 + blocks // 16 + 32 * 7 * 512 + 2 * rest,
-    }
-    assert [row.left for row in found.values()] == [(16 << 30) - (row.total or 0) for row in found.values()]
-    assert "in bfloat16, 1.0 GiB of 16.0 GiB is left" in " ".join(str(report.by_dtype()).split())
-
-
 MADE = {
     "ones": "torch.ones(6000, 1000, 1000)",
     "full": "torch.full((6000, 1000, 1000), 2.0)",

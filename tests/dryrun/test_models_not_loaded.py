@@ -1,4 +1,4 @@
-"""Models that a dry run builds where torch is a CPU build: no memory of the host, and the table by dtype."""
+"""Models that a dry run builds where torch is a CPU build: no memory of the host."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from dryrun_outcomes import kept_outcomes
 from gpumagic.dryrun import run, targets
 from gpumagic.dryrun.report import DryRunReport
 from gpumagic.dryrun.script import script_of
-from gpumagic.errors import OptionError
-from gpumagic.report.base import to_html, to_text
 
 MIB = 1 << 20
 
@@ -117,52 +115,11 @@ def test_that_random_numbers_are_others_after_a_large_model_is_said() -> None:
     assert [said in dry_run(build + more).assumed for more in ("n = 1", "n = torch.rand(3)")] == [False, True]
 
 
-def test_the_table_is_of_the_models_in_variables_each_tensor_once() -> None:
-    head = "head = nn.Linear(256, 128_000, bias=False)\nhead.weight = m[0].weight"
-    report = dry_run(f"{MODEL}m = build(1, 256)\n{head}\ninner = m[1]")
-    assert [(each.name, each.kind) for each in report.models] == [("m", "Sequential"), ("head", "Linear")]
-    assert report.models[0].parameters == 128_000 * 256 + 2 * 256 * 1024 + 1024 + 3 * 256
-
-
-def test_a_model_that_a_function_returns_is_one() -> None:
+def test_a_model_that_a_function_returns_is_its_parameters() -> None:
     def build() -> object:
         from torch import nn
 
-        return nn.Linear(1000, 10)
+        return nn.Linear(1024, 1024, bias=False).cuda()
 
     report = run.dry_run(script_of(build), {}, targets.choose("cuda:0", 1 << 30))
-    assert [(each.name, each.parameters) for each in report.models] == [("the model", 10_010)]
-
-
-def test_int8_and_int4_are_laid_out_as_bitsandbytes_does_it() -> None:
-    """The figures are those of bitsandbytes 0.50.2 on torch's CUDA allocator, a layer of 1000 x 3000 with its bias."""
-    report = dry_run("from torch import nn\nmodel = nn.Linear(1000, 3000)")
-    assert {row.dtype: row.total for row in report.by_dtype()}["int8"] == 3_018_752
-    assert {row.dtype: row.total for row in report.by_dtype()}["int4"] == 1_694_720
-
-
-def test_only_what_is_trained_has_gradients_and_state() -> None:
-    cell = "from torch import nn\nm = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))\nm[0].requires_grad_(False)"
-    report = dry_run(cell)
-    layer = 4 * 64 * 64 + 512
-    row = report.by_dtype(training=True)[0]
-    assert (row.weights, row.gradients, row.optimizer, row.total) == (2 * layer, layer, 2 * layer, 5 * layer)
-    assert report.by_dtype(training=True, optimizer="sgd")[0].total == 3 * layer
-    assert [row.total for row in report.by_dtype(training=True)][2:] == [None, None]
-
-
-def test_no_model_and_no_such_optimizer_are_said() -> None:
-    with pytest.raises(OptionError, match="leaves no model in a variable"):
-        dry_run("x = 1").by_dtype()
-    with pytest.raises(OptionError, match="adamw, adam, momentum, sgd"):
-        dry_run("from torch import nn\nm = nn.Linear(2, 2)").by_dtype(training=True, optimizer="lion")
-
-
-def test_the_table_says_first_what_is_left() -> None:
-    report = dry_run("from torch import nn\nmodel = nn.Linear(16384, 16384)", 3 << 28)
-    assert to_text(report.by_dtype(), 100).splitlines()[0] == (
-        "model (Linear), 268,451,840 parameters: in bfloat16, 256.0 MiB of 768.0 MiB is left"
-    )
-    assert "768.0 MiB is too little, it takes 2.0 GiB at least" in " ".join(str(report.by_dtype(training=True)).split())
-    assert "256.1 MiB short" in str(report.by_dtype())
-    assert "bfloat16, float16" in to_html(report.by_dtype())
+    assert report.breakdown == {"parameters": 4 * MIB}

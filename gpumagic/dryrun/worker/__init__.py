@@ -7,7 +7,7 @@ Start with `process.py`, then `run.py`.
     cuda/            what of that is done on torch's own CUDA over the fake runtime
     fake/            the same on fake tensors
     cell.py          the cell's running line, and what is to be said of it
-    modules.py       tells parameters, gradients, optimizer state and activations, by module; the models of a cell
+    modules.py       tells parameters, gradients, optimizer state and activations, by module
     guesses.py       what the host is told where it reads a value, and what is decided by it
     noted.py         numbers that were read, and note what is decided by them
     known.py         the few small values that are known, since the host put them there, and tensors that came to it

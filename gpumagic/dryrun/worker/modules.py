@@ -1,4 +1,4 @@
-"""Tells what the blocks of a run are and whose, by watching what torch does; and which models the cell leaves behind.
+"""Tells what the blocks of a run are and whose, by watching what torch does.
 
 A block is a parameter, a gradient, an optimizer's state, an activation; it belongs to the module whose forward or
 backward asked for it, or whose parameter it goes with.
@@ -22,12 +22,7 @@ from gpumagic.dryrun.worker.cuda.history import History
 from gpumagic.heap.kinds import Graphs
 from gpumagic.heap.running_module import RunningModule
 from gpumagic.heap.storages import COMPONENTS, local_of
-from gpumagic.memory.allocator import rounded
 from gpumagic.memory.ledger import Ledger
-
-CALLED = "__dry_run__"
-RETURNED = "the model"
-"""What a model is called that a function returns."""
 
 
 class Modules(RunningModule):
@@ -175,91 +170,3 @@ def leaves_of(roots: Any) -> Iterator[torch.Tensor]:
             if following is not None and following not in seen:
                 seen.add(following)
                 todo.append(following)
-
-
-class Models:
-    """Finds the models of a run.
-
-    Args:
-        namespace: where the cell runs; a function that it calls in place of code is seen to return.
-    """
-
-    def __init__(self, namespace: dict[str, Any]) -> None:
-        self._namespace = namespace
-        self._returned: list[dict[str, Any]] = []
-        if CALLED in namespace:
-            function = namespace[CALLED]
-
-            def called() -> object:
-                made = function()
-                if isinstance(made, nn.Module):
-                    self._returned.append(_described(RETURNED, made))
-                return made
-
-            namespace[CALLED] = called
-
-    def as_data(self) -> list[dict[str, Any]]:
-        """Return the models as plain data: those with tensors that are part of no other one."""
-        named: dict[int, tuple[str, nn.Module]] = {}
-        for name, value in self._namespace.items():
-            if isinstance(value, nn.Module) and not name.startswith("_"):
-                named.setdefault(id(value), (name, value))
-        inner = {id(each) for _, module in named.values() for each in module.modules() if each is not module}
-        found = [_described(name, module) for key, (name, module) in named.items() if key not in inner]
-        return [each for each in (*self._returned, *found) if each["parameters"] or each["buffers"]]
-
-
-def _described(name: str, module: nn.Module) -> dict[str, Any]:
-    """Return what a model is, and what it takes by the type of its weights: see `dryrun.models.Model`."""
-    linear = _quantizable(module)
-    weights, trained = dict.fromkeys(("float32", "bfloat16", "int8", "int4"), 0), {"float32": 0, "bfloat16": 0}
-    parameters, buffers = (
-        [each for each in tensors if not (is_lazy(each) or isinstance(each, parts.Absent))]  # which have no shape
-        for tensors in (module.parameters(), module.buffers())
-    )
-    for each in parameters:
-        for dtype, nbytes in _sizes(each, id(each) in linear).items():
-            weights[dtype] += nbytes
-            if dtype in trained and each.requires_grad:
-                trained[dtype] += nbytes
-    return {
-        "name": name, "kind": type(module).__name__, "parameters": sum(each.numel() for each in parameters),
-        "buffers": sum(rounded(each.nbytes) for each in buffers), "weights": weights, "trained": trained,
-    }  # fmt: skip
-
-
-def _sizes(weight: torch.Tensor, is_linear: bool) -> dict[str, int]:
-    """Return a parameter's bytes by the type of the model; whole numbers keep theirs, and what int8 leaves is half."""
-    numel = weight.numel()
-    single, half = (rounded(numel * (each if weight.is_floating_point() else weight.itemsize)) for each in (4, 2))
-    sizes = {"float32": single, "bfloat16": half, "int8": half, "int4": half}
-    if is_linear:
-        # A byte a weight, and a float32 for each row. Half a byte a weight, a float32 for each 64 of them, and the 16
-        # numbers that they stand for.
-        sizes["int8"] = rounded(numel) + rounded(4 * weight.shape[0])
-        sizes["int4"] = rounded(-(-numel // 2)) + rounded(4 * -(-numel // 64)) + rounded(4 * 16)
-    return sizes
-
-
-def _quantizable(module: nn.Module) -> set[int]:
-    """Return the weights that bitsandbytes makes smaller: those of linear layers, but for the last, the output."""
-    head = _output(module)
-    taken = {
-        id(each.weight)
-        for each in module.modules()
-        if isinstance(each, nn.Linear) and each is not head and isinstance(each.weight, torch.Tensor)
-    }
-    shared = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
-    return taken - shared
-
-
-def _output(module: nn.Module) -> Any:
-    """Return the layer that transformers leaves as it is when it loads a model in int8 or int4."""
-    outputs: Any = module
-    with contextlib.suppress(Exception):  # a `__getattr__` of the user's may raise anything
-        head = outputs.get_output_embeddings()
-        if head is not None:
-            return head
-    with contextlib.suppress(Exception):
-        return outputs.lm_head
-    return None

@@ -27,7 +27,7 @@ from gpumagic.dryrun.worker.cuda.history import History
 from gpumagic.dryrun.worker.deferred_fills import DeferredFills
 from gpumagic.dryrun.worker.guesses import Guesses
 from gpumagic.dryrun.worker.known import Fetched, Known
-from gpumagic.dryrun.worker.modules import Models, Modules
+from gpumagic.dryrun.worker.modules import Modules
 from gpumagic.dryrun.worker.passes import File, Passes
 from gpumagic.dryrun.worker.sandbox import Magics
 from gpumagic.dryrun.worker.shown import Shown
@@ -95,7 +95,6 @@ class Run:
         noted.install(self.guesses)
         self.notes.effects.clear()
         self._prepare()
-        self.models = Models(self.namespace)
         self.modules = Modules(watched, key_of)
         if not self.is_brief:
             self.modules.watch(self.namespace)
@@ -108,7 +107,9 @@ class Run:
         try:
             code = None if source is None else self.passes.compiled(source, filename)
             if code is None:
-                self.namespace["__dry_run__"]()
+                self.namespace["__dry_run__"] = self.namespace[
+                    "__dry_run__"
+                ]()  # what it returns is kept, as a cell's is
             elif code.co_flags & 0x80:  # it awaits something
                 asyncio.run(eval(code, self.namespace))  # noqa: S307  # the user's own cell
             else:
@@ -176,7 +177,7 @@ class Run:
             "devices": devices, "lines": ledger.line_rows(book), "timeline": ledger.timeline(book), "error": error,
             "operators": book.operators, "assumed": list(self.notes.assumed), "unknown": list(self.notes.unknown),
             "effects": self.notes.all_effects(), "passes": self.passes.counts(running), "is_open": False,
-            **self.guesses.told(), "models": self.models.as_data(), "versions": {"torch": torch.__version__}, **others,
+            **self.guesses.told(), "versions": {"torch": torch.__version__}, **others,
         }  # fmt: skip
 
     # ---- What an engine does
