@@ -27,6 +27,16 @@ with torch.cuda.stream(s):
     kept = [a * each for each in range(5)]
 del kept[2]
 """,
+    "a thread that is gone": """
+import threading
+s = torch.cuda.Stream()
+w = torch.ones(512, 512, device="cuda", requires_grad=True)
+(w @ a).sum().backward()
+thread = threading.Thread(target=lambda: a @ a)
+thread.start()
+thread.join()
+del thread
+""",
 }
 CELLS = {
     "on the default stream": "z = a @ a\nz = (z * 2).sum()",

@@ -8,7 +8,7 @@ notebook has taken the block that it has there.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,19 +61,20 @@ class Layout:
         Args:
             workspaces: where those lie in the notebook, and their bytes.
         """
-        sizes: dict[int, list[int]] = {}  # by stream, of which each has its own
         there = sorted((each for each in workspaces if each[0] in self._owned), key=lambda each: -each[1])
-        there.sort(key=lambda each: self._owned[each[0]][1])
-        for address, nbytes in there:
-            sizes.setdefault(self._owned[address][1], []).append(nbytes)
-        takers = [(stream, take) for stream, taken in sizes.items() for take in _takers(taken)]
+        retaken: dict[int, list[int]] = {}  # by stream, of which each has its own; those of threads that are gone stay
+        for address, _ in there:
+            taken = retaken.setdefault(self._owned[address][1], [])
+            taken += [address] if len(taken) < len(_TAKE) else []
+        takers = [(stream, take) for stream, taken in sorted(retaken.items()) for take in _TAKE[: len(taken)]]
+        addresses = [address for _, taken in sorted(retaken.items()) for address in taken]
         with torch.cuda.device(self._device):
-            for address, _ in there[:1]:
+            for address in addresses[:1]:
                 with self._let_go(address):
                     takers.pop(0)[1]()  # asks for nothing else, and no gap is open yet: it takes the block again
             for gap in self._small_gaps:
                 self._give_back(gap)
-            for address, _ in there[1:]:
+            for address in addresses[1:]:
                 self._let_go(address)
             for stream, take in takers:
                 with self._on(stream):
@@ -101,18 +102,11 @@ class Layout:
         torch.cuda.caching_allocator_delete(address)
 
 
-def _takers(workspaces: Sequence[int]) -> Iterator[Callable[[], object]]:
-    """Yield what makes torch take workspaces of these sizes.
-
-    They are cuBLAS's, one for the cell's thread and one for that of backward passes.
-    """
-    if workspaces:
-        yield torch.cuda.current_blas_handle
-    if len(workspaces) > 1:
-        yield _multiply_backward
-
-
 def _multiply_backward() -> None:
     """Let the thread that runs backward passes take its workspace."""
     one = torch.ones(1, 1, device="cuda", requires_grad=True)
     (one @ one).backward()
+
+
+_TAKE: tuple[Callable[[], object], ...] = (torch.cuda.current_blas_handle, _multiply_backward)
+"""What makes torch take a workspace: one for the cell's thread, one for that of backward passes."""

@@ -152,7 +152,7 @@ class CudaRun(Run):
                 "how the threads of DataParallel take turns, by which its peak differs from run to run"
             )
         others: Outcome = {
-            "lacks": bool(libraries) or self._threads, "versions": _versions(),
+            "lacks": bool(libraries) or self._threads, "is_racy": self._threads, "versions": _versions(),
             "communicators": communicators,
             "rank": None if self._objects is None else {"said": self._objects.said, "stages": ranks.stages()},
             **({"error": None} if failed else {}),
