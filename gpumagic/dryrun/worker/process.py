@@ -43,7 +43,7 @@ _LOOKS = 0.05
 _IDLE = 1.0
 """Seconds without a request after which what later ones may need is imported, and ended processes are reaped."""
 _COMPILER = "torch._dynamo"
-_WANTS_COMPILER = re.compile(r"optim|[Tt]rain|compile|\bfit\b")
+_WANTS_COMPILER = re.compile(r"optim|[Tt]rain|compile|\bfit\b|transformers|accelerate|diffusers|lightning|timm|peft")
 """What a cell's text has that imports it."""
 _LONGEST_ANSWER = 1 << 30
 """Bytes; what claims to be longer is none."""
