@@ -80,9 +80,10 @@ class RecordingContext(NestingContext):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         __tracebackhide__ = True  # IPython leaves such frames out of the user's traceback
-        handler = self._handlers.get(func)
-        # Most calls copy nothing: a loader takes rows from tensors of the host by the thousand.
-        if handler is None or (handler is ask_to_read and args and args[0].is_cpu):
+        if func not in self._handlers:  # most calls, and so first
+            return func(*args, **kwargs) if kwargs else func(*args)
+        handler = self._handlers[func]
+        if handler is ask_to_read and args and args[0].is_cpu:
             return func(*args, **kwargs) if kwargs else func(*args)
         if torch.compiler.is_compiling():  # a graph has torch's own context, and no counting in it
             return super().__torch_function__(func, types, args, kwargs)

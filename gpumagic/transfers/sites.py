@@ -96,15 +96,15 @@ class CallSites:
             found: the tensor that torch was given.
         """
         if request is None:
-            function, frame = None, self._causes.asking_frame(sys._getframe(1))
+            function, frame = None, self._causes.asking_frame(sys._getframe(3))  # from the kernel's on
         else:
             function, frame = request[0], request[3]
         if frame is None:
             return self._through_a_library(frame, request, asks, found)
         key = id(frame.f_code), frame.f_lasti, function, asks
         site = self._instructions.get(key)
-        if site is not None and site.name is not None and request is not None:
-            return site, request[1][0], site.name
+        if site is not None and site.name is not None:  # of a tensor that torch makes of a list there is nothing to say
+            return site, None if request is None else request[1][0], site.name
         subject = found if request is None else self._causes.subject_of(request, found, asks)
         if site is None:
             if not self.is_own(frame) or get_ident() != self._thread:
