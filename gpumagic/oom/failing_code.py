@@ -145,7 +145,7 @@ def _collections(values: Mapping[str, Any], device: str) -> dict[str, Collected]
 
 def _collected(value: Any, device: str) -> Collected | None:
     members = list(value) if type(value) in (list, deque) else list(value.values()) if type(value) is dict else []
-    records = [each for each in members if type(each) is dict or issubclass(type(each), tuple)]
+    records = [each for each in members if type(each) in (dict, list) or issubclass(type(each), tuple)]
     first = [part for record in records[:FIRST] for part in _parts(record)]
     if not any(_fact(each) for each in (*members[:FIRST], *first)):
         return None  # do not read all of a long list of numbers
@@ -161,8 +161,9 @@ def _collected(value: Any, device: str) -> Collected | None:
 
 
 def _parts(record: Any) -> Iterable[Any]:
-    """Return what a tuple or a dict has; of anything else itself."""
-    return record.values() if type(record) is dict else record if issubclass(type(record), tuple) else (record,)
+    """Return what a tuple, a list or a dict has; of anything else itself."""
+    is_listed = type(record) is list or issubclass(type(record), tuple)
+    return record.values() if type(record) is dict else record if is_listed else (record,)
 
 
 def _values(text: CellText | None, frame: FrameType) -> Iterator[tuple[str, Any]]:

@@ -171,6 +171,13 @@ def test_graphs_that_pile_up_are_cut_where_they_are_collected(line, facts, edit)
     assert not list(collected.graphs(replace(SHORTAGE, cell=cell))), "no live object has a graph"
 
 
+def test_lists_in_a_dict_are_collected_in_the_hosts_memory() -> None:
+    cell = cell_code.read_cell("for name in names:\n    history.setdefault(name, []).append(p.grad.clone())")
+    lists = {"history": Collection(9, GIB, record="list", by_key=True)}
+    advice = one(collected.results, replace(SHORTAGE, cell=cell, collections=lists))
+    assert advice.edit == "history.setdefault(name, []).append(p.grad.clone().cpu())"
+
+
 @pytest.mark.parametrize("line", ["y = total.add(loss)", "y = meter.call(loss, 64)", "print(total)"])
 def test_what_only_computes_collects_nothing(line) -> None:
     cell = cell_code.read_cell(f"for x in y:\n    {line}")

@@ -132,7 +132,7 @@ def _moved(place: str, held: Collection) -> str:
     moved = "x.cpu() if torch.is_tensor(x) else x for"
     each = {
         "": "each.cpu()", "tuple": f"tuple({moved} x in each)", "_make": f"each._make({moved} x in each)",
-        "dict": f"{{name: {moved} name, x in each.items()}}",
+        "dict": f"{{name: {moved} name, x in each.items()}}", "list": f"[{moved} x in each]",
     }[held.record]  # fmt: skip
     index, items = ("key", f"list({place}.items())") if held.by_key else ("i", f"enumerate({place})")
     return f"for {index}, each in {items}:\n    {place}[{index}] = {each}"
@@ -170,7 +170,7 @@ def _additions(facts: Facts) -> Iterator[tuple[CellText, str, list[ast.expr]]]:
                 continue  # what returns something does not only keep
             target = text.code(owner) if owner is not None else ""
             held = facts.collections.get(target)
-            if held is not None and (held.place or held.record):
+            if held is not None and (held.place or held.record not in ("", "list")):
                 values = [part for value in values for part in _parts(value) if _is_there_too(facts, text, part)]
             elif isinstance(node, ast.Call) and called_name(node) not in _ADD:
                 continue
@@ -187,7 +187,9 @@ def _addition(node: ast.AST) -> tuple[ast.expr | None, list[ast.expr]]:
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
         return node.targets[0].value, [node.value]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return node.func.value, node.args
+        of = node.func.value
+        is_of_a_dict = called_name(of) == "setdefault" and isinstance(of, ast.Call)
+        return of.func.value if is_of_a_dict else of, node.args  # type: ignore[attr-defined]
     return None, []
 
 

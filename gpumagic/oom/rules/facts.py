@@ -64,7 +64,7 @@ class Collection:
     place: str = ""
     """Where an object has it, ``"memory.records"``; empty where the name is the collection's own."""
     record: str = ""
-    """``"tuple"``, ``"_make"``, ``"dict"``: how a record is made anew that has the tensors; empty where none has."""
+    """``"tuple"``, ``"_make"``, ``"dict"``, ``"list"``: how a record with tensors is made anew; else empty."""
     by_key: bool = False
     """Whether it is a dict."""
 

@@ -146,14 +146,23 @@ def by_rows(facts: Facts) -> Iterator[Choice]:
         places.append((facts.text, statement))  # what failed may be in a model that it calls
         block = facts.text.block_of(statement) if does(statement, "backward") else []
         places = [(facts.text, each) for each in block if each.lineno < statement.lineno][::-1] or places
-    for text, joined in ((place, each) for place, one in places for each in reversed(list(joined_in(place, one)))):
+    # A sum of what failed, else what most statements make of it
+    ways = [
+        (is_sum, text, each)
+        for is_sum in (True, False)
+        for text, one in places
+        for each in list(joined_in(text, one))[:: 1 if is_sum else -1]
+        if called_name(each.last) != "backward"  # the loss has a name
+    ]
+    for is_sum, text, joined in ways:
         whole = joined.text.tree.body[0] if joined.text.tree.body else None
-        for node in joined.text.expressions() if called_name(joined.last) != "backward" else ():  # the loss has a name
+        for node in joined.text.expressions():
             method = _summed(node)
             inner = node.func.value if method in ("mean", "sum") else node  # type: ignore[attr-defined]
             rows = _rows_of(facts, joined.text, inner)
             is_all = isinstance(whole, ast.Expr) and whole.value is node and joined.before
-            if rows is None or isinstance(inner, ast.Name) or not (method or rows.reduces or is_all):
+            is_so = is_sum if method else not is_sum and rows is not None and (rows.reduces or is_all)
+            if rows is None or isinstance(inner, ast.Name) or not is_so:
                 continue
             tensors = [facts.tensors[name] for name in _sources(joined.text, rows).values()]
             is_wide = facts.requested is not None and 2 * facts.requested >= sum(each.nbytes for each in tensors)
