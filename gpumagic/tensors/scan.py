@@ -9,10 +9,12 @@ from __future__ import annotations
 import gc
 import sys
 import traceback
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gpumagic.heap import calls, cycles, graph, holders, storages
+from gpumagic.heap.branches import stored_attribute
 from gpumagic.heap.graph import HeapGraph
 from gpumagic.heap.holders import Held
 from gpumagic.heap.kinds import Graphs, kinds_of, leaves, node_types, non_leaves, peek_gradients, subclasses
@@ -206,6 +208,13 @@ class TensorScan:
     def containers(self) -> list[object]:
         """Return what this has the tensors in."""
         return [self._tensors, self._saved, self.graph.tensors, self.graph.objects]
+
+    def references_to(self, value: object) -> int:
+        """Return how many references to an object this has, with those of optimizers' states to their parameters."""
+        by_id = (self.graph.objects, self.graph.tensors, self.graph.nodes, self._nodes, self._saved)
+        states = (keys for each in self._owners if type(keys := stored_attribute(each, "state")) is defaultdict)
+        listed = (self.graph.owners, self._owners, self._tensors, self._suspended, *states)
+        return sum(id(value) in each for each in by_id) + sum(each is value for parts in listed for each in parts)
 
     def over(self, numbers: Collection[int]) -> list[int]:
         """Return the `id`s of the tensors over storages with these numbers."""

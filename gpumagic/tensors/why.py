@@ -6,6 +6,7 @@ import dataclasses
 import re
 import sys
 import types
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
@@ -55,6 +56,9 @@ def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveS
             hidden = {label for label, _ in holders.hidden_roots(namespace, shell)}
             targets = search.over({number for each in leaves or [row] for number in each.numbers})
             paths = list(graph.paths_to(targets))
+            if _has_unknown_references(paths, search) and (module := _installed_module(row, search, namespace, shell)):
+                graph.explore(each for each in holders.module_roots(namespace, installed=True) if each[0] == module)
+                paths = list(graph.paths_to(targets))
             found = [_way(steps, graph, hidden, bool(leaves)) for steps in paths]
             ways = [way for way, _ in found] if leaves else _with_shared_commands(found, paths)
             frees, collects = row.nbytes, False
@@ -63,7 +67,7 @@ def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveS
                 cuts = [cut.reference for _, cut in found if cut is not None]
                 freed, collects = _freed(cuts, on_device, search, hidden)
                 if row not in freed:
-                    saving = [key for key in search.graphs_over(row.numbers) if key in graph.tensors]
+                    saving = [key for key in search.graphs_over(row.numbers) if key in graph.tensors or key in graph.nodes]
                     through_graphs = list(_ways_through_graphs(saving, graph, hidden))
                     ways += [way for way, _ in through_graphs]
                     cuts += [cut.reference for _, cut in through_graphs if cut is not None]
@@ -78,6 +82,29 @@ def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveS
     if not ways and row.holder is None:
         (row,) = scan.name_keepers([row], namespace, shell)
     return WhyReport(row, tuple(ways), tuple(_notes(row, ways, graph)), frees, collects)
+
+
+def _has_unknown_references(paths: Sequence[Sequence[Step]], search: scan.TensorScan) -> bool:
+    """Return whether what leads to a tensor has more references than were followed, as from a list of a library's."""
+    steps = [step for each in paths for step in each]
+    values = {id(step.value): step.value for step in steps if step.path.style != "state"}
+    steps_to = Counter(id(step.value) for step in steps)
+    lone: dict[int, object] = {0: []}
+    own = max(sys.getrefcount(each) for _, each in lone.items())  # noqa: PERF102  # as many as the loop below has
+    return any(
+        sys.getrefcount(each) - own > len(search.graph.references_to(key)) + steps_to[key] + search.references_to(each)
+        for key, each in values.items()
+    )
+
+
+def _installed_module(
+    row: TensorRow, search: scan.TensorScan, namespace: Mapping[str, object], shell: InteractiveShell | None
+) -> str | None:
+    """Return the installed module that keeps a storage too, from which nothing else is looked for."""
+    ours = [*search.containers(), *holders.objects_of_the_session(namespace, shell)]
+    numbers = set(row.numbers)
+    found = cycles.find_keepers(numbers, numbers, ours).values()
+    return next((each for each in found if each.startswith(cycles.MODULE)), None)
 
 
 def _find_row(text: str, report: Iterable[TensorRow], also: Sequence[int]) -> TensorRow:
@@ -182,7 +209,7 @@ def _way(
 def _ways_through_graphs(
     saving: Iterable[int], graph: HeapGraph, hidden: Collection[str]
 ) -> Iterator[tuple[WayRow, Step | None]]:
-    """Yield the ways to the tensors whose autograd graphs saved a storage; a root goes as a whole."""
+    """Yield the ways to the tensors and nodes whose autograd graphs saved a storage; a root goes as a whole."""
     for steps in list(graph.paths_to(saving)):
         way, _ = _way(steps, graph, hidden, through_owner=False)
         top = steps[1 if way.root.startswith(holders.SCRIPTS) else 0]
@@ -191,9 +218,11 @@ def _ways_through_graphs(
             command: str | None = RELEASE
         else:
             command = None if name is None or parse_tree(name) is None else f"del {name}"
-        tensor: Any = steps[-1].value
-        steps_told = (*way.steps, (_GRAPH, name_of_type(type(tensor.grad_fn))))
-        yield WayRow(way.root, way.expression + _GRAPH, steps_told, command), top if command else None
+        last: Any = steps[-1].value  # a tensor, or a node of its graph that somebody keeps
+        if id(last) in graph.tensors:
+            more = (_GRAPH, name_of_type(type(last.grad_fn)))
+            way = WayRow(way.root, way.expression + _GRAPH, (*way.steps, more), None)
+        yield dataclasses.replace(way, command=command), top if command else None
 
 
 def _with_shared_commands(found: Sequence[tuple[WayRow, Step | None]], paths: Sequence[Sequence[Step]]) -> list[WayRow]:
@@ -228,7 +257,7 @@ def _freed(
         return is_released or _state(reference) in states or any(reference is each for each in exact)
 
     left, collects = search.graph.freed_without(is_cut)
-    tensors = search.graph.tensors.keys()
+    tensors = search.graph.tensors.keys() | search.graph.nodes.keys()
     gone, kept = search.kept_by(tensors & left), search.kept_by(tensors - left)
     rows = [row for row in report if not gone.isdisjoint(row.numbers) and kept.isdisjoint(row.numbers)]
     if collects and rows:  # which frees what other cycles keep as well

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from gpumagic.report.base import grouped
@@ -27,7 +28,12 @@ _VALUE_READS = frozenset({
     ".item", ".tolist", ".allclose", ".equal", ".is_nonzero", "float()", "int()", "complex()", "index()", "bool()",
     "format()", "print", "in",
 })  # fmt: skip
-_READS = SIZE_READS | _VALUE_READS
+CHECK = "validate_args"
+"""The cause of a read by which torch checks the parameters of a distribution, or a value of it."""
+_READS = SIZE_READS | _VALUE_READS | {CHECK}
+_DECIDES = "all|and|any|assert|bool|elif|if|not|or|while"
+_ANYWHERE = SIZE_READS | {CHECK, "format()", "print", "in"}
+"""Causes of which the line need not have the name."""
 
 
 def suggestions(
@@ -46,7 +52,7 @@ def suggestions(
     code = cell_code.read_loops(lines) if moves or syncs else LoopCode()
     found = (
         *_hoisted(moves, code),
-        *(_join(row) for row in moves if _is_many_small(row)),
+        *(_join(row) for row in moves if _is_many_small(row) and row.line not in code.carried),
         *_waits(moves, syncs, code),
         *_created(moves, code),
         *(_pin(row) for row in moves if has_loader and _is_pageable_stream(row)),
@@ -65,6 +71,8 @@ def _hoisted(moves: Sequence[TransferRow], code: LoopCode) -> Iterator[Suggestio
     for (line, target, times, repeats), rows in alike.items():
         whole = sum(row.nbytes for row in rows)
         saves = sum(row.nbytes // row.count * row.repeats for row in rows)
+        if saves < LARGE and not any(map(_is_written, rows)):
+            continue  # what a library copies, only itself can keep
         names = ", ".join(dict.fromkeys(row.name for row in rows if row.name)) or "it"
         if repeats < times - 1:
             problem = f"{size(saves)} of {size(whole)} copied to {target} by line {line} had been copied before"
@@ -73,6 +81,12 @@ def _hoisted(moves: Sequence[TransferRow], code: LoopCode) -> Iterator[Suggestio
         where = "before the loop" if line in code.loops else "once and keep the copy"
         problem = f"{size(whole)} copied to {target} {times:,} times by line {line}"
         yield Suggestion(line, problem, f"move {names} {where}", saves)
+
+
+def _is_written(row: TransferRow) -> bool:
+    """Return whether the line itself asks for the copy, and not a library's code under it."""
+    words = _DECIDES if row.cause == "bool()" else re.escape(row.cause.strip(".()").rpartition(".")[2])
+    return row.code is None or re.search(rf"\b({words})\b", row.code) is not None
 
 
 def _is_many_small(row: TransferRow) -> bool:
@@ -100,9 +114,10 @@ def _waits(moves: Sequence[TransferRow], syncs: Mapping[int, int], code: LoopCod
         # A copy from the host waits too, and has advice of its own.
         waits -= sum(row.count for row in moves if row.line == line and row.direction == "host-to-device")  # noqa: PLW2901
         if waits >= MANY_SYNCS:
-            causes = {
-                row.cause for row in moves if row.line == line and row.cause in _READS and row.count >= MANY_SYNCS
-            }
+            rows = [row for row in moves if row.line == line and row.cause in _READS and row.count >= MANY_SYNCS]
+            causes = {row.cause for row in rows if _is_written(row) or row.cause in _ANYWHERE or line in code.conditions}
+            if line in code.passed_on or (rows and not causes) or not (rows or line in code.loops):
+                continue  # a library waits, or what comes next depends on what was read
             what, change = _cause_of_waits(causes)
             if line in code.conditions and not SIZE_READS.intersection(causes):
                 change = "test it less often"  # what decides cannot be read at the end
@@ -113,6 +128,8 @@ def _waits(moves: Sequence[TransferRow], syncs: Mapping[int, int], code: LoopCod
 def _cause_of_waits(causes: Collection[str]) -> tuple[str, str]:
     """Return what made the syncs, and what to do."""
     sizes = SIZE_READS.intersection(causes)
+    if CHECK in causes:
+        return " by checks of distributions", "torch.distributions.Distribution.set_default_validate_args(False)"
     if causes == {"bool()"}:
         return " by a condition on the device", "test it less often"
     if sizes:

@@ -143,6 +143,8 @@ class CallSites:
             cause, subject = causes.of_frames(innermost, asks, found)
         else:
             cause, subject = causes.of_request(request, asks) or asks, causes.subject_of(request, found, asks)
+        if innermost is not None and cause == "bool()" and frames.module_of(innermost).startswith("torch.distributions"):
+            cause = causes.CHECK
         is_here = get_ident() == self._thread
         frame, above, module_frame = self._own_frame(innermost if is_here else self._innermost(0))
         if frame is None:

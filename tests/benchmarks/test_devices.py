@@ -29,6 +29,7 @@ sys.path.append({peers!r})
 import torch
 torch.set_num_threads(1)
 from gpumagic.tensors.scan import scan
+from gpumagic.tensors.why import find_holders
 heap = [[number] for number in range({objects})]
 tensors = [torch.ones(16, 16) for _ in range({tensors})]
 plain, parameter = torch.Tensor, torch.nn.Parameter
@@ -37,12 +38,15 @@ def floor():
     return [each for each in gc.get_objects() if type(each) is plain or type(each) is parameter]
 
 def names():
-    return scan({{"heap": heap, "tensors": tensors}})
+    return scan(globals())
 
 def sizes():
     return scan(names=False)
 
-subjects = dict(floor=floor, names=names, sizes=sizes)
+def why():
+    return find_holders("tensors[7]", globals())
+
+subjects = dict(floor=floor, names=names, sizes=sizes, why=why)
 if {peers!r}:
     with redirect_stdout(io.StringIO()):
         from pytorch_memlab import MemReporter
@@ -88,6 +92,8 @@ def test_names_cost_less_than_two_and_a_half_scans_and_than_memlab(memlab: Path)
     for name, bar in (("names", 2.5), ("sizes", 1.2)):
         print(f"%devices, {name}: {found[name] / floor:.2f}x the floor (DESIGN {bar})")
     print(f"%devices with names: {found['names'] / found['memlab']:.2f}x pytorch_memlab's MemReporter (DESIGN 0.8)")
+    print(f"%devices --why: {found['why'] / found['names']:.2f}x %devices with names (DESIGN 2)")
+    assert found["why"] < 2 * found["names"]
     assert found["names"] < 2.5 * floor
     assert found["names"] < 0.8 * found["memlab"]
     assert found["sizes"] < 1.2 * floor

@@ -5,6 +5,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gc
+import sys
+import sysconfig
+import types
 import weakref
 from types import SimpleNamespace
 
@@ -284,3 +287,27 @@ def test_a_long_list_does_not_hide_what_is_beside_it(monkeypatch) -> None:
     monkeypatch.setattr("gpumagic.heap.graph.MAX_STEPS_OF_ALL", 3_000)
     namespace = {"records": [[[number]] for number in range(5_000)], "model": Net()}
     assert commands(why("model.fc.weight", namespace)) == {"model": "del model"}
+
+
+def test_what_a_class_of_an_installed_library_keeps_in_a_list_has_to_go_from_there_too(monkeypatch) -> None:
+    """snntorch's neurons are in `SpikingNeuron.instances`."""
+    library = types.ModuleType("some_library")
+    library.__file__ = f"{sysconfig.get_path('purelib')}/some_library.py"
+    monkeypatch.setitem(sys.modules, "some_library", library)
+    library.Module = torch.nn.Module
+    exec("class Neuron(Module):\n    instances = []\n    def __init__(self):\n        super().__init__()\n"
+         "        self.instances.append(self)", vars(library))
+    neuron = library.Neuron()
+    neuron.register_buffer("mem", torch.ones(300))
+    report = why("mem", {"neuron": neuron, "mem": neuron.mem})
+    assert commands(report) == {"mem": "del mem", "neuron": "del neuron", "module some_library": None}
+    assert report.frees is None
+
+
+def test_a_node_of_a_graph_that_somebody_keeps_is_a_holder_of_what_it_saved() -> None:
+    """Libraries that prune or draw a model keep the `grad_fn` of its outputs, not the outputs."""
+    given = torch.ones(4, 8)
+    kept = {"node": torch.nn.Linear(8, 2)(given).grad_fn}
+    report = why("given", {"given": given, "kept": kept})
+    assert commands(report) == {"given": "del given", "kept": "del kept"}
+    assert report[1].steps[-1] == ("['node']", "AddmmBackward0")

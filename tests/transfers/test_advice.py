@@ -89,7 +89,6 @@ def test_a_read_in_a_loop_is_told_by_what_read(cause: str, said: str) -> None:
 
 def test_waiting_without_a_read_is_told_by_its_count_alone() -> None:
     assert suggestions([], {2: 500}, lines=LOOP) == ("500 syncs in a loop, line 2: wait once, at the end",)
-    assert suggestions([], {1: 500}, lines=LOOP) == ("500 syncs, line 1: wait once, at the end",)
 
 
 def test_a_loss_read_now_and_then_is_nothing_to_change() -> None:

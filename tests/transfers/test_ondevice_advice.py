@@ -33,6 +33,8 @@ FIRES = {
         '120 copies of 72 B each to simgpu:0 by line 4: collate on the host, in with torch.device("cpu"), and copy',
     "rows = [torch.ones(9, device='cpu') for _ in range(120)]\ny = [row.to('simgpu:0') for row in rows]":
         "120 copies of 36 B each to simgpu:0 by line 2: join them on the host and copy once",
+    "for _ in range(130):\n    c = torch.distributions.Categorical(logits=g[0])":
+        "line 2: torch.distributions.Distribution.set_default_validate_args(False)",
     f"big = {BIG}\nprint(big.shape)\ny = big.to('simgpu:0')":
         "big is still on cpu, 1.4 MiB, beside its copy on simgpu:0",
 }  # fmt: skip
@@ -53,6 +55,17 @@ ALIKE = {
     "filled on the host": "m = torch.zeros(9, device='cpu')\nm[0] = 1\ny = m.to('simgpu:0')",
     "a module": "for _ in range(5):\n    model.to('simgpu:0')\n    model.to('cpu')",
     "pageable where it does not matter": STREAM,
+    "a value that decides what comes next": (
+        "def step(action):\n    return torch.ones(4, device='cpu') * action\n"
+        "state = step(1)\nfor _ in range(130):\n    scores = g[0] + torch.as_tensor(state, device='simgpu:0')\n"
+        "    state = step(int(scores.argmax()))"
+    ),
+    "a library that reads and copies by itself": (
+        "from torch.optim.lr_scheduler import LambdaLR\nw = torch.ones(3, requires_grad=True)\n"
+        "opt = torch.optim.LBFGS([w], max_iter=60, tolerance_change=0, tolerance_grad=0)\n"
+        "def loss():\n    opt.zero_grad()\n    l = (w ** 4).sum()\n    l.backward()\n    return l\n"
+        "for _ in range(9): opt.step(loss)"
+    ),
 }  # fmt: skip
 
 

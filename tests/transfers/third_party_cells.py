@@ -6,9 +6,10 @@ A cell writes devices as `DEVICE`, and binds what it computes to `out`. Nothing 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
+from third_party_held_out import EDITS, HELD_OUT
 from third_party_uses import CELLS
 
 
@@ -19,6 +20,8 @@ class Cell:
     library: str
     name: str
     code: str
+    edits: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    """What is done to the code where a phrase is in a piece of advice about it: what is replaced by what."""
 
 
 TINY = "vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=37"
@@ -83,8 +86,13 @@ def cells() -> list[Cell]:
     ]
 
 
+def held_out_cells() -> list[Cell]:
+    """Return cells of libraries that no other cell uses, and that need not be installed."""
+    return [_cell(library, name, code) for library, given in HELD_OUT.items() for name, code in given.items()]
+
+
 def _cell(library: str, name: str, code: str) -> Cell:
-    return Cell(library, name, textwrap.dedent(code).strip() + "\n")
+    return Cell(library, name, textwrap.dedent(code).strip() + "\n", EDITS.get(name, {}))
 
 
 def _transformers() -> Iterator[Cell]:
