@@ -5,19 +5,8 @@ One exploration answers all that is asked of the heap:
 - **names** of tensors: `explore` returns the paths to each, which `paths.Names` writes as code;
 - **holders** of one tensor, for `%devices --why`: `paths_to` yields the shortest path from each root;
 - **ownership**, for `oom` and rollback: `roots_of` gives the roots that reach each tensor, so that a storage which two
-  variables share is known to be freed only with both. One graph of all variables answers it; a search for each
-  variable is not needed, nor does the first of them hide what it shares with the others::
-
-        graph = HeapGraph(holders.excluded_objects(namespace, shell))
-        try:
-            with undisturbed():
-                graph.explore(holders.variables(namespace, shell))
-                for key, roots in graph.roots_of().items():  # roots: ("model", "history")
-                    tensor = graph.tensors[key]
-                    ...
-        finally:
-            graph.release()  # or it would keep every tensor alive
-
+  variables share is known to be freed only with both. One graph of all variables answers it; no
+  search for each variable is needed;
 - **what goes** once some references are cut, for what a `del` frees: `freed_without`.
 
 Small containers are read first, so that a list of a million records cannot hide the model beside it, and what no

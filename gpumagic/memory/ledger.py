@@ -20,18 +20,16 @@ class Part(NamedTuple):
     """As reports sum it: ``"parameters"``. `report.document.PART_COLOURS` has its colour."""
     kind: str | None = None
     """What `%devices` calls one tensor of it, ``"parameter"``; None for what is told over time only."""
-    short: str | None = None
-    """The kind in a narrow column."""
 
 
 PARTS = (
-    Part("parameters", "parameter", "param"),
+    Part("parameters", "parameter"),
     Part("gathered parameters"),
-    Part("buffers", "buffer", "buffer"),
-    Part("optimizer state", "optimizer state", "optim"),
-    Part("gradients", "gradient", "grad"),
+    Part("buffers", "buffer"),
+    Part("optimizer state", "optimizer state"),
+    Part("gradients", "gradient"),
     Part("buckets"),
-    Part("activations", "activation", "activ."),
+    Part("activations", "activation"),
     Part("temporaries"),
     Part("other"),
     Part("earlier cells"),
@@ -43,7 +41,6 @@ OF_MODULES = tuple(part.name for part in PARTS if part.name not in _OF_NONE)
 """Those of which a module has a share."""
 PART_OF_KIND = {part.kind: part.name for part in PARTS if part.kind}
 """The part by the kind of one tensor."""
-SHORT_KINDS = {part.kind: part.short for part in PARTS if part.kind and part.short}
 
 
 BASE = "before the cell"

@@ -66,8 +66,8 @@ class Column(Generic[Row]):
     """Columns of the lowest number are given room first, others as far as they fit; 0 is there always."""
     shrinks: bool = False
     """Whether its text may be cut to fit the width."""
-    cut: Literal["end", "middle"] = "end"
-    """Where it is cut: a path such as ``model.layers[3].weight`` tells most at its ends."""
+    cut: Literal["end", "middle", "never"] = "end"
+    """Where it is cut: a path tells most at its ends; code that is to be pasted has a line of its own instead."""
     least: int = 16
     """Characters that it keeps where others could have room if it was cut further."""
     code: bool = False

@@ -8,7 +8,7 @@ import shutil
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -151,9 +151,9 @@ def _tree(tree: doc.Tree, width: int) -> str:
 def _table(table: doc.Table, width: int) -> str:
     columns, grid = _fitted(table, width, bars=True)
     widths = _widths(columns, grid, width)
-    code = [(place, most) for place, (column, most) in enumerate(zip(columns, widths, strict=True)) if column.code]
-    cuts_code = any(_width(row[place]) > most for row in grid for place, most in code)
-    if _total(widths) > width or cuts_code:  # what bars show, the numbers beside them say
+    whole = [column.code or column.cut == "never" for column in columns]
+    cuts = any(no_cut and _width(text) > most for row in grid for text, most, no_cut in zip(row, widths, whole))  # noqa: B905
+    if _total(widths) > width or cuts:  # what bars show, the numbers beside them say
         columns, grid = _fitted(table, width, bars=False)
     kept = {column.title.strip() for column in columns}
     left_out = [column.title for column in table.columns if column.title not in kept]
@@ -241,6 +241,10 @@ def _widths(columns: Sequence[doc.Column[Any]], grid: list[list[str]], width: in
         if not shrinkable:
             break
         widths[max(shrinkable, key=lambda i: widths[i])] -= 1
+    for i, column in enumerate(columns):
+        if column.cut == "never":  # what is wider has a line of its own
+            natural = (_width(column.title), *(_width(row[i]) for row in grid))
+            widths[i] = max(each for each in natural if each <= widths[i])
     return widths
 
 
@@ -250,7 +254,8 @@ def _total(widths: Sequence[int]) -> int:
 
 def _row(cells: Sequence[str], columns: Sequence[doc.Column[Any]], widths: Sequence[int]) -> str:
     padded = [_pad(_CUTS[c.cut](text, w), w, c.align) for text, c, w in zip(cells, columns, widths, strict=True)]
-    return GAP.join(padded).rstrip()
+    own = [text for text, c, w in zip(cells, columns, widths, strict=True) if c.cut == "never" and _width(text) > w]
+    return "\n".join([*own, GAP.join(padded).rstrip()])
 
 
 def _pad(text: str, width: int, align: str) -> str:
@@ -274,7 +279,8 @@ def _cut_middle(text: str, width: int) -> str:
     return start + tail
 
 
-_CUTS = {"end": _cut, "middle": _cut_middle}
+_Cut = Callable[[str, int], str]
+_CUTS: dict[str, _Cut] = {"end": _cut, "middle": _cut_middle, "never": lambda text, most: text * (_width(text) <= most)}
 
 
 def _width(text: str) -> int:

@@ -178,8 +178,6 @@ def _defaults(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr]]:
     yield from ((each.arg, value) for each, value in keyword_only if value is not None)
 
 
-_OF_VALUES = frozenset({"abs", "append", "array", "float", "int", "len", "list", "max", "min", "round", "str", "sum"})
-"""Functions of a value, which can be called at the end as well."""
 _FACTORIES = frozenset({
     "zeros", "ones", "empty", "full", "rand", "randn", "randint", "randperm", "arange", "linspace", "logspace", "eye",
 })  # fmt: skip
@@ -209,9 +207,7 @@ class LoopCode:
     conditions: frozenset[int] = frozenset()
     """Lines on which an ``if`` or a ``while`` decides."""
     carried: frozenset[int] = frozenset()
-    """Lines of loops that read what the loop binds only below them, as a policy reads the state that it led to."""
-    passed_on: frozenset[int] = frozenset()
-    """Lines on which a call's result is bound that depends on what is read there: ``state = env.step(int(action))``."""
+    """Lines of loops that read what the loop binds only below, and those that bind it: ``state = env.step(action)``."""
 
 
 @lru_cache(maxsize=32)
@@ -222,10 +218,7 @@ def read_loops(lines: tuple[tuple[int, str], ...]) -> LoopCode:
         return LoopCode()
     tests = [node.test for node in ast.walk(tree) if isinstance(node, ast.If | ast.While | ast.IfExp)]
     conditions = frozenset(line for test in tests for line, _ in _span(test.lineno, test.end_lineno, test.lineno))
-    passed_on = frozenset(
-        node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assign) and _passes_a_call_on(node.value)
-    )
-    return LoopCode(dict(_loops(tree)), tuple(_creations(tree)), conditions, frozenset(_carried(tree)), passed_on)
+    return LoopCode(dict(_loops(tree)), tuple(_creations(tree)), conditions, frozenset(_carried(tree)))
 
 
 def _carried(tree: ast.AST) -> Iterator[int]:
@@ -233,15 +226,8 @@ def _carried(tree: ast.AST) -> Iterator[int]:
         if isinstance(loop, ast.For | ast.AsyncFor | ast.While):
             names = [each for part in loop.body for each in ast.walk(part) if isinstance(each, ast.Name)]
             first = {each.id: each.lineno for each in reversed(names) if isinstance(each.ctx, ast.Store)}
-            yield from (each.lineno for each in names if first.get(each.id, 0) > each.lineno)
-
-
-def _passes_a_call_on(value: ast.expr) -> bool:
-    """Return whether a call of no number's or array's own has a call as an argument."""
-    if not isinstance(value, ast.Call) or getattr(value.func, "id", getattr(value.func, "attr", "")) in _OF_VALUES:
-        return False
-    arguments = (*value.args, *(each.value for each in value.keywords))
-    return any(isinstance(each, ast.Call) for each in arguments)
+            carried = [each for each in names if first.get(each.id, 0) > each.lineno]
+            yield from (line for each in carried for line in (each.lineno, first[each.id]))
 
 
 def _loops(tree: ast.AST) -> Iterator[tuple[int, int]]:

@@ -38,10 +38,10 @@ def view_leaks(report: LeakReport | FreedReport) -> Document:
 def _leaks(report: LeakReport) -> list[Block]:
     if not report.leaks:
         return [Heading("No leaks: a variable reaches every live tensor")]
-    sums = ", ".join(f"{size(nbytes)} on {device}" for device, nbytes in _sums(report.leaks).items())
+    wholes = _sums(report.leaks)
+    sums = ", ".join(f"{size(nbytes)} on {device}" for device, nbytes in wholes.items())
     summary = f"No variable reaches {count(len(report.leaks), 'storage')}: {sums}"
     first, *others = _commands(report.leaks)
-    wholes = _sums(report.leaks)
     held = Table.of(
         fold(report.leaks), LEAK_COLUMNS, "Held tensors", limit=report.limit, rest=more_storages,
         whole=lambda line: wholes[line.row.device],
@@ -65,7 +65,7 @@ def _held_by(line: Line[LeakRow]) -> Cell:
 
 LEAK_COLUMNS: tuple[Column[Line[Any]], ...] = (
     Column("No.", lambda line: str(line.row.number), "right"),
-    Column("Kept by", _held_by, shrinks=True, cut="middle"),
+    Column("Kept by", _held_by, shrinks=True, cut="never", least=26),
     *storage_columns(SIZE),
 )
 
@@ -76,11 +76,8 @@ def _commands(rows: Sequence[LeakRow]) -> Iterator[Paragraph]:
     for line, freed in lines[:_SEVERAL]:
         nbytes, said = sum(row.nbytes or 0 for row in freed), line.replace("\n", " and then ")
         yield Paragraph(f"{said} frees {size(nbytes)}: {_holders(freed)}")
-    if rest := [row for _, freed in lines[_SEVERAL:] for row in freed]:
-        total = size(sum(row.nbytes or 0 for row in rest))
-        yield Paragraph(
-            f"and {count(len(lines) - _SEVERAL, 'more line')} that free {total}: see .to_pandas()", muted=True
-        )
+    if rest := more(len(lines) - _SEVERAL, "line"):
+        yield Paragraph(f"{rest} that free something: see .to_pandas()", muted=True)
     if others := [row for row in rows if row.command is None]:
         total = size(sum(row.nbytes or 0 for row in others))
         yield Paragraph(f"No single line frees {total}, kept by {_holders(others)}", muted=True)
@@ -243,7 +240,7 @@ def _signed(nbytes: int | None) -> str:
 
 CHANGE_COLUMNS: tuple[Column[Line[Any]], ...] = (
     Column("Change", lambda line: _WORDS[line.row.change]),
-    Column("Name", lambda line: Cell(line.text, muted=line.row.name is None), shrinks=True, cut="middle"),
+    Column("Name", lambda line: Cell(line.text, muted=line.row.name is None), shrinks=True, cut="never"),
     *storage_columns(
         Column("Size", _changed, "right", bar=lambda line: -_weight(line) if line.nbytes < 0 else _weight(line))
     ),

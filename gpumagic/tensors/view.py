@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from gpumagic.memory.devices import BUILTIN_DEVICES
-from gpumagic.memory.ledger import PART_OF_KIND, SHORT_KINDS
+from gpumagic.memory.ledger import PART_OF_KIND
 from gpumagic.memory.segments import CLEAR_WORKSPACES
 from gpumagic.report.base import grouped
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
@@ -70,25 +70,13 @@ def _headline(report: TensorReport) -> str:
     """Return what keeps most memory for nothing and how to free it, or how much there is."""
     graph = next((row for row in report.graphs if _is_worth_it(row.nbytes, report)), None)
     leak = _largest_leak(report)
-    if graph is not None and graph.nbytes >= (leak.frees if leak else 0):
+    if graph is not None and graph.nbytes >= (leak[0] if leak else 0):
         return _graph(graph)
-    if leak is not None:
-        command = leak.command.replace("\n", " and then ")
-        return f"{leak.holder} keeps {size(leak.frees)} on {leak.device}: {command} frees it"
-    return _amount(report)
+    return leak[1] if leak else _amount(report)
 
 
-class Freeable(NamedTuple):
-    """What no variable reaches, by what keeps it."""
-
-    holder: str
-    device: str
-    frees: int
-    command: str
-
-
-def _largest_leak(report: TensorReport) -> Freeable | None:
-    """Return the holder whose line frees most; graphs have a sentence of their own."""
+def _largest_leak(report: TensorReport) -> tuple[int, str] | None:
+    """Return what the line frees that frees most, and the sentence about it; graphs have one of their own."""
     sums: Counter[tuple[str, str, str]] = Counter()
     for row in report.tensors:
         command = None if row.is_reached() or row.in_graph else release_command(row)
@@ -97,7 +85,8 @@ def _largest_leak(report: TensorReport) -> Freeable | None:
             sums[f"The {holder}" if holder.startswith("last ") else holder, row.device, command] += row.nbytes
     for (holder, device, command), nbytes in sums.most_common(1):
         if _is_worth_it(nbytes, report):
-            return Freeable(holder, device, nbytes, command)
+            line = command.replace("\n", " and then ")
+            return nbytes, f"{holder} keeps {size(nbytes)} on {device}: {line} frees it"
     return None
 
 
@@ -110,7 +99,9 @@ def _amount(report: TensorReport) -> str:
     if not tensors:
         return f"No live tensors on {', '.join(report.only)}" if report.only else "No live tensors"
     storages = sum(row.storages for row in report.by_device)
-    shares = ", ".join(f"{row.device} {size(row.in_rows)}{_cache(row)}" for row in report.by_device if row.tensors)
+    largest = max(row.in_rows for row in report.by_device)
+    told = [row for row in report.by_device if row.tensors and (row.in_rows >= LARGE or largest < LARGE)]
+    shares = ", ".join(f"{row.device} {size(row.in_rows)}{_cache(row)}" for row in told)
     return f"{count(tensors, 'tensor')} in {count(storages, 'storage')}: {shares}"
 
 
@@ -205,11 +196,6 @@ def _allocated(row: DeviceMemoryRow) -> Cell:
     return Cell(size(row.allocated), bar)
 
 
-def _counts(row: DeviceMemoryRow) -> bool:
-    """Return whether a device has a counting allocator."""
-    return row.allocated is not None
-
-
 DEVICE_COLUMNS: tuple[Column[DeviceMemoryRow], ...] = (
     Column("Device", lambda row: row.device),
     Column("Tensors", lambda row: f"{row.tensors:,}", "right", 2),
@@ -218,9 +204,9 @@ DEVICE_COLUMNS: tuple[Column[DeviceMemoryRow], ...] = (
     Column("No variable", lambda row: size(row.held), "right"),
     Column("In graphs", lambda row: size(row.graph), "right", when=lambda row: row.graph),
     Column("Workspaces", lambda row: size(row.workspaces), "right", when=lambda row: row.workspaces),
-    Column("Unattributed", lambda row: size(row.unexplained), "right", when=_counts),
-    Column("Allocated", _allocated, "right", when=_counts),
-    Column("Cached", lambda row: size(row.cached), "right", 1, when=_counts),
+    Column("Unattributed", lambda row: size(row.unexplained), "right", when=lambda row: row.allocated is not None),
+    Column("Allocated", _allocated, "right", when=lambda row: row.allocated is not None),
+    Column("Cached", lambda row: size(row.cached), "right", 1, when=lambda row: row.allocated is not None),
     Column(
         "Others", lambda row: size(row.other_processes), "right", 1, when=lambda row: row.other_processes is not None
     ),
@@ -301,13 +287,8 @@ def storage_columns(nbytes: Column[Line[Any]]) -> tuple[Column[Line[Any]], ...]:
         nbytes,
         Column("Shape", lambda line: shape_text(line.row.shape), shrinks=True),
         Column("Dtype", lambda line: line.row.dtype, priority=2),
-        Column("Kind", _kind, priority=1),
+        Column("Kind", lambda line: Cell(line.row.kind, muted=line.row.kind == "plain"), priority=1),
     )
-
-
-def _kind(line: Line[Any]) -> Cell:
-    kind = line.row.kind
-    return Cell(SHORT_KINDS.get(kind, kind), muted=kind == "plain", title=kind)
 
 
 SIZE = Column[Line[Any]](
@@ -318,7 +299,7 @@ SIZE = Column[Line[Any]](
 NAMED_COLUMNS: tuple[Column[Line[Any]], ...] = (
     Column(
         "Name", lambda line: Cell(line.text, muted=line.row.name is None, title=", ".join(line.row.names)),
-        shrinks=True, cut="middle", least=20,
+        shrinks=True, cut="never", least=26,
     ),
     *storage_columns(SIZE),
 )  # fmt: skip

@@ -56,8 +56,11 @@ def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveS
             hidden = {label for label, _ in holders.hidden_roots(namespace, shell)}
             targets = search.over({number for each in leaves or [row] for number in each.numbers})
             paths = list(graph.paths_to(targets))
-            if _has_unknown_references(paths, search) and (module := _installed_module(row, search, namespace, shell)):
-                graph.explore(each for each in holders.module_roots(namespace, installed=True) if each[0] == module)
+            if _has_unknown_references(paths, search):  # the module of a library may have one
+                nameless = row._replace(name=None, variable=None, holder=None)
+                (kept,) = scan.name_keepers([nameless], namespace, shell, ours=search.containers())
+                modules = holders.module_roots(namespace, installed=True)
+                graph.explore(each for each in modules if each[0] == kept.holder)
                 paths = list(graph.paths_to(targets))
             found = [_way(steps, graph, hidden, bool(leaves)) for steps in paths]
             ways = [way for way, _ in found] if leaves else _with_shared_commands(found, paths)
@@ -67,7 +70,8 @@ def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveS
                 cuts = [cut.reference for _, cut in found if cut is not None]
                 freed, collects = _freed(cuts, on_device, search, hidden)
                 if row not in freed:
-                    saving = [key for key in search.graphs_over(row.numbers) if key in graph.tensors or key in graph.nodes]
+                    known = graph.tensors.keys() | graph.nodes.keys()
+                    saving = [key for key in search.graphs_over(row.numbers) if key in known]
                     through_graphs = list(_ways_through_graphs(saving, graph, hidden))
                     ways += [way for way, _ in through_graphs]
                     cuts += [cut.reference for _, cut in through_graphs if cut is not None]
@@ -90,21 +94,11 @@ def _has_unknown_references(paths: Sequence[Sequence[Step]], search: scan.Tensor
     values = {id(step.value): step.value for step in steps if step.path.style != "state"}
     steps_to = Counter(id(step.value) for step in steps)
     lone: dict[int, object] = {0: []}
-    own = max(sys.getrefcount(each) for _, each in lone.items())  # noqa: PERF102  # as many as the loop below has
+    own = max(sys.getrefcount(each) for _, each in lone.items())  # as many as the loop below has
     return any(
         sys.getrefcount(each) - own > len(search.graph.references_to(key)) + steps_to[key] + search.references_to(each)
         for key, each in values.items()
     )
-
-
-def _installed_module(
-    row: TensorRow, search: scan.TensorScan, namespace: Mapping[str, object], shell: InteractiveShell | None
-) -> str | None:
-    """Return the installed module that keeps a storage too, from which nothing else is looked for."""
-    ours = [*search.containers(), *holders.objects_of_the_session(namespace, shell)]
-    numbers = set(row.numbers)
-    found = cycles.find_keepers(numbers, numbers, ours).values()
-    return next((each for each in found if each.startswith(cycles.MODULE)), None)
 
 
 def _find_row(text: str, report: Iterable[TensorRow], also: Sequence[int]) -> TensorRow:
@@ -197,7 +191,7 @@ def _way(
     spelling = Spelling(graph.name_of)
     codes = [spelling.code(each.path) for each in steps]
     spelled = [code or spelling.description(each.path) for code, each in zip(codes, steps, strict=True)]
-    kinds = [_kind(each.value) for each in steps]
+    kinds = [name_of_type(type(each.value)) * (type(each.value) is not SimpleNamespace) for each in steps]
     texts = [spelled[0], *(later.removeprefix(earlier) for earlier, later in pairwise(spelled))]
     expression, (command, cut) = spelled[-1], _command(steps, codes, hidden)
     if through_owner:
@@ -271,11 +265,6 @@ def _state(reference: Path) -> tuple[int | None, object] | None:
     """Return whose state of which parameter a reference is of: it goes as a whole."""
     state = reference.parent
     return (reference.owner(), state.key) if state is not None and state.style == "state" else None
-
-
-def _kind(value: object) -> str:
-    """Return the class of what a step leads to; none for the variables of a running function or a module."""
-    return "" if type(value) is SimpleNamespace else name_of_type(type(value))
 
 
 def _command(

@@ -29,11 +29,10 @@ _VALUE_READS = frozenset({
     "format()", "print", "in",
 })  # fmt: skip
 CHECK = "validate_args"
-"""The cause of a read by which torch checks the parameters of a distribution, or a value of it."""
+"""The cause of a read by which torch checks a distribution."""
 _READS = SIZE_READS | _VALUE_READS | {CHECK}
 _DECIDES = "all|and|any|assert|bool|elif|if|not|or|while"
-_ANYWHERE = SIZE_READS | {CHECK, "format()", "print", "in"}
-"""Causes of which the line need not have the name."""
+_ANYWHERE = SIZE_READS | {CHECK, "format()", "print", "in"}  # causes of which the line need not have the name
 
 
 def suggestions(
@@ -115,11 +114,12 @@ def _waits(moves: Sequence[TransferRow], syncs: Mapping[int, int], code: LoopCod
         waits -= sum(row.count for row in moves if row.line == line and row.direction == "host-to-device")  # noqa: PLW2901
         if waits >= MANY_SYNCS:
             rows = [row for row in moves if row.line == line and row.cause in _READS and row.count >= MANY_SYNCS]
-            causes = {row.cause for row in rows if _is_written(row) or row.cause in _ANYWHERE or line in code.conditions}
-            if line in code.passed_on or (rows and not causes) or not (rows or line in code.loops):
+            is_test = line in code.conditions
+            causes = {row.cause for row in rows if is_test or row.cause in _ANYWHERE or _is_written(row)}
+            if line in code.carried or (rows and not causes) or not (rows or line in code.loops):
                 continue  # a library waits, or what comes next depends on what was read
             what, change = _cause_of_waits(causes)
-            if line in code.conditions and not SIZE_READS.intersection(causes):
+            if is_test and not SIZE_READS.intersection(causes):
                 change = "test it less often"  # what decides cannot be read at the end
             loop = " in a loop" if line in code.loops else ""
             yield Suggestion(line, f"{waits:,} syncs{what}{loop}, line {line}", change)
@@ -139,10 +139,8 @@ def _cause_of_waits(causes: Collection[str]) -> tuple[str, str]:
     if "print" in causes:
         return " by print", "print less often"
     if causes:
-        return (
-            f" by {min(causes)}{'()' * min(causes).startswith('.')}",
-            "accumulate on the device, read once at the end",
-        )
+        what = min(causes)
+        return f" by {what}{'()' * what.startswith('.')}", "accumulate on the device, read once at the end"
     return "", "wait once, at the end"
 
 
@@ -154,16 +152,10 @@ def _created(moves: Sequence[TransferRow], code: LoopCode) -> Iterator[Suggestio
             if row.line != creation.moved or row.cause in _READS or row.direction == "device-to-host":
                 continue
             change = f'create it with device="{row.target}"'
-            if named:
-                problem = f"{row.name} created on {row.source} by line {creation.created}, copied by line {row.line}"
+            if named or at_once:
+                what, where = (row.name, f" by line {creation.created},") if named else (size(row.nbytes), " and")
+                problem = f"{what} created on {row.source}{where} copied by line {row.line}"
                 yield Suggestion(row.line, problem, change, row.nbytes)
-            elif at_once:
-                yield Suggestion(
-                    row.line,
-                    f"{size(row.nbytes)} created on {row.source} and copied by line {row.line}",
-                    change,
-                    row.nbytes,
-                )
 
 
 def _is_pageable_stream(row: TransferRow) -> bool:

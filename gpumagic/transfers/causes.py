@@ -39,8 +39,6 @@ _FROM_HOST = ("tensor", "as_tensor", "asarray")
 _NUMBERS = (bool, int, float, complex)
 _FUNCTIONS = {**{name: name for name in _FROM_HOST}, "print": "print", "str": "print", "repr": "print"}
 """What is called by its name alone: the cause."""
-CHECK = "validate_args"
-"""The cause of a read by which torch checks the parameters of a distribution, or a value of it."""
 _OURS = ("gpumagic.transfers.", "torch.utils._device", "torch._ops", "torch.library")
 
 

@@ -25,8 +25,6 @@ class DeviceError:
     expression: str | None = None
     """The expression that raised, if Python reports it."""
     operands: tuple[Operand, ...] = ()
-    can_move: bool = False
-    """Whether the line is a cell's and its names are global, so that `--move` can bind them."""
     inner: frozenset[str] = frozenset()
     """Names that a comprehension or a lambda of the line binds: only within it can they be moved."""
     function: str | None = None
@@ -67,7 +65,7 @@ def _different_devices(error: DeviceError) -> tuple[str, str | None, str]:
         return _unnamed_operand(error, placed, devices)
     target, others = _target(placed, error.device), misplaced(error)
     fixes = [_move_code(error, each, target) for each in others]
-    return f"{_locations(placed)}.", "; ".join(fixes), _alternative(error, others, target)
+    return f"{_locations(placed)}.", "; ".join(fixes), ""
 
 
 def _placed(error: DeviceError) -> list[Operand]:
@@ -108,7 +106,7 @@ def _unnamed_operand(error: DeviceError, placed: Sequence[Operand], devices: set
         return what, None, ""
     # New tensors are where the cell runs, and these are not.
     fixes = "; ".join(_move_code(error, each, error.device) for each in placed)
-    return what, fixes, _alternative(error, placed, error.device)
+    return what, fixes, ""
 
 
 def _target(placed: Sequence[Operand], device: str) -> str:
@@ -138,15 +136,6 @@ def _move_code(error: DeviceError, operand: Operand, target: str) -> str:
     return f"{code} = {move}"
 
 
-def _alternative(error: DeviceError, others: Sequence[Operand], target: str) -> str:
-    movable = [
-        each.code for each in others if each.is_variable and each.kind not in ("optimizer", "generator", "device")
-    ]
-    if not error.can_move or error.inner or target != error.device or len(movable) != len(others):
-        return ""
-    return f"Or before the cell: %%ondevice {target} --move {','.join(movable)}"
-
-
 def _locations(operands: Sequence[Operand]) -> str:
     """Return ``"x (2.0 GiB) is on cpu, model on simgpu:0"``."""
     parts = []
@@ -172,7 +161,7 @@ def _generator(error: DeviceError) -> tuple[str, str | None, str]:
     wanted, found = re.findall(r"'(\S+?)'", error.text)[:2]
     target = error.device if error.device.startswith(wanted) else wanted
     made = f'torch.Generator("{target}")'
-    names = [each.code for each in error.operands if each.kind == "generator" and each.is_variable]
+    names = [each.code for each in error.operands if each.kind == "generator"]
     what = f"A generator works on its own device: {names[0] if names else 'this one'} is on {found}, the numbers go to"
     return f"{what} {wanted}.", f"{names[0]} = {made}" if names else f"generator={made}", ""
 
@@ -206,12 +195,9 @@ def _deserialize(error: DeviceError) -> tuple[str, str | None, str]:
 def _fork(error: DeviceError) -> tuple[str, str | None, str]:
     what = "A forked process cannot use a device that its parent has used."
     if "DataLoader" in error.text:
-        return (
-            what
-            + " The workers of a DataLoader are forked, and the dataset or its collate_fn uses the device in them.",
-            f'batch = batch.to("{error.device}")  # in the loop; the dataset stays on the host',
-            'Or DataLoader(..., multiprocessing_context="spawn"), or num_workers=0.',
-        )
+        what += " The workers of a DataLoader are forked, and the dataset or its collate_fn uses the device in them."
+        fix = f'batch = batch.to("{error.device}")  # in the loop; the dataset stays on the host'
+        return what, fix, 'Or DataLoader(..., multiprocessing_context="spawn"), or num_workers=0.'
     return what, 'torch.multiprocessing.set_start_method("spawn")', "Before the first process is started."
 
 

@@ -63,7 +63,7 @@ def _describe_path(node: ast.expr, variables: Mapping[str, Any], is_index: bool)
         owner, value = value, _resolve_step(step, value, variables)
         if value is MISSING:
             break
-        operand = _describe(ast.unparse(step), value, owner, step, is_index)
+        operand = _describe(ast.unparse(step), value, owner, is_index)
         found = operand or found
         if kind_of(value) == "tensor":
             break
@@ -99,7 +99,7 @@ def _item(value: Any, index: ast.expr, variables: Mapping[str, Any]) -> Any:
     return MISSING
 
 
-def _describe(code: str, value: Any, owner: Any, step: ast.expr, is_index: bool) -> Operand | None:
+def _describe(code: str, value: Any, owner: Any, is_index: bool) -> Operand | None:
     import torch
 
     kind = kind_of(value)
@@ -113,7 +113,6 @@ def _describe(code: str, value: Any, owner: Any, step: ast.expr, is_index: bool)
         tuple(device for device, _ in totals.most_common()),
         sum(totals.values()),
         "dict" if kind == "container" and issubclass(type(value), dict) else kind,
-        is_variable=isinstance(step, ast.Name),
         is_unregistered=kind_of(owner) == "module" and not _is_registered(owner, value),
         is_index=is_index,
         requires_grad=kind == "tensor" and bool(value.requires_grad) and torch.is_grad_enabled(),
@@ -125,9 +124,7 @@ def _is_registered(module: Any, value: Any) -> bool:
     return any(value is each for each in kept)
 
 
-def explain(
-    error: BaseException, namespace: Mapping[str, Any], device: str, *, in_cell: bool = True
-) -> Explanation | None:
+def explain(error: BaseException, namespace: Mapping[str, Any], device: str) -> Explanation | None:
     """Return what an error about devices means, or None for any other error and for one that cannot be read."""
     if not isinstance(error, Exception):
         return None
@@ -136,7 +133,7 @@ def explain(
         return None
     try:
         found = _read(error, DeviceError(text, device, (*allocator.accelerators(), "cpu", "meta")), namespace)
-        return device_errors.explain(replace(found, can_move=found.can_move and in_cell))
+        return device_errors.explain(found)
     except Exception:  # a failure here must not cost the user the report
         return None
 
@@ -145,19 +142,19 @@ def _read(error: Exception, known: DeviceError, namespace: Mapping[str, Any]) ->
     """Return what is known of the innermost line of the user's, or of the call that gave it what is elsewhere."""
     steps = frames.traceback_steps(error.__traceback__)
     own = [step for step in steps if step.tb_frame.f_globals is namespace or is_user_code(step.tb_frame)]
-    found = known if not own else _at_line(own[-1], known, namespace)
+    found = known if not own else _at_line(own[-1], known)
     for step, caller in pairwise(reversed(own)):
         code = step.tb_frame.f_code
         if not device_errors.is_given(found, code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]):
             break
-        outer = _at_line(caller, known, namespace)
+        outer = _at_line(caller, known)
         if not device_errors.misplaced(outer):
             break
         found = outer
     return found
 
 
-def _at_line(step: TracebackType, known: DeviceError, namespace: Mapping[str, Any]) -> DeviceError:
+def _at_line(step: TracebackType, known: DeviceError) -> DeviceError:
     frame, file = step.tb_frame, cell_file(step.tb_frame)
     above = lines_above(frame, file) or 0
     lines = lines_of(file)[above:]
@@ -173,7 +170,6 @@ def _at_line(step: TracebackType, known: DeviceError, namespace: Mapping[str, An
         known,
         expression=ast.unparse(node) if written is None or "\n" in written else written,  # as its author wrote it
         operands=operands_of(node, frames.resolve_names(frame, names_in(node))),
-        can_move=frame.f_globals is namespace and function is None,
         inner=_bound_inside(lines, step.tb_lineno),
     )
 

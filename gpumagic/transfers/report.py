@@ -25,8 +25,6 @@ class Operand:
     """Devices of its tensors, most bytes first."""
     nbytes: int = 0
     kind: Literal["tensor", "module", "container", "dict", "optimizer", "generator", "device"] = "tensor"
-    is_variable: bool = True
-    """Whether it is a plain name, which an assignment can rebind."""
     is_unregistered: bool = False
     """Whether it is a module's tensor that is neither a parameter nor a buffer, so that `.to` does not move it."""
     is_index: bool = False
@@ -122,9 +120,7 @@ class TransferReport(Report[TransferRow]):
     syncs: Mapping[int, int] = field(default_factory=dict)
     """``{line: count}`` of what made the host wait for the device: copies from and to the host, but not non-blocking
     ones; reads of values (`.item()`, ``if tensor``, `print`) and of sizes (`nonzero`, a mask as an index); and calls of
-    `synchronize` of a device, a stream or an event. An operator that waits several times within itself counts once. Not
-    counted: what the driver waits for by itself, as it may in a non-blocking copy from memory that is not pinned; what
-    no line of the cell does, such as `--move`."""
+    `synchronize`. Not counted: what the driver waits for by itself, and what no line of the cell does."""
     peak: Mapping[str, int] = field(default_factory=dict)
     """``{device: bytes}`` allocated at most during the cell, where the allocator's counter gives it exactly."""
     allocations: Mapping[str, int] = field(default_factory=dict)

@@ -136,7 +136,7 @@ class DeviceRun:
     def _report(self, error: BaseException | None) -> TransferReport:
         explanation = None
         if error is not None:
-            explanation = explain.explain(error, self._namespace, self.device, in_cell=self._filename is None)
+            explanation = explain.explain(error, self._namespace, self.device)
         variables = self._variables()
         moves, syncs = (*self._moved, *self._log.rows()), self._log.syncs()
         lines = self._code.lines()

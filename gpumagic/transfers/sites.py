@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from gpumagic.source import frames
 from gpumagic.source.lines import cell_file, lines_above, lines_of
 from gpumagic.source.text import expression_at, names_in
+from gpumagic.transfers.advice import CHECK
 
 if TYPE_CHECKING:
     from gpumagic.transfers.causes import Call
@@ -143,8 +144,8 @@ class CallSites:
             cause, subject = causes.of_frames(innermost, asks, found)
         else:
             cause, subject = causes.of_request(request, asks) or asks, causes.subject_of(request, found, asks)
-        if innermost is not None and cause == "bool()" and frames.module_of(innermost).startswith("torch.distributions"):
-            cause = causes.CHECK
+        if innermost and cause == "bool()" and frames.module_of(innermost).startswith("torch.distributions"):
+            cause = CHECK
         is_here = get_ident() == self._thread
         frame, above, module_frame = self._own_frame(innermost if is_here else self._innermost(0))
         if frame is None:

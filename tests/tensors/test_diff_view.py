@@ -82,12 +82,12 @@ def test_what_is_held_in_80_columns() -> None:
 GOLDEN_HELD = """\
 %devices --free frees 96.0 MiB: Out[12], last traceback
 No variable reaches 53 storages: 97.2 MiB on cuda:0
-No.  Kept by            Device       Size               Shape     Dtype    Kind
-───  ─────────────────  ──────  ──────────────────────  ────────  ───────  ─────
-  7  Out[12]['k']       cuda:0   64.0 MiB ████████░░░░  [32, 32]  float32  plain
-  8  last tra…>.hidden  cuda:0   32.0 MiB ████░░░░░░░░  [32, 32]  float32  plain
-  9  unknown × 50       cuda:0  200.0 KiB █░░░░░░░░░░░  [32, 32]  float32  plain
- 60  cycle              cuda:0    1.0 MiB █░░░░░░░░░░░  [32, 32]  float32  plain
+No.  Kept by                         Device       Size  Shape     Dtype    Kind
+───  ──────────────────────────────  ──────  ─────────  ────────  ───────  ─────
+  7  Out[12]['k']                    cuda:0   64.0 MiB  [32, 32]  float32  plain
+  8  last traceback.<step()>.hidden  cuda:0   32.0 MiB  [32, 32]  float32  plain
+  9  unknown × 50                    cuda:0  200.0 KiB  [32, 32]  float32  plain
+ 60  cycle                           cuda:0    1.0 MiB  [32, 32]  float32  plain
 import gc; gc.collect() frees 1.0 MiB: cycle
 No single line frees 200.0 KiB, kept by C++ or what was not followed"""
 

@@ -49,14 +49,15 @@ def test_the_largest_storages_and_each_device_in_80_columns() -> None:
 
 GOLDEN = """\
 5,008 tensors in 5,007 storages: simgpu:0 1.1 GiB, cpu 300.0 MiB
-Name                    Device         Size               Shape           Kind
-──────────────────────  ────────  ──────────────────────  ──────────────  ──────
-model.embed.weight      simgpu:0  512.0 MiB █████░░░░░░░  [131072, 1024]  param
-opt.state[…ht].exp_avg  simgpu:0  512.0 MiB █████░░░░░░░  [131072, 1024]  optim
-(Out[12])               simgpu:0   64.0 MiB █░░░░░░░░░░░  [4096, 4096]    activ.
-(no name) × 5,000       simgpu:0   19.5 MiB █░░░░░░░░░░░  [32, 32]        plain
-(last traceback)        simgpu:0   16.0 MiB █░░░░░░░░░░░  [2048, 2048]    plain
-small                   cpu       300.0 MiB ████████████  [10]            plain
+Name                Device         Size  Shape           Kind
+──────────────────  ────────  ─────────  ──────────────  ───────────────
+model.embed.weight  simgpu:0  512.0 MiB  [131072, 1024]  parameter
+opt.state[model.embed.weight].exp_avg
+                    simgpu:0  512.0 MiB  [131072, 1024]  optimizer state
+(Out[12])           simgpu:0   64.0 MiB  [4096, 4096]    activation
+(no name) × 5,000   simgpu:0   19.5 MiB  [32, 32]        plain
+(last traceback)    simgpu:0   16.0 MiB  [2048, 2048]    plain
+small               cpu       300.0 MiB  [10]            plain
 and 2 more storages, 0 B
 small: a 40 B view keeps a 300.0 MiB storage alive; .clone() it
 Device        Named  No variable  Unattributed  Allocated                 Cached
@@ -115,6 +116,19 @@ def test_of_many_lines_the_small_ones_are_one_and_a_large_cache_is_told_in_words
     assert [line.split()[0] for line in shown.splitlines()[3:8]] == ["w", "x", "y", "z", "host"]
     assert "and 7 more storages, 7.0 KiB" in shown
     assert "norm" in text(TensorReport((*large, *small), (sums,), limit=50))
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_each_name_is_there_whole_and_small_amounts_are_left_out_beside_large_ones(width) -> None:
+    names = [f"optimizer.state[model.encoder[{n}].self_attention.projection.weight]['exp_avg_sq']" for n in range(3)]
+    rows = (*(row(name, 64 * MIB, kind="optimizer state") for name in names), row("few", 16, "cpu", (4,)))
+    sums = DeviceMemoryRow("simgpu:0", 3, 3, 192 * MIB, 0), DeviceMemoryRow("cpu", 1, 1, 16, 0)
+    lines = text(TensorReport(rows, sums), width).splitlines()
+    assert lines[0] == "4 tensors in 4 storages: simgpu:0 192.0 MiB"
+    assert [line for line in lines if line in names] == names
+    assert lines[4].split() == lines[6].split()
+    assert lines[4].split()[:5] == ["simgpu:0", "64.0", "MiB", "[1024,", "1024]"]
+    assert lines[4].endswith("optimizer state")
 
 
 def test_a_few_tensors_of_a_list_have_a_line_each() -> None:

@@ -295,8 +295,11 @@ def test_what_a_class_of_an_installed_library_keeps_in_a_list_has_to_go_from_the
     library.__file__ = f"{sysconfig.get_path('purelib')}/some_library.py"
     monkeypatch.setitem(sys.modules, "some_library", library)
     library.Module = torch.nn.Module
-    exec("class Neuron(Module):\n    instances = []\n    def __init__(self):\n        super().__init__()\n"
-         "        self.instances.append(self)", vars(library))
+    exec(
+        "class Neuron(Module):\n    instances = []\n    def __init__(self):\n        super().__init__()\n"
+        "        self.instances.append(self)",
+        vars(library),
+    )
     neuron = library.Neuron()
     neuron.register_buffer("mem", torch.ones(300))
     report = why("mem", {"neuron": neuron, "mem": neuron.mem})

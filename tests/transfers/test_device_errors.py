@@ -35,7 +35,6 @@ def test_operands_are_told_by_name_and_place_whatever_the_words(text: str) -> No
 
 
 def test_a_variable_of_the_notebook_may_be_moved_before_the_cell() -> None:
-    assert told(MIXED[0], MODEL, X, can_move=True).note == "Or before the cell: %%ondevice cuda:0 --move x"
     assert told(MIXED[0], MODEL, X).note == ""
 
 
@@ -43,10 +42,10 @@ def test_a_variable_of_the_notebook_may_be_moved_before_the_cell() -> None:
     ("operand", "fix"),
     [
         (Operand("net", ("cpu",), 9, "module"), 'net.to("cuda:0")'),
-        (Operand("batch['x']", ("cpu",), 9, is_variable=False), "batch['x'] = batch['x'].to(\"cuda:0\")"),
+        (Operand("batch['x']", ("cpu",), 9), "batch['x'] = batch['x'].to(\"cuda:0\")"),
         (Operand("parts", ("cpu", "cuda:0"), 9, "container"), 'parts = [each.to("cuda:0") for each in parts]'),
         (
-            Operand("self.mask", ("cpu",), 9, is_variable=False, is_unregistered=True),
+            Operand("self.mask", ("cpu",), 9, is_unregistered=True),
             'self.register_buffer("mask", ...)  # in __init__, so that .to("cuda:0") takes it along',
         ),
         (
@@ -70,9 +69,8 @@ def test_what_has_no_name_is_said_to_have_none() -> None:
 
 
 def test_what_the_cell_made_where_it_runs_is_not_what_must_move() -> None:
-    found = told(MIXED[0], X, can_move=True)
+    found = told(MIXED[0], X)
     assert found.fix == 'x = x.to("cuda:0")'
-    assert found.note == "Or before the cell: %%ondevice cuda:0 --move x"
 
 
 def test_types_that_differ_on_one_device_are_not_taken_for_devices() -> None:
@@ -88,8 +86,8 @@ def test_numpy_is_given_a_copy_on_the_host(grad: bool, fix: str) -> None:
 
 
 def test_what_a_comprehension_binds_is_moved_inside_it() -> None:
-    row = Operand("row[:4]", ("cpu",), 9, is_variable=False)
-    assert told(MIXED[0], MODEL, row, inner=frozenset({"row"}), can_move=True).fix == 'row[:4].to("cuda:0")'
+    row = Operand("row[:4]", ("cpu",), 9)
+    assert told(MIXED[0], MODEL, row, inner=frozenset({"row"})).fix == 'row[:4].to("cuda:0")'
 
 
 def test_an_ordinal_that_is_not_there_is_told_with_those_that_are() -> None:

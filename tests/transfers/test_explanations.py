@@ -143,7 +143,6 @@ def test_what_a_function_was_given_is_mended_where_it_is_called(line: str, fix: 
     found, _, _ = explained(cell)
     assert found is not None
     assert (found.line, found.code, found.function, found.fix) == (len(cell.strip().split("\n")), line, None, fix)
-    assert found.note.startswith("Or before the cell: %%ondevice simgpu:0 --move ")
 
 
 def test_a_file_of_an_absent_device_is_explained_with_map_location(tmp_path) -> None:
@@ -252,4 +251,3 @@ def test_a_cell_shows_the_explanation_with_its_report(bare_shell, shown) -> None
     (text,) = shown()
     assert "x is on cpu, g on simgpu:0" in text
     assert 'x = x.to("simgpu:0")' in text
-    assert "--move x" in text

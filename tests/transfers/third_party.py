@@ -385,8 +385,9 @@ def _savings(advice: Any, before: Outcome, after: Outcome) -> tuple[int, int]:
     found = re.match(r"([\d,]+) (copies|syncs)", advice.problem)
     if found is None:
         return 0, 0  # what overlaps or goes is not counted here
-    counts = [sum(each.report.syncs.values()) if found[2] == "syncs" else sum(each.copies[0].values()) for each in (before, after)]
-    return int(found[1].replace(",", "")), counts[0] - counts[1]
+    is_of_syncs = found[2] == "syncs"
+    counts = [(each.report.syncs if is_of_syncs else each.copies[0]).values() for each in (before, after)]
+    return int(found[1].replace(",", "")), sum(counts[0]) - sum(counts[1])
 
 
 def _differ(told: Any, made: Any) -> bool:
@@ -460,9 +461,9 @@ def _table(
     about = (
         f"Written by `third_party.py` on {runs.device.partition(':')[0]}, Python {sys.version.split()[0]}, torch "
         f"{torch.__version__}. Each ran under `with torch.device(...)`, `%%ondevice` and `--trace`. It is right if "
-        "results, graphs, copies and peaks are the same, the report equals the devices' own count of copies, and what `%devices` says "
-        "afterwards is true: every name is that tensor, the sums are the allocator's, and lines that promise bytes "
-        f"free so many by the allocator ({COUNTED['promises']:,} lines, each run in a fork)."
+        "results, graphs, copies and peaks are the same, the report equals the devices' own count of copies, and what "
+        "`%devices` says afterwards is true: every name is that tensor, the sums are the allocator's, and lines that "
+        f"promise bytes free so many by the allocator ({COUNTED['promises']:,} lines, each run in a fork)."
     )
     lines = [
         "# Cells of third-party code under `%%ondevice`", "", about, "",

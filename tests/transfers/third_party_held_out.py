@@ -138,7 +138,8 @@ HELD_OUT = {
             """,
     },
     "pytorch-ignite": {
-        "an engine with a metric": POINTS + """
+        "an engine with a metric": POINTS
+        + """
 from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
 from ignite.metrics import Accuracy, Loss
 net = torch.nn.Linear(4, 2).to('DEVICE')
@@ -154,7 +155,8 @@ def evaluate(engine):
 trainer.run(loader, max_epochs=2)
 out = seen
 """,
-        "a running average of the loss": POINTS + """
+        "a running average of the loss": POINTS
+        + """
 from ignite.engine import Engine
 from ignite.metrics import RunningAverage
 net = torch.nn.Linear(4, 2).to('DEVICE')
@@ -244,7 +246,8 @@ out = state.metrics['average']
             """,
     },
     "schedulefree": {
-        "no schedule": POINTS + """
+        "no schedule": POINTS
+        + """
 import schedulefree
 net = torch.nn.Linear(4, 2).to('DEVICE')
 opt = schedulefree.AdamWScheduleFree(net.parameters(), lr=.01, warmup_steps=2)
@@ -302,7 +305,8 @@ with torch.no_grad():
             """,
     },
     "opacus": {
-        "private gradients": POINTS + """
+        "private gradients": POINTS
+        + """
 import warnings
 from opacus import PrivacyEngine
 warnings.simplefilter('ignore')
@@ -321,7 +325,8 @@ out = engine.get_epsilon(1e-5) > 0
 """,
     },
     "sentence-transformers": {
-        "sentences by mean pooling": WORDS + """
+        "sentences by mean pooling": WORDS
+        + """
 import tempfile
 from sentence_transformers import SentenceTransformer, models, util
 with tempfile.TemporaryDirectory() as folder:
@@ -822,7 +827,8 @@ EDITS: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
     "quality of images, one after the other": {
         "keep the copies": (
             ("for each in images:\n", "for each in images:\n    each = each.to('DEVICE')\n"),
-            ("piq.psnr(each.to('DEVICE')", "piq.psnr(each"), ("piq.gmsd(each.to('DEVICE')", "piq.gmsd(each"),
+            ("piq.psnr(each.to('DEVICE')", "piq.psnr(each"),
+            ("piq.gmsd(each.to('DEVICE')", "piq.gmsd(each"),
         ),
     },
     "images augmented one by one": {
