@@ -124,8 +124,10 @@ class CallSites:
         node = expression_at(frame.f_code, frame.f_lasti, source)
         if isinstance(node, ast.Subscript) and request is None:
             site = self._site(frame, line, cause, tuple(sorted(names_in(node))))
-            if asks == causes.COPY and isinstance(_value(frame, node.slice), list | tuple | range):
-                site.name = ast.unparse(node.slice)  # torch copies a tensor that it makes of the list
+            parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            (index, *others) = [each for each in parts if not isinstance(each, ast.Constant | ast.Slice)] or parts
+            if asks == causes.COPY and not others and isinstance(_value(frame, index), list | tuple | range):
+                site.name = ast.unparse(index)  # torch copies a tensor that it makes of the list
             return site
         if not isinstance(node, ast.Call):  # of an assignment to `x[0]`, it is only the target
             return self._site(frame, line, cause)
