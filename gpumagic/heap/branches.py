@@ -177,7 +177,12 @@ def children_of(module: object) -> Iterator[tuple[str, Any]]:
 
 def registered(module: object, kind: str) -> list[tuple[str, Any]]:
     """Return what a module has under ``"_modules"``, ``"_parameters"`` or ``"_buffers"``, by name."""
-    found: Any = attributes_of(module).get(kind)
+    import torch
+
+    if not issubclass(type(module), torch.nn.Module):
+        return []
+    # Read as torch's own class has it: no property of a subclass is called, nor are the attributes of a class searched.
+    found: Any = vars(torch.nn.Module)["__dict__"].__get__(module).get(kind)
     if isinstance(found, dict):
         entries = list(dict.items(found))
     elif dict_of(type(found)).get("__module__") == "torch.jit._script":  # a dictionary of C++'s

@@ -20,34 +20,16 @@ _SEEN = "gpumagic"
 _queue = torch.autograd.Variable._execution_engine.queue_callback
 
 
-class RunningModule:
-    """The modules by number, and which of them runs.
+class NamedModules:
+    """Modules by number.
 
-    Args:
-        tell: called with the number of the module that runs from now on, None for none.
+    Attributes:
+        names: by number the shortest way to a module from a variable, as ``"model.blocks.3.attn"``; else its class.
     """
 
-    def __init__(self, tell: Callable[[int | None], None]) -> None:
+    def __init__(self) -> None:
         self.names: list[str] = []
-        """By number: the shortest way to it from a variable, as ``"model.blocks.3.attn"``; else its class."""
         self._numbers: dict[int, tuple[ref[torch.nn.Module], int]] = {}  # by identity: no `__hash__` of the user's
-        self.in_backward = False
-        self._tell = tell
-        self._running: list[int] = []
-        self._backward: int | None = None
-        self._handles: list[Any] = []
-        self._on = object()
-
-    def watch(self, namespace: Mapping[str, Any]) -> None:
-        """Follow the modules until `unwatch`."""
-        self.name_all(namespace)
-        self._handles.append(register_module_forward_pre_hook(self._enter))
-        self._handles.append(register_module_forward_hook(self._leave, always_call=True))
-
-    def unwatch(self) -> None:
-        """Remove every hook; idempotent."""
-        while self._handles:
-            self._handles.pop().remove()
 
     def name_all(self, namespace: Mapping[str, Any]) -> None:
         """Name the modules that variables lead to, by the shortest way."""
@@ -77,6 +59,26 @@ class RunningModule:
     def _known(self, module: torch.nn.Module) -> int | None:
         alive, number = self._numbers.get(id(module), (None, None))
         return number if alive is not None and alive() is module else None
+
+
+class RunningModule(NamedModules):
+    """Tells which of the modules runs.
+
+    Args:
+        tell: called with the number of the module that runs from now on, None for none.
+    """
+
+    def __init__(self, tell: Callable[[int | None], None]) -> None:
+        super().__init__()
+        self._tell = tell
+        self._running: list[int] = []
+        self._backward: int | None = None
+
+    def watch(self, namespace: Mapping[str, Any]) -> None:
+        """Follow the modules for the rest of the process."""
+        self.name_all(namespace)
+        register_module_forward_pre_hook(self._enter)
+        register_module_forward_hook(self._leave, always_call=True)
 
     def entered(self, module: torch.nn.Module) -> None:
         """Do what is to be done before a module's forward."""
@@ -109,19 +111,19 @@ class RunningModule:
         """Let the nodes that made some tensors tell that the backward of the innermost module begins."""
         for tensor in tensors_in(value):
             node = tensor.grad_fn
-            if node is not None and node.metadata.get(_SEEN) is not self._on:
-                node.metadata[_SEEN] = self._on
-                self._handles.append(node.register_prehook(functools.partial(self._go_back, number)))
+            if node is not None and _SEEN not in node.metadata:
+                node.metadata[_SEEN] = True
+                node.register_prehook(functools.partial(self._go_back, number))
 
     def _go_back(self, number: int | None, _: object) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._backward:
-            self._backward, self.in_backward = task, True
+            self._backward = task
             _queue(self._end_backward)
         self._tell(number)
 
     def _end_backward(self) -> None:
-        self._backward, self.in_backward = None, False
+        self._backward = None
         self._tell(self._running[-1] if self._running else None)
 
 

@@ -8,28 +8,30 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpumagic.memory import allocator
-from gpumagic.memory.allocator import AllocatorStats, rounded
+from gpumagic.memory.allocator import MIN_BLOCK, AllocatorStats
 from gpumagic.memory.devices import Device
 
 MAX_ENTRIES = 100_000
 """Allocations and frees that are kept; of more, the last."""
 
 
-class BlockEvent(NamedTuple):
-    """A block that was handed out, or taken back."""
+class BlockEvents(NamedTuple):
+    """Blocks that were handed out or taken back, in order: arrays of NumPy, an entry each."""
 
-    address: int
-    nbytes: int
+    address: Any
+    nbytes: Any
     """Negative where it was taken back."""
-    at: float
-    """When, by `time.perf_counter`; CUDA's clock has microseconds."""
-    turn: float
-    """When the turn began in which it was: see `AllocatorHistory.begin_turn`; else the same."""
+    turn: Any
+    """When the turn began in which it was, in nanoseconds of `time.perf_counter`: see `AllocatorHistory.begin_turn`."""
+
+    def last(self, count: int) -> BlockEvents:
+        """Return the last of them."""
+        return BlockEvents(*(each[max(0, len(each) - count) :] for each in self))
 
 
 class AllocatorHistory:
@@ -39,24 +41,28 @@ class AllocatorHistory:
         device: the device that is asked about; all of its backend are recorded.
 
     Attributes:
-        before: the allocators' statistics where the recording begins.
+        before: the allocator's statistics where the recording begins.
         after: those where it ends.
-        started: when it began, by `time.perf_counter`.
-        is_kept: whether there is a history.
+        started: when it began, in nanoseconds of `time.perf_counter`.
+        ahead: by how many nanoseconds `time.time` is ahead of that clock.
+        begin_turn: called with the time by that clock, as text, says when what this thread does from now on begins:
+            entries of CUDA's history have it, exactly.
+        events: what the device did, the last of it where that was too much; None where there is no history.
         snapshot: what `torch.cuda.memory._snapshot` returned at the end, or why there is none.
     """
 
     def __init__(self, device: str) -> None:
-        self.before: dict[str, AllocatorStats] = {}
-        self.after: dict[str, AllocatorStats] = {}
+        self.before = self.after = _NOTHING
+        self.events: BlockEvents | None = None
         self.snapshot: dict[str, Any] | str = (
             f"memory_viz reads the history of torch's CUDA allocator; {device} has none"
         )
-        self._backend = Device.parse(device).backend
+        self._device = device
+        self._backend, self._index = Device.parse(device)
         self._module: Any = allocator.device_module(self._backend)
-        self._is_on = self._is_ours = self.is_kept = False
-        self._before_turns = ""
-        self._events: dict[str, list[BlockEvent]] = {}
+        self._is_on = self._is_ours = False
+        self.begin_turn: Callable[[str], object] = lambda _: None
+        self._earlier_metadata = ""
 
     def start(self) -> None:
         """Begin to record, unless the user has it recorded already."""
@@ -67,9 +73,9 @@ class AllocatorHistory:
             _recording.append(self)
             if self._is_ours:
                 self._module.record_history(True)
-        self.started = time.perf_counter()
-        self._ahead = time.time() - self.started
-        self.before = allocator.all_device_stats()
+        self.started = time.perf_counter_ns()
+        self.ahead = time.time_ns() - self.started
+        self.before = allocator.device_stats(self._device) or _NOTHING
 
     def _start_cuda(self) -> None:
         import torch
@@ -82,30 +88,20 @@ class AllocatorHistory:
         except RuntimeError as error:  # cudaMallocAsync keeps no history
             self._is_on = self._is_ours = False
             self.snapshot = str(error).partition("\n")[0]
-        if self._is_on and _set_metadata() is not None:
-            self._before_turns = torch._C._cuda_getMemoryMetadata()  # type: ignore[attr-defined, unused-ignore]
-            self.begin_turn = self._begin_turn  # type: ignore[method-assign]
-
-    def begin_turn(self, at: float) -> None:
-        """Note when what the calling thread does from now on begins: entries of CUDA's history have it, exactly."""
-
-    def _begin_turn(self, at: float) -> None:
-        _set_metadata()(repr(at))
+        if self._is_on and hasattr(torch._C, "_cuda_setMemoryMetadata"):  # since torch 2.10
+            self._earlier_metadata = torch._C._cuda_getMemoryMetadata()  # type: ignore[attr-defined, unused-ignore]
+            self.begin_turn = torch._C._cuda_setMemoryMetadata
 
     def stop(self) -> None:
         """Keep the history, and end the recording if this has begun it; idempotent."""
         if not self._is_on:
             return
         self._is_on = False
-        self.after = allocator.all_device_stats()
+        self.after = allocator.device_stats(self._device) or _NOTHING
         try:
-            if self._backend == "cuda":
-                self._read_cuda()
-            else:
-                for device in self._devices():
-                    entries = self._module.history(Device.parse(device).index)
-                    self._keep(device, [BlockEvent(address, nbytes, at, at) for address, nbytes, at in entries])
-            self.is_kept = True
+            # As many as the counters say: others may have begun to record before.
+            found = self._read_cuda() if self._backend == "cuda" else _columns(self._module.history(self._index))
+            self.events = found.last(self.after.events - self.before.events)
         finally:
             _recording[:] = [each for each in _recording if each is not self]
             if self._backend == "cuda":
@@ -114,63 +110,45 @@ class AllocatorHistory:
                 self._module.record_history(False)
 
     def _stop_cuda(self) -> None:
-        if _set_metadata() is not None:
-            _set_metadata()(self._before_turns)
+        self.begin_turn(self._earlier_metadata)
         if self._is_ours:
             self._module.memory._record_memory_history(None)
 
-    def _read_cuda(self) -> None:
+    def _read_cuda(self) -> BlockEvents:
+        import numpy as np
+
         self.snapshot = snapshot = self._module.memory._snapshot()
-        for device in self._devices():
-            trace = snapshot["device_traces"][Device.parse(device).index]
-            entries = [
-                BlockEvent(each["addr"], _SIGNS[each["action"]] * rounded(each["size"]), self._time_of(each), turn)
-                for each, turn in self.turns(trace)
-                if each["action"] in _SIGNS
-            ]
-            self._keep(device, entries)
+        trace = [each for each in snapshot["device_traces"][self._index] if each["action"] in _SIGNS]
+        sign = np.array([_SIGNS[each["action"]] for each in trace], np.int64)
+        address, size = (np.array([each[name] for each in trace], np.int64) for name in ("addr", "size"))
+        return BlockEvents(address, -(-size // MIN_BLOCK) * MIN_BLOCK * sign, turns(trace, self.ahead))
 
-    def _time_of(self, entry: Mapping[str, Any]) -> float:
-        return float(entry["time_us"] / 1e6 - self._ahead)
 
-    def turns(self, trace: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], float]]:
-        """Yield the entries of one device in CUDA's history, each with the time by which its turn is known.
+def turns(trace: Sequence[Mapping[str, Any]], ahead: int) -> Any:
+    """Return when the turn of each entry of one device in CUDA's history began.
 
-        Entries of other threads say none, and have their own time, but at least that of the entry before.
-        """
-        latest = 0.0
-        for entry in trace:
-            try:
-                turn = float(entry.get("user_metadata") or "")
-            except ValueError:  # none, or what the user has set
-                turn = self._time_of(entry)
-            latest = max(latest, turn)
-            yield entry, latest
+    Entries of other threads say nothing of it: they have their own time, but at least that of the entry before.
+    """
+    import numpy as np
 
-    def _devices(self) -> list[str]:
-        return [each for each in self.after if Device.parse(each).backend == self._backend]
-
-    def _keep(self, device: str, entries: list[BlockEvent]) -> None:
-        """Keep what the counters say was done meanwhile: others may have begun to record before."""
-        before = self.before.get(device, AllocatorStats(0, 0, 0)).events
-        count = self.after[device].events - before
-        self._events[device] = entries[-count:] if count > 0 else []
-
-    def events(self) -> Mapping[str, list[BlockEvent]]:
-        """Return what each device did, the last of it where that was too much; empty where there is no history."""
-        return self._events
+    said = [each.get("user_metadata") for each in trace]  # or something that the user has set
+    noted = np.array([int(each) if each and each.isdigit() else 0 for each in said], np.int64)
+    own = np.array([each["time_us"] for each in trace], np.int64) * 1000 - ahead
+    return np.maximum.accumulate(np.where(noted, noted, own))
 
 
 _recording: list[object] = []
 """Who has simgpu's allocators record, which know only whether somebody does."""
 _SIGNS = {"alloc": 1, "free_requested": -1}
+_NOTHING = AllocatorStats(0, 0, 0)
 
 
-def _set_metadata() -> Any:
-    """Return what says of the calling thread's allocations what they are; None before torch 2.10."""
-    import torch
+def _columns(entries: Sequence[tuple[int, int, float]]) -> BlockEvents:
+    """Return the events that simgpu has recorded."""
+    import numpy as np
 
-    return getattr(torch._C, "_cuda_setMemoryMetadata", None)
+    address, nbytes, at = np.array(entries, float).reshape(-1, 3).T
+    return BlockEvents(address.astype(np.int64), nbytes.astype(np.int64), (at * 1e9).astype(np.int64))
 
 
 def write(snapshot: Mapping[str, Any], path: Path) -> Path:

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from types import CodeType
 
 from gpumagic.memory import allocator
@@ -30,15 +29,6 @@ MIN_INTERVAL = 0.1
 MAX_INTERVAL = 0.5
 INTERVAL_PER_COST = 400
 """The interval is at least so many times the cost of a sample."""
-
-
-@dataclass(eq=False)
-class SampledTimeline:
-    """A timeline to add samples to, and the code whose line goes with each, run by the thread that makes this."""
-
-    log: TimelineLog
-    finder: LineFinder
-    thread: int = field(default_factory=threading.get_ident)
 
 
 class _Sampler(threading.Thread):
@@ -77,8 +67,8 @@ class _Sampler(threading.Thread):
         return min(max(MIN_INTERVAL, youngest / MAX_POINTS, INTERVAL_PER_COST * self._cost), MAX_INTERVAL)
 
 
-_sampled: list[SampledTimeline] = []
-_thread: _Sampler | None = None
+_sampled: list[CellMemory] = []
+_sampler: _Sampler | None = None
 _lock = threading.RLock()
 
 
@@ -93,31 +83,9 @@ def exclusive(lock: threading.RLock) -> Iterator[None]:
             lock.release()
 
 
-def start_sampling(asked: SampledTimeline) -> None:
-    """Sample the allocators for a timeline until `stop_sampling`."""
-    global _thread  # noqa: PLW0603  one serves all
-    with exclusive(_lock):
-        _sampled.append(asked)
-        if _thread is None or not _thread.is_running():  # in a process that was forked it is not
-            _thread = _Sampler()
-            _thread.start()
-
-
-def stop_sampling(asked: SampledTimeline) -> None:
-    """Undo `start_sampling`; idempotent, so that it can be called after an interrupt anywhere."""
-    global _thread  # noqa: PLW0603  as above
-    with exclusive(_lock):
-        if asked in _sampled:
-            _sampled.remove(asked)
-        last = None if _sampled else _thread
-    if last is not None:
-        last.end()
-        _thread = None if _thread is last else _thread
-
-
 def is_idle() -> bool:
     """Return whether no timeline is being sampled."""
-    return not _sampled and _thread is None
+    return not _sampled and _sampler is None
 
 
 def sample_all() -> None:
@@ -129,8 +97,7 @@ def sample_all() -> None:
     if not figures:
         return
     for each in tuple(_sampled):
-        # Not kept in a variable: this frame is among them, and the cycle would keep every frame and its tensors alive.
-        each.log.add(figures, each.finder.line(sys._current_frames().get(each.thread)))
+        each.look(figures)
 
 
 class CellMemory:
@@ -159,12 +126,17 @@ class CellMemory:
         self._first_line = (self._finder.line(sys._getframe(1)) if is_running else None) or line or 1
         self._code = WatchedCode(namespace, self._finder.filename, line)
         self.log = TimelineLog(before, self._first_line)
-        self._sampled = SampledTimeline(self.log, self._finder)
+        self._thread = threading.get_ident()
 
     def start(self) -> None:
         """Start to sample."""
+        global _sampler  # noqa: PLW0603  one serves all
         try:
-            start_sampling(self._sampled)
+            with exclusive(_lock):
+                _sampled.append(self)
+                if _sampler is None or not _sampler.is_running():  # in a process that was forked it is not
+                    _sampler = _Sampler()
+                    _sampler.start()
         except BaseException:  # Ctrl-C: no thread is left behind
             self.stop()
             raise
@@ -173,10 +145,22 @@ class CellMemory:
         """Sample once, before the first line runs."""
         self.log.add(allocator.all_device_stats(), self._first_line)
 
+    def look(self, figures: Mapping[str, AllocatorStats]) -> None:
+        """Add a sample, taken in another thread."""
+        # Not kept in a variable: this frame is among them, and the cycle would keep every frame and its tensors alive.
+        self.log.add(figures, self._finder.line(sys._current_frames().get(self._thread)))
+
     def stop(self) -> None:
-        """Stop sampling; idempotent."""
+        """Stop sampling; idempotent, so that it can be called after an interrupt anywhere."""
+        global _sampler  # noqa: PLW0603  as above
         self.log.end()
-        stop_sampling(self._sampled)
+        with exclusive(_lock):
+            if self in _sampled:
+                _sampled.remove(self)
+            last = None if _sampled else _sampler
+        if last is not None:
+            last.end()
+            _sampler = None if _sampler is last else _sampler
 
     def finished(self, after: Mapping[str, AllocatorStats]) -> MemoryTimeline | None:
         """Return the timeline with the final statistics, or None where no device's memory changed."""

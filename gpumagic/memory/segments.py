@@ -85,11 +85,14 @@ class AllocatedBlock(NamedTuple):
     size: int
 
 
-def allocated_blocks(backend: str) -> list[AllocatedBlock]:
-    """Return what an allocator counts as allocated on all of its devices; nothing where it cannot be read."""
+def allocated_blocks(backend: str, segments: Iterable[Mapping[str, Any]] | None = None) -> list[AllocatedBlock]:
+    """Return what an allocator counts as allocated on all of its devices; nothing where it cannot be read.
+
+    The ``segments`` are those of a snapshot that has been taken, by default those of now.
+    """
     found: list[AllocatedBlock] = []
     try:
-        for segment in _snapshot(allocator.device_module(backend)) or ():
+        for segment in segments or _snapshot(allocator.device_module(backend)) or ():
             device, address = f"{backend}:{segment['device']}", segment["address"]
             for block in segment["blocks"]:
                 if block["state"] == _IN_USE:

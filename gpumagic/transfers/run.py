@@ -163,7 +163,7 @@ class DeviceRun:
             timeline=self._timeline(),
             by_line=None if self._traced is None else self._traced.by_line(lines, self._clock.elapsed),
             by_module=None if self._traced is None else self._traced.by_module(),
-            snapshot=None if self._traced is None else self._traced.snapshot(lines),
+            snapshot=None if self._traced is None else self._traced.snapshot(),
         )
 
     def finish(self, result: object) -> TransferReport | None:

@@ -242,7 +242,7 @@ def test_the_clock_looks_by_itself(run, monkeypatch) -> None:
 def test_a_short_cell_is_looked_at_soon_and_then_ever_less_often(monkeypatch) -> None:
     """After 64 ms, and from a tenth of a second on as often as the budget allows."""
     monkeypatch.undo()
-    clock, asked = [100.0], sampler.SampledTimeline.__new__(sampler.SampledTimeline)
+    clock, asked = [100.0], sampler.CellMemory.__new__(sampler.CellMemory)
     asked.log = TimelineLog({})
     asked.log.started = clock[0]
     monkeypatch.setattr(sampler, "_sampled", [asked])

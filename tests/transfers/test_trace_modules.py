@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import ondevice_corpus as corpus
 import pytest
 import torch
@@ -20,25 +22,40 @@ def test_modules_that_are_checkpointed_add_up_to_the_allocators_sums_and_peak_to
     traced_modules.check_sums(report)
     assert report.by_module is not None
     (up,) = (row for row in report.by_module if row.module == "net.blocks.0.up")
-    assert up.calls == 6, "two in each of three steps"
+    # Two in each of three steps; before Python 3.12 threads of autograd's, which run the second, are not traced.
+    assert up.calls == (6 if sys.version_info >= (3, 12) else 3)
 
 
-def test_no_hook_is_left_on_modules_or_on_graphs_that_stay() -> None:
-    before = len(hooks._global_forward_hooks), len(hooks._global_forward_pre_hooks)
-    report = traced_modules.traced_training("simgpu")
-    assert report.by_module is not None
-    assert (len(hooks._global_forward_hooks), len(hooks._global_forward_pre_hooks)) == before
-
-
-def test_a_graph_that_outlives_the_cell_runs_backward_without_the_trace() -> None:
+def test_modules_and_graphs_have_no_hooks_while_a_cell_is_traced() -> None:
     net = traced_modules.Net().to("simgpu:0")
     batch = torch.ones(8, traced_modules.WIDTH, device="simgpu:0")
-    report, _, names = corpus.run("loss = net(batch).sum()", trace=True, names={"net": net, "batch": batch})
-    told = report.by_module.to_dict() if report.by_module else {}
-    names["loss"].backward()
+    cell = "loss = net(batch).sum()\nseen = [*hooks._global_forward_hooks, *hooks._global_forward_pre_hooks]"
+    report, _, names = corpus.run(cell, trace=True, names={"net": net, "batch": batch, "hooks": hooks})
     assert report.by_module is not None
-    assert report.by_module.to_dict() == told
-    assert net.blocks[0].up.weight.grad is not None  # type: ignore[union-attr]
+    assert names["seen"] == []
+    assert names["loss"].grad_fn.metadata == {}
+
+
+def test_a_module_that_fails_and_one_that_runs_another_again_are_told_apart() -> None:
+    class Fails(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError(x.shape)
+
+    cell = """
+        for _ in range(3):
+            try:
+                fails(batch)
+            except ValueError:
+                a = torch.ones(1 << 10)
+        b = twice(twice(batch))
+        """
+    twice = torch.nn.ReLU().to("simgpu:0")
+    names = {"fails": Fails(), "twice": twice, "batch": torch.ones(1 << 12, device="simgpu:0")}
+    report, _, _ = corpus.run(cell, trace=True, names=names)
+    rows = {row.module: row for row in report.by_module}
+    assert (rows["fails"].calls, rows["fails"].allocated) == (3, 0)
+    assert (rows["twice"].calls, rows["twice"].allocated) == (2, 2 * (4 << 12))
+    assert rows[""].allocated == 3 * (4 << 10)
 
 
 def test_the_tree_sums_its_branches_and_folds_all_of_them() -> None:

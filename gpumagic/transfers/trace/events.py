@@ -1,7 +1,7 @@
-"""Which line runs: the events of Python, for the code that is asked about and no other; and which code that is.
+"""Which code and line runs: the events of Python, for the code that is followed; and which code that is.
 
 From Python 3.12 on `sys.monitoring` has several tools at a time, so debuggers and coverage go on beside this one; code
-that is not asked about runs at full speed. Before, there is one trace function a thread: where a debugger or coverage
+that is not followed runs at full speed. Before, there is one trace function a thread: where a debugger or coverage
 has it, lines are not traced.
 """
 
@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gpumagic.errors import OptionError
 from gpumagic.source import frames
@@ -22,13 +22,26 @@ if TYPE_CHECKING:
     from gpumagic.transfers.trace.lines import LineLog
 
 
-Wanted = Callable[[CodeType, FrameType], bool]
-"""Whether code is asked about, and a frame that runs it."""
+class Follower(Protocol):
+    """What is told where code begins and ends that it follows."""
+
+    def enter(self, code: CodeType, frame: FrameType) -> None: ...
+
+    def leave(self, code: CodeType) -> None: ...
 
 
-def events(listener: LineLog, wanted: Wanted) -> Events:
-    """Return the events of the code that is wanted: they begin with `start`, which says why not where it cannot."""
-    return _TraceEvents(listener, wanted) if _monitoring is None else _MonitoringEvents(listener, wanted)
+Follow = Callable[[CodeType, FrameType], Follower | None]
+"""Returns what follows some code, and a frame that runs it; None for code that is not asked about."""
+
+
+def events(lines: LineLog, follow: Follow) -> Events:
+    """Return the events of code that is followed: they begin with `start`, which says why not where it cannot.
+
+    Args:
+        lines: is told of the lines of the code that it follows.
+        follow: says what follows code.
+    """
+    return _TraceEvents(lines, follow) if _monitoring is None else _MonitoringEvents(lines, follow)
 
 
 _monitoring: Any = getattr(sys, "monitoring", None)
@@ -38,11 +51,11 @@ _TOOLS = (4, 3, 2)
 
 
 class _MonitoringEvents:
-    def __init__(self, listener: LineLog, wanted: Wanted) -> None:
-        self._listener = listener
-        self._wanted = wanted
+    def __init__(self, lines: LineLog, follow: Follow) -> None:
+        self._lines = lines
+        self._follow = follow
         self._tool: int | None = None
-        self._watched: list[CodeType] = []
+        self._followed: dict[int, tuple[CodeType, Follower]] = {}  # by `id`: to hash code takes as long as to run it
 
     def start(self) -> str:
         self._tool = next((each for each in _TOOLS if _monitoring.get_tool(each) is None), None)
@@ -53,8 +66,7 @@ class _MonitoringEvents:
             _monitoring.register_callback(self._tool, event, callback)
         _monitoring.restart_events()  # an earlier run has turned some off for good
         for each in frames.stack(sys._getframe(1)):
-            if self._wanted(each.f_code, each):
-                self._watch(each.f_code)
+            self._follower(each.f_code, each)
         names = _monitoring.events
         _monitoring.set_events(self._tool, names.PY_START | names.PY_RESUME | names.PY_UNWIND | names.PY_THROW)
         return ""
@@ -64,7 +76,7 @@ class _MonitoringEvents:
         if tool is None or _monitoring.get_tool(tool) != _NAME:
             return
         _monitoring.set_events(tool, 0)
-        for code in self._watched:
+        for code, _ in self._followed.values():
             _monitoring.set_local_events(tool, code, 0)
         for event in self._callbacks():
             _monitoring.register_callback(tool, event, None)
@@ -73,36 +85,42 @@ class _MonitoringEvents:
     def _callbacks(self) -> dict[int, Callable[..., Any]]:
         names = _monitoring.events
         return {
-            names.PY_START: self._enter, names.PY_RESUME: self._enter, names.PY_THROW: self._enter_anyhow,
-            names.LINE: self._listener.line, names.PY_RETURN: self._leave, names.PY_YIELD: self._leave,
+            names.PY_START: self._enter, names.PY_RESUME: self._enter, names.PY_THROW: self._enter,
+            names.LINE: self._lines.line, names.PY_RETURN: self._leave, names.PY_YIELD: self._leave,
             names.PY_UNWIND: self._leave,
         }  # fmt: skip
 
-    def _enter(self, code: CodeType, _: int) -> Any:
-        if not self._wanted(code, sys._getframe(1)):
+    def _enter(self, code: CodeType, _: int, thrown: object = None) -> Any:
+        frame = sys._getframe(1)
+        follower = self._follower(code, frame)
+        if follower is not None:
+            follower.enter(code, frame)
+        elif thrown is None:
             return _monitoring.DISABLE  # for this code only
-        self._watch(code)
-        self._listener.enter(code)
         return None
 
-    def _enter_anyhow(self, code: CodeType, _: int, __: object) -> None:
-        if self._wanted(code, sys._getframe(1)):
-            self._listener.enter(code)
-
     def _leave(self, code: CodeType, _: int, __: object) -> None:
-        self._listener.leave(code)
+        found = self._followed.get(id(code))
+        if found is not None:
+            found[1].leave(code)
 
-    def _watch(self, code: CodeType) -> None:
-        names = _monitoring.events
-        if self._tool is not None and not _monitoring.get_local_events(self._tool, code):
-            self._watched.append(code)
-            _monitoring.set_local_events(self._tool, code, names.LINE | names.PY_RETURN | names.PY_YIELD)
+    def _follower(self, code: CodeType, frame: FrameType) -> Follower | None:
+        found = self._followed.get(id(code))
+        if found is not None:
+            return found[1]
+        follower = self._follow(code, frame)
+        if follower is not None and self._tool is not None:
+            self._followed[id(code)] = code, follower
+            names = _monitoring.events
+            of_lines = names.LINE | names.PY_YIELD if follower is self._lines else 0
+            _monitoring.set_local_events(self._tool, code, names.PY_RETURN | of_lines)
+        return follower
 
 
 class _TraceEvents:
-    def __init__(self, listener: LineLog, wanted: Wanted) -> None:
-        self._listener = listener
-        self._wanted = wanted
+    def __init__(self, lines: LineLog, follow: Follow) -> None:
+        self._lines = lines
+        self._follow = follow
         self._thread: int | None = None
         self._running: list[FrameType] = []
 
@@ -110,7 +128,7 @@ class _TraceEvents:
         if sys.gettrace() is not None or threading.gettrace() is not None:
             return "a debugger or coverage traces this code"
         for each in frames.stack(sys._getframe(1)):
-            if each.f_trace is None and self._wanted(each.f_code, each):
+            if each.f_trace is None and self._follow(each.f_code, each) is self._lines:
                 self._running.append(each)
                 each.f_trace = self._inside
         self._thread = threading.get_ident()
@@ -128,18 +146,22 @@ class _TraceEvents:
             sys.settrace(None)
 
     def _call(self, frame: FrameType, event: str, _: object) -> Any:
-        if self._thread is None or event != "call" or not self._wanted(frame.f_code, frame):
+        if self._thread is None or event != "call":
             return None  # threads that go on keep their trace function when the trace has ended
-        self._listener.enter(frame.f_code)
+        follower = self._follow(frame.f_code, frame)
+        if follower is None:
+            return None
+        follower.enter(frame.f_code, frame)
+        frame.f_trace_lines = follower is self._lines
         return self._inside
 
     def _inside(self, frame: FrameType, event: str, _: object) -> Any:
         if self._thread is None:
             return None
         if event == "line":
-            self._listener.line(frame.f_code, frame.f_lineno)
-        elif event == "return":
-            self._listener.leave(frame.f_code)
+            self._lines.line(frame.f_code, frame.f_lineno)
+        elif event == "return" and (follower := self._follow(frame.f_code, frame)) is not None:
+            follower.leave(frame.f_code)
         return self._inside
 
 

@@ -50,19 +50,23 @@ class LineReport(Report[LineRow]):
         return self.lines
 
 
+BACKWARD = "backward passes"
+"""Stands for them where modules have their paths."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleRow:
     """One module, without those in it: the rows add up to what the run took, and at the peak to what was allocated."""
 
     module: str
-    """Its path from a variable, such as ``"model.blocks.3.attn"``; empty for what ran outside of all modules."""
+    """Its path from a variable, such as ``"model.blocks.3.attn"``; `BACKWARD` for backward passes, empty for what else
+    ran outside of all modules."""
     calls: int
     """How often its forward ran."""
     seconds: float
-    """The host's time in its forward."""
-    backward_seconds: float
+    """The host's time in it."""
     allocated: int
-    """Bytes allocated on the run's device in its forward and backward."""
+    """Bytes allocated on the run's device meanwhile."""
     freed: int
     parameters: int
     """Bytes at the peak, by what they are for, in this and the following fields."""
@@ -72,7 +76,7 @@ class ModuleRow:
     activations: int
     """Results of operators of its forward."""
     temporaries: int
-    """Results of operators of its backward."""
+    """Results of operators in backward passes."""
     other: int
     at_peak: int
     """The sum of these."""

@@ -96,7 +96,7 @@ FIGURES: tuple[Column[LineRow], ...] = (
 
 def module_blocks(report: ModuleReport | None) -> Iterator[doc.Block]:
     """Yield the modules behind a summary, if any ran."""
-    if report is not None and any(row.module for row in report):
+    if report is not None and any(row.calls for row in report):
         yield doc.Fold(f"By module: {_module_headline(report)}", list(_module_blocks(report)))
 
 
@@ -112,15 +112,14 @@ def _module_blocks(report: ModuleReport) -> Iterator[doc.Block]:
     if held:
         kinds = [kind for kind in OF_MODULES if any(kind in parts for parts in held.values())]
         yield from tree_blocks(held, kinds, "What each module holds at the peak")
-    ran = sorted(report.modules, key=lambda row: -_time(row))[:SHOWN_LINES]
+    ran = sorted(report.modules, key=lambda row: -row.seconds)[:SHOWN_LINES]
     yield doc.Fold("Time and allocations, each module without those in it", [Table.of(ran, MODULES, "Time")])
 
 
 MODULES: tuple[Column[ModuleRow], ...] = (
     Column("Module", lambda row: row.module or OUTSIDE, shrinks=True, cut="middle"),
     Column("Calls", lambda row: f"{row.calls:,}", "right"),
-    Column("Forward", lambda row: duration(row.seconds), "right"),
-    Column("Backward", lambda row: duration(row.backward_seconds), "right"),
+    Column("Time", lambda row: duration(row.seconds), "right"),
     Column("Allocated", lambda row: size(row.allocated), "right", 1),
     Column("Freed", lambda row: size(row.freed), "right", 1),
 )
@@ -131,14 +130,10 @@ def _parts(row: ModuleRow) -> dict[str, int]:
     return {kind: nbytes for kind, nbytes in found.items() if nbytes}
 
 
-def _time(row: ModuleRow) -> float:
-    return row.seconds + row.backward_seconds
-
-
 def _module_headline(report: ModuleReport) -> str:
     own = [row for row in report.modules if row.module]
     if not own:
         return "No module ran"
-    most, slowest = max(own, key=lambda row: row.at_peak), max(own, key=_time)
+    most, slowest = max(own, key=lambda row: row.at_peak), max(own, key=lambda row: row.seconds)
     held = f"{most.module} holds {size(most.at_peak)} of {size(report.at_peak)} on {report.device}; "
-    return f"{held if report.at_peak else ''}{slowest.module} took {duration(_time(slowest))}"
+    return f"{held if report.at_peak else ''}{slowest.module} took {duration(slowest.seconds)}"
