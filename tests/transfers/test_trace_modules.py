@@ -13,6 +13,7 @@ from torch.nn.modules import module as hooks
 import gpumagic
 from gpumagic.report.base import to_html, to_text
 from gpumagic.report.tree import tree_of
+from gpumagic.transfers.trace.report import BACKWARD
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 
@@ -76,3 +77,9 @@ def test_a_scripted_module_is_a_tree_too(monkeypatch) -> None:
         net(torch.ones(8, 64))
     held = {row.module: row.parameters for row in run.report.by_module.rows}
     assert held["net.0"] == 64 * 512 * 4 + 512 * 4
+
+
+def test_each_backward_pass_counts_once() -> None:
+    cell = "x = torch.ones(4, requires_grad=True)\n(x * x).sum().backward()\ntorch.autograd.grad((x * x).sum(), x)"
+    report, _, _ = corpus.run(cell, trace=True)
+    assert {row.module: row.calls for row in report.by_module}[BACKWARD] == 2

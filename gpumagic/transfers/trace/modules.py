@@ -56,9 +56,11 @@ class ModuleLog(NamedModules):
     def enter(self, code: CodeType, frame: FrameType) -> None:
         """A module or a backward pass begins in this thread."""
         thread = get_ident()
+        stack = self._stacks[thread]
         number = self.number(frame.f_locals["self"]) if code is _CALL else self._backward
-        self._stacks[thread].append(number)
-        self._turn(thread, number, 1)
+        is_again = number == self._backward and stack[-1:] == [number]  # torch's function modes have it called twice
+        stack.append(number)
+        self._turn(thread, number, not is_again)
 
     def leave(self, code: CodeType) -> None:
         """It ends; what checkpoints run again in a thread of autograd's is within the backward pass of the run's."""
