@@ -10,7 +10,7 @@ from gpumagic.report import document as doc
 from gpumagic.report.document import Column, Table
 from gpumagic.report.tree import OUTSIDE, tree_blocks
 from gpumagic.report.units import count, duration, size
-from gpumagic.transfers.trace.report import LineReport, LineRow, ModuleReport, ModuleRow
+from gpumagic.transfers.trace.report import BACKWARD, LineReport, LineRow, ModuleReport, ModuleRow
 
 SHOWN_LINES = 24
 """Lines of a table; of a longer cell or function those that took most, and the rest folded."""
@@ -96,7 +96,7 @@ FIGURES: tuple[Column[LineRow], ...] = (
 
 def module_blocks(report: ModuleReport | None) -> Iterator[doc.Block]:
     """Yield the modules behind a summary, if any ran."""
-    if report is not None and any(row.calls for row in report):
+    if report is not None and any(row.calls for row in report if row.module != BACKWARD):
         yield doc.Fold(f"By module: {_module_headline(report)}", list(_module_blocks(report)))
 
 
@@ -131,7 +131,7 @@ def _parts(row: ModuleRow) -> dict[str, int]:
 
 
 def _module_headline(report: ModuleReport) -> str:
-    own = [row for row in report.modules if row.module]
+    own = [row for row in report.modules if row.module not in ("", BACKWARD)]
     if not own:
         return "No module ran"
     most, slowest = max(own, key=lambda row: row.at_peak), max(own, key=lambda row: row.seconds)
