@@ -116,7 +116,11 @@ def _waits(moves: Sequence[TransferRow], syncs: Mapping[int, int], code: LoopCod
             rows = [row for row in moves if row.line == line and row.cause in _READS and row.count >= MANY_SYNCS]
             is_test = line in code.conditions
             causes = {row.cause for row in rows if is_test or row.cause in _ANYWHERE or _is_written(row)}
-            if line in code.carried or (rows and not causes) or not (rows or line in code.loops):
+            if (
+                (line in code.carried and CHECK not in causes)
+                or (rows and not causes)
+                or not (rows or line in code.loops)
+            ):
                 continue  # a library waits, or what comes next depends on what was read
             what, change = _cause_of_waits(causes)
             if is_test and not SIZE_READS.intersection(causes):

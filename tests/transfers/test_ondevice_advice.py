@@ -33,8 +33,8 @@ FIRES = {
         '120 copies of 72 B each to simgpu:0 by line 4: collate on the host, in with torch.device("cpu"), and copy',
     "rows = [torch.ones(9, device='cpu') for _ in range(120)]\ny = [row.to('simgpu:0') for row in rows]":
         "120 copies of 36 B each to simgpu:0 by line 2: join them on the host and copy once",
-    "for _ in range(130):\n    c = torch.distributions.Categorical(logits=g[0])":
-        "line 2: torch.distributions.Distribution.set_default_validate_args(False)",
+    "s = 0\nfor _ in range(130):\n    c = torch.distributions.Categorical(logits=g[0] + s)\n    s = c.probs[0]":
+        "line 3: torch.distributions.Distribution.set_default_validate_args(False)",
     f"big = {BIG}\nprint(big.shape)\ny = big.to('simgpu:0')":
         "big is still on cpu, 1.4 MiB, beside its copy on simgpu:0",
 }  # fmt: skip

@@ -438,9 +438,14 @@ def main(libraries: list[str]) -> None:
     print(text)
 
 
+def is_installed(cell: Cell) -> bool:
+    """Return whether the library is here that a cell is about."""
+    return find_spec(MODULES.get(cell.library, cell.library.replace("-", "_"))) is not None
+
+
 def _import_what_it_imports(cell: Cell) -> bool:
     """Import first what a cell imports, which counts for no run; return whether that is installed."""
-    if find_spec(MODULES.get(cell.library, cell.library.replace("-", "_"))) is None:
+    if not is_installed(cell):
         return False
     for line in cell.code.splitlines():
         if line.startswith(("import ", "from ")):
