@@ -28,8 +28,7 @@ _VALUE_READS = frozenset({
     ".item", ".tolist", ".allclose", ".equal", ".is_nonzero", "float()", "int()", "complex()", "index()", "bool()",
     "format()", "print", "in",
 })  # fmt: skip
-CHECK = "validate_args"
-"""The cause of a read by which torch checks a distribution."""
+CHECK = "validate_args"  # the cause of a read by which torch checks a distribution
 _READS = SIZE_READS | _VALUE_READS | {CHECK}
 _DECIDES = "all|and|any|assert|bool|elif|if|not|or|while"
 _ANYWHERE = SIZE_READS | {CHECK, "format()", "print", "in"}  # causes of which the line need not have the name
@@ -116,11 +115,8 @@ def _waits(moves: Sequence[TransferRow], syncs: Mapping[int, int], code: LoopCod
             rows = [row for row in moves if row.line == line and row.cause in _READS and row.count >= MANY_SYNCS]
             is_test = line in code.conditions
             causes = {row.cause for row in rows if is_test or row.cause in _ANYWHERE or _is_written(row)}
-            if (
-                (line in code.carried and CHECK not in causes)
-                or (rows and not causes)
-                or not (rows or line in code.loops)
-            ):
+            is_needed = line in code.carried and CHECK not in causes
+            if is_needed or (rows and not causes) or not (rows or line in code.loops):
                 continue  # a library waits, or what comes next depends on what was read
             what, change = _cause_of_waits(causes)
             if is_test and not SIZE_READS.intersection(causes):
