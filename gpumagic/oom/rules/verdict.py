@@ -18,7 +18,7 @@ A_FAIR_SHARE = 10
 """What holds less than one part in so many of the device is advice perhaps, but not the verdict."""
 
 
-class Explanation(NamedTuple):
+class Verdict(NamedTuple):
     """What went wrong."""
 
     cause: str
@@ -26,9 +26,9 @@ class Explanation(NamedTuple):
     sentence: str
 
 
-def explain(facts: Facts) -> Explanation:
+def explain(facts: Facts) -> Verdict:
     """Return the first explanation, from the most particular to a plain shortage, that the facts bear."""
-    return Explanation(*next(itertools.chain(_not_the_device(facts), _device(facts)), ("shortage", _shortage(facts))))
+    return Verdict(*next(itertools.chain(_not_the_device(facts), _device(facts)), ("shortage", _shortage(facts))))
 
 
 def _not_the_device(facts: Facts) -> Iterator[tuple[str, str]]:
