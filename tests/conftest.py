@@ -101,22 +101,27 @@ def _parameters(item: pytest.Item) -> Collection[str]:
 _SHELLS = frozenset({"bare_shell", "start_kernel"})
 
 
+def pytest_collection_finish() -> None:
+    """Hide from the garbage collector what collecting the tests has made: half a million objects.
+
+    Tests collect garbage and look at all objects again and again. `%devices` would say that a freeze hides some, so
+    none is counted.
+    """
+    gc.get_freeze_count = lambda: 0
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def few_objects(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Hide what other files of tests and pytest itself have made, for the time of a file.
-
-    For files that have gpumagic look at all objects of the process again and again: there are half a million once
-    tests have been collected. It would say that a freeze hides some, so this one is not counted.
-    """
+    """Hide what other files of tests have left, for files that have gpumagic follow references again and again."""
     others = [name for name in sys.modules if "test_" in name and name != request.module.__name__]
     gc.collect()
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "get_freeze_count", lambda: 0)
         for name in others:
             patch.delitem(sys.modules, name)
         yield
-    gc.unfreeze()
 
 
 @pytest.fixture

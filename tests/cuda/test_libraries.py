@@ -30,15 +30,13 @@ def _nothing_is_missing(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _warm() -> Iterator[None]:
+def _warm() -> None:
     """Let torch allocate what it keeps: the workspaces of cuBLAS and cuBLASLt, here and where backward runs."""
     for dtype in NUMBERS[:3]:
         given = on_device(4, 4, dtype=dtype)
         nn.functional.dropout(given @ given + nn.functional.linear(given, given, given[0])).sum().backward()
     gc.collect()
     gc.freeze()  # what is imported by now need not be searched for garbage before each test
-    yield
-    gc.unfreeze()
 
 
 def on_device(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -435,12 +435,9 @@ def test_a_name_that_is_frozen_away_is_found_through_the_namespace(monkeypatch) 
     opt = torch.optim.Adam(net.parameters())
     net(torch.ones(2, 3)).sum().backward()
     opt.step()
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: 5000)  # all tests of this file run frozen, and do not say so
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 5000)  # the tests run frozen, and do not say so
     gc.freeze()
-    try:
-        report = scan({"frozen": torch.ones(123), "net": net, "opt": opt})
-    finally:
-        gc.unfreeze()
+    report = scan({"frozen": torch.ones(123), "net": net, "opt": opt})
     kinds = {row.name: row.kind for row in report}
     assert kinds["frozen"] == "plain"
     assert kinds["net.running_mean"] == "buffer"
