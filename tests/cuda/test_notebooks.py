@@ -28,7 +28,7 @@ def test_the_tour_takes_cuda_and_shows_all_four_magics(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gpumagic", "demo", "--output", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert all(re.search(rf"%{magic}\b.* s\n {{8}}\S+ \S+", done.stdout) for magic in MAGICS)
+    assert all(re.search(rf"%{magic}\b.*\n {{8}}\S+ \S+", done.stdout) for magic in MAGICS)
     notebook = nbformat.read(tmp_path / "tour.ipynb", as_version=4)
     assert_only_cells_marked_so_failed(notebook)
     assert "cuda:0" in shown(notebook)
