@@ -85,16 +85,17 @@ def measured(peers: str, objects: int, tensors: int, rounds: int) -> dict[str, f
     return json.loads(said.splitlines()[-1])
 
 
-def test_names_cost_less_than_two_and_a_half_scans_and_than_memlab(memlab: Path) -> None:
+def test_names_cost_less_than_two_scans_and_than_memlab(memlab: Path) -> None:
+    """DESIGN's bars are printed; those that fail leave room for a machine that does other work."""
     found = measured(str(memlab), 1_000_000, 5_000, rounds=7)
     floor = found["floor"]
     print(f"\n{found['objects']:,} objects, 5,000 tensors; the floor takes {1e3 * floor:.0f} ms")
-    for name, bar in (("names", 2.5), ("sizes", 1.2)):
+    for name, bar in (("names", 1.5), ("sizes", 1.2)):
         print(f"%devices, {name}: {found[name] / floor:.2f}x the floor (DESIGN {bar})")
-    print(f"%devices with names: {found['names'] / found['memlab']:.2f}x pytorch_memlab's MemReporter (DESIGN 0.8)")
+    print(f"%devices with names: {found['names'] / found['memlab']:.2f}x pytorch_memlab's MemReporter (DESIGN 0.75)")
     print(f"%devices --why: {found['why'] / found['names']:.2f}x %devices with names (DESIGN 2)")
     assert found["why"] < 2 * found["names"]
-    assert found["names"] < 2.5 * floor
+    assert found["names"] < 2 * floor
     assert found["names"] < 0.8 * found["memlab"]
     assert found["sizes"] < 1.2 * floor
 
