@@ -170,7 +170,7 @@ def with_engine(target: Target) -> Target:
     """Return some devices with the engine that answers for them; where the better one cannot be had, it says why."""
     import torch
 
-    if not hasattr(torch._C, "_acc"):  # takes backends written in Python; of 2.9 on operators can be replaced
+    if not hasattr(torch._C, "_acc"):  # since torch 2.10, which takes backends written in Python
         raise DryRunUnavailable(f"a dry run needs torch 2.10 or newer, and this is {torch.__version__}")
     if target.backend != "cuda" or torch.version.cuda is None or os.environ.get(VARIABLE) == FAKE:
         return target

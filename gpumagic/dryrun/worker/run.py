@@ -107,9 +107,8 @@ class Run:
         try:
             code = None if source is None else self.passes.compiled(source, filename)
             if code is None:
-                self.namespace["__dry_run__"] = self.namespace[
-                    "__dry_run__"
-                ]()  # what it returns is kept, as a cell's is
+                function = self.namespace["__dry_run__"]
+                self.namespace["__dry_run__"] = function()  # what it returns is kept, as a cell's last value is
             elif code.co_flags & 0x80:  # it awaits something
                 asyncio.run(eval(code, self.namespace))  # noqa: S307  # the user's own cell
             else:

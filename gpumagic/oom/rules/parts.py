@@ -274,9 +274,8 @@ def _rows_of(facts: Facts, text: CellText, node: ast.expr) -> Rows | None:
         rows = _rows_of(facts, text, node.left)
         return rows if rows is not None and rows.dimensions == 2 else None
     if isinstance(node, ast.BinOp | ast.Compare):
-        return _of_elements(
-            facts, text, [node.left, *(node.comparators if isinstance(node, ast.Compare) else [node.right])]
-        )
+        others = node.comparators if isinstance(node, ast.Compare) else [node.right]
+        return _of_elements(facts, text, [node.left, *others])
     return _of_method(facts, text, node) if isinstance(node, ast.Call) else None
 
 
