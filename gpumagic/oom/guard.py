@@ -8,17 +8,13 @@ is left. See `heap/release.py` for why not earlier.
 from __future__ import annotations
 
 import contextlib
-import inspect
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from gpumagic.errors import OptionError
 from gpumagic.heap import release
 from gpumagic.heap.identity import Identities
 from gpumagic.memory import allocator
-from gpumagic.memory.sampler import CellMemory
 from gpumagic.notebook import session
 from gpumagic.oom import failure, recognition
 from gpumagic.oom.failure import Failure, GuardState, OomObserver
@@ -27,11 +23,8 @@ from gpumagic.oom.shell import LateTraceback
 from gpumagic.source import frames
 
 if TYPE_CHECKING:
-    from types import CodeType
-
     from IPython.core.interactiveshell import InteractiveShell
 
-    from gpumagic.memory.timeline import MemoryTimeline
     from gpumagic.oom.report import OomReport
     from gpumagic.report.base import Report
 
@@ -85,11 +78,6 @@ class OomGuard(contextlib.ContextDecorator):
         self._rerun = rerun
         self._is_running = is_running
         self._seconds = seconds
-        self._block: CodeType | None = None
-        self._line: int | None = None
-        self._is_of_function = False
-        self._memory: CellMemory | None = None
-        self._timeline: MemoryTimeline | None = None
         self._observer = OomObserver()
         self._failure: Failure | None = None
         self._retries = 0
@@ -101,17 +89,12 @@ class OomGuard(contextlib.ContextDecorator):
         """Read the allocator's figures and which names are bound; costs well under a millisecond."""
         self._observer.close()  # a decorated function that calls itself
         self._state.effects.close()
-        if self._memory is not None:
-            self._memory.stop()
         self._observer = OomObserver()
         try:
             self._observer.open()
             if not self._retries:  # a further try is measured against the state before the first
                 self._read_state()
             self._state.effects.open()
-            before = allocator.all_device_stats() if self._retries else self._state.before
-            self._memory = CellMemory(before, self._namespace, self._block, self._line, is_running=self._is_running)
-            self._memory.start()
         except BaseException:  # Ctrl-C: what did not open is not closed
             self.restore()
             raise
@@ -121,20 +104,17 @@ class OomGuard(contextlib.ContextDecorator):
         if self._shell is not None:
             self._traceback = LateTraceback(self._shell, self._recognises, as_text=self._keep_going)
             self._traceback.install()
-        effects = Outside(names, is_running=self._is_running or self._block is not None)
+        effects = Outside(names, is_running=self._is_running)
         self._state = GuardState(names, Identities(names), allocator.all_device_stats(), self._shell, outside, effects)
 
     def close(self, error: BaseException | None) -> None:
         """Record how the block ended; after out-of-memory, read its frames while they are whole."""
         self.restore()
-        memory, self._memory = self._memory, None
         self._recovered = error is None and self._failure is not None
         if error is not None:
             self._failure = self._examine(error)
         if self._failure is None:
             self.show_error()
-        if error is not None and self._failure is not None and memory is not None:
-            self._timeline = memory.finished(self._failure.at_failure)
 
     def restore(self) -> None:
         """Stop watching, and let the shell show errors as before; again after an interrupt."""
@@ -142,12 +122,8 @@ class OomGuard(contextlib.ContextDecorator):
             self._observer.close()
             self._state.effects.close()
         finally:
-            try:
-                if self._memory is not None:
-                    self._memory.stop()
-            finally:
-                if self._traceback is not None:
-                    self._traceback.uninstall()
+            if self._traceback is not None:
+                self._traceback.uninstall()
 
     def finish(self, result: Any = None) -> OomReport | None:
         """Release, and return the report if it is to be shown."""
@@ -187,9 +163,7 @@ class OomGuard(contextlib.ContextDecorator):
 
     def __call__(self, function: Function) -> Function:
         """Return the function guarded, and run again as the options say."""
-        self._block = getattr(inspect.unwrap(function), "__code__", None)
-        self._is_of_function = True
-        self._line = self._block.co_firstlineno if self._block is not None else None
+        self._is_running = True
         if self._rerun is None:
             decorated: Function = super().__call__(function)
             return decorated
@@ -206,9 +180,7 @@ class OomGuard(contextlib.ContextDecorator):
                 'such as @gpumagic.oomguard(shrink="batch_size"), or leave out shrink and fallback'
             )
         self.reset()
-        if not self._is_of_function:
-            frame = sys._getframe(1)
-            self._block, self._line = frame.f_code, frame.f_lineno
+        self._is_running = True
         self.open()
         return self
 
@@ -271,7 +243,6 @@ class OomGuard(contextlib.ContextDecorator):
         report = conclude(
             found, self._state, kept, retries=self._retries, recovered=self._recovered, seconds=self._seconds
         )
-        report = replace(report, timeline=self._timeline)
         self.publish(report)
         return report
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from gpumagic.memory.timeline import MemoryTimeline
 from gpumagic.report.base import Holder, Origin, Report
 from gpumagic.source.text import Change, apply_changes
 
@@ -158,8 +157,6 @@ class OomReport(Report[Advice]):
     memory), ``"fragmentation"``, ``"other process"``, ``"one request"`` (larger than the device), ``"size bug"``,
     ``"host memory"``, ``"shared memory"``, ``"cap"``."""
     origin: Origin = field(default_factory=Origin)
-    timeline: MemoryTimeline | None = None
-    """What was allocated in the course of the run that failed; None where no device's memory was touched."""
 
     @property
     def rows(self) -> tuple[Advice, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from gpumagic.memory.view import timeline_blocks
 from gpumagic.oom.report import WORKSPACE, Advice, OomReport
 from gpumagic.report.base import Holder
 from gpumagic.report.document import (
@@ -46,10 +45,8 @@ def _failure(report: OomReport) -> Iterator[Block]:
     yield from _advice(report)
     if report.allocated_at_failure is not None:
         yield _memory(report)
-    line = [Listing([(report.line or 0, report.code, "")])] if report.code is not None else []
-    evidence = [*line, *timeline_blocks(report.timeline)]
-    if evidence:
-        yield Fold(f"Failed in {report.code}" if report.code else "Memory over the cell", evidence)
+    if report.code is not None:
+        yield Fold(f"Failed in {report.code}", [Listing([(report.line or 0, report.code, "")])])
     yield from _parts(report)
     yield from _holders(report)
     if report.notes:

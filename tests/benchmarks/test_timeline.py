@@ -35,7 +35,7 @@ def training(two_devices: list[str], shell: InteractiveShell) -> None:
     shell.run_cell(SETUP)
 
 
-@pytest.mark.parametrize("magic", ["%%ondevice 0 -q", "%%oomguard"])
+@pytest.mark.parametrize("magic", ["%%ondevice 0 -q"])
 def test_looking_at_the_memory_of_a_cell_costs_next_to_nothing(
     seconds: Callable[[str], float], magic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,15 +119,6 @@ def test_devices_have_a_course_each_and_those_untouched_none(run) -> None:
     assert run("%%ondevice 1 -q -o report\nx = 1; look()").timeline is None
 
 
-def test_a_cell_that_runs_out_of_memory_has_its_course_up_to_there(run) -> None:
-    report = run("%%oomguard -o report\na = watched(10)\nb = watched(20)\nc = make(10**6)")
-    (course,) = report.timeline.courses
-    assert (course.after - course.before) // MIB == 30
-    assert report.allocated_at_failure == course.after
-    assert (course.line, course.code) == (3, "b = watched(20)")
-    assert "Memory on simgpu:0: " in report._repr_html_()
-
-
 def test_looking_keeps_no_frame_and_so_no_tensor_alive(run) -> None:
     """Without a collection: this is when the frames of the cell's functions go."""
     import gc
@@ -140,24 +131,6 @@ def test_looking_keeps_no_frame_and_so_no_tensor_alive(run) -> None:
             assert torch.simgpu.memory_allocated(0) == before
     finally:
         gc.enable()
-
-
-def test_a_guard_of_every_cell_follows_the_cell_that_is_about_to_start(bare_shell, run) -> None:
-    bare_shell.run_cell("%oomguard on")
-    bare_shell.display_pub.outputs.clear()
-    run("x = 1\na = watched(10)\nb = watched(20)\nc = make(10**6)")
-    (shown,) = [each["data"]["text/html"] for each in bare_shell.display_pub.outputs]
-    assert "peak 30.0 MiB" in shown
-    assert "b = watched(20)" in shown
-    bare_shell.run_cell("%oomguard off")
-
-
-def test_a_body_run_again_is_followed_from_its_own_start(run) -> None:
-    report = run("%%oomguard --shrink n -o report\nn = 5000\na = watched(5)\nb = make(n)")
-    assert report.recovered
-    (course,) = report.timeline.courses
-    assert (course.after - course.before) // MIB == 5, "of a run that failed"
-    assert course.line == 3
 
 
 def test_blocks_and_functions_tell_their_own_lines() -> None:
@@ -176,16 +149,6 @@ def test_blocks_and_functions_tell_their_own_lines() -> None:
     step()
     (course,) = step.run.report.timeline.courses
     assert course.code == "first = watched(60)"
-
-
-def test_a_guarded_block_tells_its_own_lines() -> None:
-    with gpumagic.oomguard(keep_going=True) as guard:
-        small = watched(1)
-        large = watched(40)
-        make(10**6)
-    (course,) = guard.report.timeline.courses
-    assert course.code == "large = watched(40)"
-    del small, large
 
 
 def test_an_interrupted_cell_and_a_cell_inside_a_cell_leave_no_thread(bare_shell, run) -> None:
