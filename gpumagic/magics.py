@@ -125,7 +125,6 @@ class GPUMagic(Magics):
         run = DeviceRun(
             device, namespace=self.shell.user_ns, move=options.move,
             trace=options.trace, show=not options.quiet, store=self._store(options.out),
-            is_running=cell is None,
         )  # fmt: skip
         return self._run(run, cell)
 

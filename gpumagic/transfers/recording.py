@@ -10,6 +10,7 @@ so it is imported only when a cell runs on a device.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ import torch
 
 from gpumagic import _compat
 from gpumagic.memory import allocator
-from gpumagic.memory.sampler import exclusive
 from gpumagic.source import frames
 from gpumagic.transfers import device_mode, operators, tracebacks
 from gpumagic.transfers import recorder as recorders
@@ -31,6 +31,17 @@ from gpumagic.transfers.recorder import Recorder, device_context
 from gpumagic.transfers.trace import lines, memory, modules, run
 
 _lock = RLock()
+
+
+@contextlib.contextmanager
+def _exclusive() -> Iterator[None]:
+    """Hold the lock, or go on without it after a second: Ctrl-C where a `with` ends may keep it from its release."""
+    is_held = _lock.acquire(timeout=1)
+    try:
+        yield
+    finally:
+        if is_held:
+            _lock.release()
 
 
 class Recording:
@@ -44,7 +55,7 @@ class Recording:
         """Start recording, in the calling thread."""
         try:
             recorders.begin(self.recorder)
-            with exclusive(_lock):
+            with _exclusive():
                 operators.watch(self)
                 watch_waits(self, self.recorder.device.type)
                 tracebacks.watch(self)
@@ -60,7 +71,7 @@ class Recording:
             self._leave_context()
         finally:
             try:
-                with exclusive(_lock):
+                with _exclusive():
                     tracebacks.unwatch(self)
                     unwatch_waits(self)
                     operators.unwatch(self)

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 
 from gpumagic.errors import OptionError
 from gpumagic.memory import history
-from gpumagic.memory.timeline import MemoryTimeline
 from gpumagic.report.base import EVENTS, Holder, Origin, Report
 from gpumagic.report.units import size
 from gpumagic.transfers.trace.report import LineReport, ModuleReport
@@ -138,8 +137,6 @@ class TransferReport(Report[TransferRow]):
     """The code that ran, as ``(line number, text)``."""
     notes: tuple[str, ...] = ()
     origin: Origin = field(default_factory=Origin)
-    timeline: MemoryTimeline | None = None
-    """Memory over the course of the cell; None if no device's memory was used."""
     by_line: LineReport | None = None
     """With ``--trace``, what each line took: a report of its own, with rows and `to_pandas()`."""
     by_module: ModuleReport | None = None

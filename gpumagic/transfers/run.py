@@ -16,8 +16,6 @@ from gpumagic.heap import storages
 from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.devices import Device
-from gpumagic.memory.sampler import CellMemory
-from gpumagic.memory.timeline import MemoryTimeline
 from gpumagic.report import base
 from gpumagic.source import lines
 from gpumagic.source.lines import WatchedCode
@@ -62,7 +60,6 @@ class DeviceRun:
             followed too.
         show: whether the report is shown when a cell ends.
         store: called with the finished report.
-        is_running: whether the cell is already running when this opens.
 
     Attributes:
         report: the `TransferReport`, once the block has ended; None before.
@@ -80,7 +77,6 @@ class DeviceRun:
         trace: bool | Sequence[Function] = False,
         show: bool = True,
         store: Callable[[TransferReport], None] | None = None,
-        is_running: bool = False,
     ) -> None:
         self.device = device
         self.report: TransferReport | None = None
@@ -94,8 +90,6 @@ class DeviceRun:
         self._store = store
         self._code = WatchedCode(namespace, filename)
         self._block: CodeType | None = None
-        self._is_running = is_running
-        self._memory: CellMemory | None = None
         self._frame: FrameType | None = None
         self._opens = False
         self._previous: str | None = None
@@ -116,7 +110,6 @@ class DeviceRun:
             if self._previous is not None:
                 _make_current(self.device)
             self._recording.open()
-            self._follow_memory()
             self._start_trace()
         except BaseException:  # Ctrl-C: what did not open is not closed
             self.restore()
@@ -134,6 +127,7 @@ class DeviceRun:
             self._store(self.report)
 
     def _report(self, error: BaseException | None) -> TransferReport:
+        storages.forget_expired()
         explanation = None
         if error is not None:
             explanation = explain.explain(error, self._namespace, self.device)
@@ -160,7 +154,6 @@ class DeviceRun:
             explanation=explanation,
             lines=lines,
             origin=base.current_origin(),
-            timeline=self._timeline(),
             by_line=None if self._traced is None else self._traced.by_line(lines, self._clock.elapsed),
             by_module=None if self._traced is None else self._traced.by_module(),
             snapshot=None if self._traced is None else self._traced.snapshot(),
@@ -217,14 +210,6 @@ class DeviceRun:
             run._block = code
         return run
 
-    def _follow_memory(self) -> None:
-        self._memory = CellMemory(
-            self._clock.before, self._namespace, self._block, self._code.line, is_running=self._is_running,
-        )  # fmt: skip
-        if self._moved:
-            self._memory.sample()  # what the move allocated does not belong to the next line
-        self._memory.start()
-
     def _start_trace(self) -> None:
         if not self._trace:
             return
@@ -232,10 +217,6 @@ class DeviceRun:
 
         self._traced = Trace(self._recording.recorder, self._code, self._block, self._functions)
         self._traced.start()
-
-    def _timeline(self) -> MemoryTimeline | None:
-        storages.forget_expired()
-        return None if self._memory is None else self._memory.finished(self._clock.after)
 
     def restore(self) -> None:
         """Restore the default device and torch's functions, then the current device; again after an interrupt."""
@@ -249,12 +230,8 @@ class DeviceRun:
             self._recording.close()
             raise
         finally:
-            try:
-                if self._previous is not None:
-                    _make_current(self._previous)
-            finally:
-                if self._memory is not None:
-                    self._memory.stop()
+            if self._previous is not None:
+                _make_current(self._previous)
 
     def _keep(self, report: TransferReport) -> None:
         self.report = report

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gpumagic.memory.view import drawable_devices, timeline_blocks
 from gpumagic.report import document as doc
 from gpumagic.report.base import grouped
 from gpumagic.report.document import Column, Table
@@ -31,7 +30,6 @@ def view_transfers(report: TransferReport) -> doc.Document:
     else:
         blocks += _lines(report)
     blocks += [doc.Paragraph(text, muted=True) for text in _sentences(report)]
-    blocks += timeline_blocks(report.timeline)
     blocks += module_blocks(report.by_module)
     if report.moves:
         blocks.append(_every_transfer(report.moves))
@@ -80,8 +78,7 @@ def _summary(report: TransferReport) -> str:
         said.append(count(sum(report.syncs.values()), "sync"))
     created = {device: count(n, "new tensor") for device, (n, _) in report.created.items()}
     said += [text if device == report.device else f"{text} on {device}" for device, text in created.items()]
-    drawn = {each.device for each in drawable_devices(report.timeline)}
-    said += [f"peak {size(nbytes)} on {device}" for device, nbytes in report.peak.items() if device not in drawn]
+    said += [f"peak {size(nbytes)} on {device}" for device, nbytes in report.peak.items()]
     return " · ".join(said)
 
 

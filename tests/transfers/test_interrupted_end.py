@@ -14,14 +14,12 @@ from interrupts import Interrupt
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
 import gpumagic
-from gpumagic.memory import sampler
 from gpumagic.transfers import recording
 
 PACKAGE = Path(gpumagic.__file__).parent
 ENDING = {str(PACKAGE / part) for part in (
     "notebook/cells.py", "notebook/guards.py", "transfers/run.py", "transfers/recording.py", "transfers/recorder.py",
     "transfers/operators.py", "transfers/tracebacks.py", "transfers/device_mode.py",
-    "memory/sampler.py",
 )}  # fmt: skip
 """Where a cell's end is; what comes after it makes the report."""
 BEGINNING = ENDING | {str(PACKAGE / part) for part in ("simgpu/_module.py", "memory/allocator.py")}
@@ -36,7 +34,7 @@ def state() -> dict[str, Any]:
         "torch": {name: id(value) for name, value in vars(torch).items() if callable(value)},
         "tensor": {name: id(value) for name, value in vars(torch.Tensor).items()},
         "storage": {name: id(value) for name, value in vars(torch.UntypedStorage).items()},
-        "idle": (recording.is_idle(), sampler.is_idle()),
+        "idle": recording.is_idle(),
         "threads": sorted(each.name for each in threading.enumerate() if "gpumagic" in each.name),
     }  # fmt: skip
 
