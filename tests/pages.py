@@ -94,11 +94,6 @@ class Session:
         from IPython.core.interactiveshell import InteractiveShell
         from traitlets.config import Config
 
-        from gpumagic.memory import sampler
-
-        # No timelines: a slow machine would draw some that a fast one does not.
-        sampler.FIRST_DELAY = sampler.MIN_INTERVAL = 3600.0
-
         class Hook(DisplayHook):  # type: ignore[misc, unused-ignore]
             def write_output_prompt(self) -> None:
                 """Show values as a notebook does, without a number."""

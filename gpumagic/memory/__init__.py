@@ -1,6 +1,6 @@
-"""Devices, the torch allocators' statistics and segments, the host's memory, and the timeline of a cell.
+"""Devices, the torch allocators' statistics, segments and history, and the host's memory.
 
-Start with `allocator`, which every feature reads; `timeline` has the records of a cell's memory over time.
+Start with `allocator`, which every feature reads; `ledger` has the life of every block over a cell.
 
     devices.py     names of devices as people write them, and the memory that can still be had of each and of the host
     allocator.py   statistics of each device's allocator, read without initialising a backend
@@ -8,9 +8,6 @@ Start with `allocator`, which every feature reads; `timeline` has the records of
     presets.py     GPUs by name, such as T4
     history.py     the CUDA allocator's own history of a cell, for memory_viz
     segments.py    the allocator's segments and blocks, from `memory_snapshot`, and what cuBLAS keeps among them
-    timeline.py    allocated memory over a cell: records, and the log that they are made from
-    sampler.py     the thread that samples the allocators while a cell runs
-    view.py        a timeline as blocks of a report
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which lines a cell or block has, which of them runs, and which can have run between two moments.
+"""Which lines a cell or block has, and which of them runs.
 
 Lines are those of the cell's own frame, or of the block's: while a function that it calls runs, the line of the call.
 IPython runs each statement of a cell in a frame of its own, so a frame is known by where it stands, not by itself.
@@ -9,9 +9,6 @@ where IPython makes calls of them.
 
 What the code names is looked up when the run ends: in a cell among the notebook's variables, in a function's block
 among the function's own, too.
-
-Lines run downwards, except that a loop comes back to its first line, a `with` to its own as it is left, and a statement
-of several lines may run them in any order. So the answer is a span that is certain, and only sometimes a single line.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import ast
 import linecache
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CodeType, FrameType
@@ -167,25 +164,6 @@ class CellLineFinder:
         return [each for each in over if not frames.is_function_frame(each)]
 
 
-class CodeLineFinder:
-    """A `with` block in some code, or a function's body."""
-
-    def __init__(self, code: CodeType) -> None:
-        self._code = code
-        self.filename: str | None = code.co_filename
-
-    def line(self, innermost: FrameType | None) -> int | None:
-        """Return the line of the code that a stack is in, or None where the code is not on it, or more than once."""
-        found = [each for each in frames.stack(innermost) if each.f_code is self._code]
-        if len(found) != 1:
-            return None
-        return found[0].f_lineno + (lines_above(found[0], cell_file(found[0])) or 0)
-
-
-LineFinder = CellLineFinder | CodeLineFinder
-"""Finds the line of some code that a stack is in."""
-
-
 @dataclass
 class WatchedCode:
     """The code of one run.
@@ -260,56 +238,3 @@ def _at(tree: ast.AST, line: int) -> Any:
         elif isinstance(node, ast.FunctionDef) and first_line(node) == line:
             found = node
     return found
-
-
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_RUN_ONCE = (ast.With, ast.AsyncWith, ast.If, ast.Match, ast.Try, *([ast.TryStar] if hasattr(ast, "TryStar") else []))
-"""Statements whose blocks run from their first line down: what is in a loop may come back to any line of it."""
-
-
-def lines_between(code: Mapping[int, str], first: int | None, last: int | None) -> tuple[int, int] | None:
-    """Return the first and last line that can have run between two, both included: whole statements.
-
-    None where one of the two is not a line of the code, the code cannot be parsed, or the span is all of it. ``code``
-    has the lines by number, magics as written, a function with its head.
-    """
-    if first not in code or last not in code:
-        return None
-    assert first is not None
-    assert last is not None
-    body = _body(tuple(code.items()))
-    if not body:
-        return None
-    whole = block = body
-    while block:
-        statements = [node for node in block if _holds([node], first) or _holds([node], last)]
-        alone = statements[0] if len(statements) == 1 and isinstance(statements[0], _RUN_ONCE) else None
-        block = next((each for each in _blocks(alone) if _holds(each, first) and _holds(each, last)), [])
-    low = min([first, last, *map(first_line, statements)])
-    high = max([first, last, *(node.end_lineno or 0 for node in statements)])
-    begins = first_line(whole[0])
-    if low < begins <= high:
-        low = begins  # above it stand the magics and the head of the function
-    is_all = low != high and low <= begins and high >= (whole[-1].end_lineno or 0)
-    return None if is_all else (low, high)
-
-
-@lru_cache(maxsize=32)  # a cell that runs again, or a `with` in a loop, asks about the same code
-def _body(code: tuple[tuple[int, str], ...]) -> list[ast.stmt] | None:
-    """Return the statements of the code with its own line numbers, those of a function alone without its head."""
-    tree = parse_lines(dict(code))
-    if tree is None:
-        return None
-    alone = tree.body[0] if len(tree.body) == 1 else None
-    return alone.body if isinstance(alone, _FUNCTIONS) else tree.body
-
-
-def _holds(block: list[ast.stmt], line: int) -> bool:
-    return bool(block) and first_line(block[0]) <= line <= (block[-1].end_lineno or 0)
-
-
-def _blocks(node: ast.stmt | None) -> Iterator[list[ast.stmt]]:
-    for each in ("body", "orelse", "finalbody"):
-        yield getattr(node, each, [])
-    for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
-        yield part.body

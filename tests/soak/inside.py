@@ -33,7 +33,6 @@ from IPython import get_ipython
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
 import gpumagic
-from gpumagic.memory import sampler
 
 PACKAGE = str(Path(gpumagic.__file__).parent) + os.sep
 _IDENTICAL = (
@@ -258,8 +257,8 @@ def _is_ours(function: Any) -> bool:
 
 
 def _is_idle() -> dict[str, bool]:
-    recording = [sys.modules.get(f"gpumagic.transfers.{each}") for each in ("recorder", "operators", "waits")]
-    return {each.__name__: each.is_idle() for each in (*recording, sampler) if each is not None}
+    recording = [sys.modules.get(f"gpumagic.transfers.{each}") for each in ("recorder", "operators", "recording")]
+    return {each.__name__: each.is_idle() for each in recording if each is not None}
 
 
 def _callback(function: Any) -> str:
