@@ -42,33 +42,11 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "ClusterReport",
-    "DeviceNotFound",
-    "DiffReport",
-    "DryRunReport",
-    "DryRunUnavailable",
-    "FreedReport",
-    "GPUReport",
-    "GpuMagicError",
-    "LeakReport",
-    "OomReport",
-    "OptionError",
-    "OutOfMemory",
-    "SimgpuUnavailable",
-    "TensorReport",
-    "TransferReport",
-    "WhyReport",
-    "cluster",
-    "devices",
-    "dry_run",
-    "free_leaks",
-    "gpuinfo",
-    "merge",
-    "ondevice",
-    "oomguard",
-    "simgpu",
-    "why",
-]
+    "ClusterReport", "DeviceNotFound", "DiffReport", "DryRunReport", "DryRunUnavailable", "FreedReport", "GPUReport",
+    "GpuMagicError", "LeakReport", "OomReport", "OptionError", "OutOfMemory", "SimgpuUnavailable", "TensorReport",
+    "TransferReport", "WhyReport", "cluster", "devices", "dry_run", "free_leaks", "gpuinfo", "merge", "ondevice",
+    "oomguard", "simgpu", "why",
+]  # fmt: skip
 
 _HOMES = {
     "gpumagic.api": ("devices", "gpuinfo", "ondevice", "oomguard", "dry_run", "free_leaks", "why"),

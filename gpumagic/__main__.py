@@ -65,9 +65,9 @@ def _gpuinfo(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
     from gpumagic import api
     from gpumagic.gpus import live
-    from gpumagic.options import parser
+    from gpumagic.options import PARSERS
 
-    asked = parser("gpuinfo").parse_line(shlex.join(rest))
+    asked = PARSERS["gpuinfo"].parse_line(shlex.join(rest))
     if asked.each_cell or asked.engines or asked.watch == 0:
         raise OptionError("here are no cells, no engines and nothing to turn off: write that in a notebook")
     if asked.watch is not None and (options.best or options.json):
@@ -95,16 +95,24 @@ def _demo(options: argparse.Namespace, rest: Sequence[str]) -> int:
             f"the demo needs {', '.join(missing)}; install them with: {sys.executable} -m pip install 'gpumagic[demo]'"
         )
     import nbformat
+    from nbconvert import HTMLExporter
+
+    from gpumagic.memory import allocator
 
     notebook = nbformat.read(source, as_version=4)
-    _prepare_a_device()
-    print(f"Running {source.name}, {_count(notebook)} cells, in a fresh kernel:")
+    if not allocator.accelerators():  # compiled now, where it says so, rather than in a cell that seems to hang
+        from gpumagic.simgpu import _build
+
+        _build.load()
+    print(f"Running {source.name} in a fresh kernel:")
     error = execute_notebook(notebook)
-    output.mkdir(parents=True, exist_ok=True)
-    paths = _write(notebook, source.stem, output)
     if error is not None:
         print(f"\nIt stopped at an error:\n{error}", file=sys.stderr)
-    print(f"\nExecuted notebook  {paths[0]}\nAs a web page      {paths[1]}")
+    output.mkdir(parents=True, exist_ok=True)
+    executed, page = (output.resolve() / f"{source.stem}.{ending}" for ending in ("ipynb", "html"))
+    nbformat.write(notebook, executed)
+    page.write_text(HTMLExporter().from_notebook_node(notebook)[0], encoding="utf-8")
+    print(f"\nExecuted notebook  {executed}\nAs a web page      {page}")
     return 0 if error is None else 1
 
 
@@ -115,7 +123,7 @@ def execute_notebook(notebook: NotebookNode) -> str | None:
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
 
-    numbers, total = itertools.count(1), _count(notebook)
+    numbers, total = itertools.count(1), sum(cell.cell_type == "code" for cell in notebook.cells)
 
     def started(cell: Any, **_: object) -> None:
         if cell.cell_type == "code":
@@ -151,16 +159,6 @@ def execute_notebook(notebook: NotebookNode) -> str | None:
     return None
 
 
-def _prepare_a_device() -> None:
-    """Compile the simulated GPU now, where it says so, rather than in a cell that seems to hang."""
-    from gpumagic.memory import allocator
-
-    if not allocator.accelerators():
-        from gpumagic.simgpu import _build
-
-        _build.load()
-
-
 def _notebook(name: str) -> Path:
     """Return a demo notebook inside an installed wheel, or beside the package in a checkout."""
     package = Path(__file__).parent
@@ -173,21 +171,6 @@ def _notebook(name: str) -> Path:
     hint = f"did you mean {near}? " if near else ""
     there = ", ".join(names) or f"none in {package / 'demo_notebooks'}"
     raise GpuMagicError(f"there is no demo {name!r}; {hint}there are {there}")
-
-
-def _count(notebook: NotebookNode) -> int:
-    return sum(cell.cell_type == "code" for cell in notebook.cells)
-
-
-def _write(notebook: NotebookNode, name: str, output: Path) -> tuple[Path, Path]:
-    import nbformat
-    from nbconvert import HTMLExporter
-
-    executed, page = (output / f"{name}.ipynb").resolve(), (output / f"{name}.html").resolve()
-    nbformat.write(notebook, executed)
-    body, _ = HTMLExporter().from_notebook_node(notebook)
-    page.write_text(body, encoding="utf-8")
-    return executed, page
 
 
 if __name__ == "__main__":

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -35,14 +34,10 @@ class _Wiring:
 
 def load(shell: InteractiveShell) -> None:
     """Add the magics, the cell hooks and the completion to a shell; idempotent."""
-    from gpumagic.magics import DiffBaseline, GPUMagic
-    from gpumagic.options import LETTING_RUN, needing_body
+    from gpumagic.magics import GPUMagic
+    from gpumagic.options import LETTING_RUN, NEEDING_BODY
 
-    baseline = DiffBaseline(shell)
-    attach(
-        shell, functools.partial(GPUMagic, baseline=baseline), needing_body(), LETTING_RUN,
-        also=((baseline.install, baseline.uninstall),),
-    )  # fmt: skip
+    attach(shell, GPUMagic, NEEDING_BODY, LETTING_RUN)
     if os.environ.get("GPUMAGIC_SIMGPU"):
         try:
             _enable_simgpu()
@@ -73,7 +68,6 @@ def attach(
     magics: Callable[[InteractiveShell, CellSessions], Magics],
     needs_body: Mapping[str, Collection[str]],
     lets_run: Mapping[str, Collection[str]] | None = None,
-    also: Iterable[tuple[Callable[[], object], Callable[[], object]]] = (),
 ) -> None:
     """Wire a class of magics into a shell, unless one is wired already.
 
@@ -82,7 +76,6 @@ def attach(
         magics: makes the magics for a shell and its cell sessions.
         needs_body: the cell magics to promote, each with the options for which it needs the cell's text.
         lets_run: those to promote only with some options; see `PromoteCellMagics`.
-        also: what else to do, each with what undoes it, also where it was not done.
     """
     earlier = shell.meta.get(_KEY)
     if earlier is not None and earlier.is_whole:
@@ -95,9 +88,8 @@ def attach(
         _register(shell, magics(shell, sessions), wiring.undo)
         _add(shell.input_transformers_cleanup, PromoteCellMagics(needs_body, lets_run), wiring.undo)
         completion.install(shell, devices.completions, wiring.undo)
-        for do, undo in ((sessions.install, sessions.uninstall), *also):
-            wiring.undo.append(undo)
-            do()
+        wiring.undo.append(sessions.uninstall)
+        sessions.install()
     except BaseException:
         unload(shell)
         del shell.configurables[configurables:]  # magics enter themselves when they are made

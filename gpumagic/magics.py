@@ -1,12 +1,8 @@
-"""The magics: one thin method each. Line -> options -> probe -> report; a report shows itself.
-
-What `%devices --diff` compares with is kept here too, between the cells.
-"""
+"""The magics: one thin method each. Line -> options -> probe -> report; a report shows itself."""
 
 from __future__ import annotations
 
 import functools
-import re
 from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -19,17 +15,16 @@ from gpumagic import api
 from gpumagic._compat import output_can_be_silenced
 from gpumagic.errors import GpuMagicError, OptionError
 from gpumagic.memory import devices
-from gpumagic.notebook import session
 from gpumagic.notebook.guards import BodyRuns, Guard, NoGuard
-from gpumagic.options import ENGINE_TIMEOUT, parser
+from gpumagic.options import ENGINE_TIMEOUT, PARSERS
 
 if TYPE_CHECKING:
-    from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
+    from IPython.core.interactiveshell import InteractiveShell
 
     from gpumagic.cluster.report import ClusterReport
     from gpumagic.gpus.report import GPUReport
     from gpumagic.notebook.cells import CellSessions
-    from gpumagic.tensors.report import DiffReport, TensorReport
+    from gpumagic.tensors.report import TensorReport
 
 
 def _magic(method: Callable[..., object]) -> Callable[..., object]:
@@ -37,7 +32,7 @@ def _magic(method: Callable[..., object]) -> Callable[..., object]:
 
     This is the only place where our errors become IPython's `UsageError`.
     """
-    declared = parser(method.__name__)
+    declared = PARSERS[method.__name__]
 
     @functools.wraps(method)
     def magic(self: GPUMagic, line: str, *cell: str | None) -> object:
@@ -72,10 +67,11 @@ class GPUMagic(Magics):
         ENGINE_TIMEOUT, min=0.1, help="Seconds to wait for engines to answer; three times as long before a cell."
     ).tag(config=True)
 
-    def __init__(self, shell: InteractiveShell, sessions: CellSessions, baseline: DiffBaseline) -> None:
+    def __init__(self, shell: InteractiveShell, sessions: CellSessions) -> None:
         super().__init__(shell)
         self._sessions = sessions
-        self._baseline = baseline
+        self._last: tuple[TensorReport, str] | None = None
+        """What `%devices` listed last, and where that was: `--diff` compares with it. It keeps no tensor alive."""
 
     @line_magic
     @_magic
@@ -103,10 +99,16 @@ class GPUMagic(Magics):
         everything = scan.scan(
             self.shell.user_ns, group_by=options.by, limit=options.n, shell=self.shell, thorough=options.leaks
         )  # fmt: skip
-        report = everything.narrowed(only)
-        difference = self._baseline.difference(report) if options.diff else None
-        self._baseline.remember(everything)
-        return difference or (report.leaks() if options.leaks else report)
+        report, last = everything.narrowed(only), self._last
+        # Since IPython 9.8 `execution_count` is the next cell's (ipython PR#15088).
+        self._last = everything, f"%devices in cell {self.shell.displayhook.prompt_count}"
+        if options.diff and last is not None:
+            return report.since(*last)
+        if options.diff:
+            from gpumagic.tensors.report import DiffReport
+
+            return DiffReport((), notes=("no %devices came before this one; the next --diff compares with it",))
+        return report.leaks() if options.leaks else report
 
     @line_cell_magic
     @_magic
@@ -233,64 +235,6 @@ class GPUMagic(Magics):
 
     def _store(self, name: str | None) -> Callable[[object], None] | None:
         return None if name is None else functools.partial(self.shell.user_ns.__setitem__, name)
-
-
-class DiffBaseline:
-    """The last report of a shell's live tensors: what `%devices --diff` compares with. It keeps no tensor alive.
-
-    A report is made by every `%devices` that lists tensors, and at the start of a cell whose first `%devices` has
-    `--diff` and comes after other code: that asks what this code did.
-    """
-
-    def __init__(self, shell: InteractiveShell) -> None:
-        self._shell = shell
-        self._last: TensorReport | None = None
-        self._called = ""
-
-    def install(self) -> None:
-        """Watch the shell's cells."""
-        self._shell.events.register("pre_run_cell", self._cell_starts)
-
-    def uninstall(self) -> None:
-        """Undo `install`."""
-        session.unregister(self._shell, "pre_run_cell", self._cell_starts)
-        self._last = None
-
-    def remember(self, report: TensorReport) -> None:
-        """Make the next difference one from this report; it must list everything."""
-        # Since IPython 9.8 `execution_count` is the next cell's (ipython PR#15088).
-        self._last, self._called = report, f"%devices in cell {self._shell.displayhook.prompt_count}"
-
-    def difference(self, report: TensorReport) -> DiffReport:
-        """Return what changed since the last report."""
-        if self._last is None:
-            note = "no %devices came before this one; the next --diff compares with it"
-            from gpumagic.tensors.report import DiffReport
-
-            return DiffReport((), notes=(note,))
-        return report.since(self._last, self._called)
-
-    def _cell_starts(self, info: ExecutionInfo) -> None:
-        if compares_with_its_start(info.raw_cell):
-            from gpumagic.tensors import scan
-
-            self._last = scan.scan(self._shell.user_ns, shell=self._shell)
-            self._called = f"the start of cell {self._shell.displayhook.prompt_count}"
-
-
-_LISTS = re.compile(r"\s*(?:[^%#'\"]*=\s*)?%devices(?!\S)")
-_COMPARES = re.compile(r"[^#]*\s--diff(?![\w-])")
-
-
-def compares_with_its_start(cell: str) -> bool:
-    """Tell whether the first `%devices` of a cell asks for a difference and has code before it."""
-    code_before = False
-    for line in cell.splitlines():
-        found = _LISTS.match(line)
-        if found is not None:
-            return code_before and _COMPARES.match(line, found.end()) is not None
-        code_before = code_before or not re.match(r"\s*(?:#|%%|$)", line)
-    return False
 
 
 def _ask_gpus(options: Namespace) -> GPUReport:

@@ -10,13 +10,13 @@ import keyword
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 from gpumagic.errors import OptionError, nearest
 from gpumagic.memory.presets import GPUS
 
-_T = TypeVar("_T")
+_Argument = tuple[tuple[str, ...], dict[str, Any]]
+"""The names of an argument, and argparse's settings for it."""
 ENGINE_TIMEOUT = 10.0
 """Seconds to wait for engines to answer."""
 _COMMENT = re.compile(r"""(?P<quoted>"[^"]*"|'[^']*')|(?:^|\s)#.*""", re.DOTALL)
@@ -119,26 +119,29 @@ class Parser(argparse.ArgumentParser):
     Args:
         prog: the magic.
         description: what it does.
+        arguments: what it takes; a list has options of which one excludes the others.
         takes: what it takes beside options, as the help shows it.
         needs_body: the options with which it needs the cell's text, to run it more than once or to read it.
         forwarded: the names of those that go to the engines with the cell.
         refused: the names of those that are about one process, and so are refused with ``--engines``.
-        moved: options of `%%dryrun` that are looked for here.
         valued: options that may have a value, which stands behind a ``=``.
     """
 
     def __init__(
-        self, prog: str, description: str, *, takes: str = "", needs_body: Sequence[str] = (),
-        forwarded: Sequence[str] = (), refused: Sequence[str] = (), moved: Sequence[str] = (),
+        self, prog: str, description: str, *arguments: _Argument | list[_Argument], takes: str = "",
+        needs_body: Sequence[str] = (), forwarded: Sequence[str] = (), refused: Sequence[str] = (),
         valued: Sequence[str] = (),
     ) -> None:  # fmt: skip
         super().__init__(
             prog=prog, description=description, add_help=False, allow_abbrev=False, formatter_class=_OneScreen,
             usage=f"%(prog)s [OPTIONS] {takes}".rstrip(),
         )  # fmt: skip
-        self.needs_body, self.forwarded, self.refused, self.moved = needs_body, forwarded, refused, moved
-        self.valued = valued
+        self.needs_body, self.forwarded, self.refused, self.valued = needs_body, forwarded, refused, valued
         self.add_argument("-h", "--help", action="store_true", help=argparse.SUPPRESS)
+        for each in arguments:
+            group = self.add_mutually_exclusive_group() if isinstance(each, list) else self
+            for names, settings in each if isinstance(each, list) else [each]:
+                group.add_argument(*names, **settings)
 
     def format_help(self) -> str:
         text = super().format_help()
@@ -160,9 +163,6 @@ class Parser(argparse.ArgumentParser):
             words = shlex.split(line)
         except ValueError as error:
             raise OptionError(f"{self.prog}: {error} in {line!r}; close it or leave it out") from None
-        moved = [word for word in words if word.partition("=")[0] in self.moved]
-        if moved:
-            raise OptionError(f"{self.prog} has no option {moved[0]!r}; %%dryrun has it")
         known = (*self.option_strings(), "--")
         misspelt = [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
         words = [f"{word}=" if word in self.valued else word for word in words]
@@ -199,18 +199,6 @@ class Parser(argparse.ArgumentParser):
         raise argparse.ArgumentError(named, f"invalid choice: {value!r}; {hint}")
 
 
-def _typed(read: Callable[[str], _T]) -> Callable[[str], _T]:
-    """Let argparse say our error: it keeps the text of an ArgumentTypeError and drops that of a ValueError."""
-
-    def argument(text: str) -> _T:
-        try:
-            return read(text)
-        except OptionError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return argument
-
-
 def engine_targets(text: str) -> str:
     """Return which engines are meant, ``"px"``, ``"all"``, ``"0,2"`` or ``"1:3"``, or raise `OptionError`."""
     if not re.fullmatch(r"px|all|-?\d*:-?\d*(:-?\d*)?|\d+(,\d+)*", text, re.ASCII):
@@ -218,27 +206,28 @@ def engine_targets(text: str) -> str:
     return text
 
 
-def _add_engines(parser: Parser) -> None:
-    parser.add_argument(
-        "--engines", nargs="?", metavar="TARGETS", type=_typed(engine_targets), const="px",
-        help="on ipyparallel's engines: of %%px, all, 0,2, 1:3",
-    )  # fmt: skip
+def _argument(*names: str, read: Callable[[str], object] | None = None, **settings: Any) -> _Argument:
+    """Return an argument as argparse takes it; ``read`` makes its value of the text, or raises `OptionError`."""
+
+    def typed(text: str) -> object:
+        assert read is not None
+        try:
+            return read(text)
+        except OptionError as error:  # argparse keeps the text of this error, and drops that of a ValueError
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return names, settings if read is None else {**settings, "type": typed}
 
 
-def _add_out(parser: Parser) -> None:
-    parser.add_argument(
-        "-o", "--out", metavar="NAME", type=_typed(variable_name), help="store the report in this variable"
-    )
+_ENGINES = _argument(
+    "--engines", nargs="?", metavar="TARGETS", read=engine_targets, const="px",
+    help="on ipyparallel's engines: of %%px, all, 0,2, 1:3",
+)  # fmt: skip
+_OUT = _argument("-o", "--out", metavar="NAME", read=variable_name, help="store the report in this variable")
+_QUIET = _argument("-q", "--quiet", action="store_true", help="show no report")
 
-
-def _add_cell_options(parser: Parser) -> None:
-    parser.add_argument("-q", "--quiet", action="store_true", help="show no report")
-    _add_out(parser)
-    _add_engines(parser)
-
-
-def _gpuinfo() -> Parser:
-    parser = Parser(
+PARSERS = {
+    "gpuinfo": Parser(
         "%gpuinfo",
         "Show the GPUs, who uses them and what this kernel has on them, or why there is\n"
         "none. A figure that is missing says why. CUDA is never initialised.\n\n"
@@ -246,25 +235,21 @@ def _gpuinfo() -> Parser:
         "    %gpuinfo -w                 refreshed while other cells run\n"
         "    r = %gpuinfo                keep the report: r.to_pandas(), r.cause\n"
         "    r.best                      the device with most free memory",
+        _argument("devices", nargs="*", metavar="DEVICE", help="only these, such as cuda:1 or 1; else all"),
+        _argument("-p", "--processes", action="store_true", help="list the processes on each GPU"),
+        _argument("-a", "--all", action="store_true", help="show every field"),
+        _argument(
+            "-w", "--watch", nargs="?", metavar="SECONDS", read=watch_interval, const=2.0,
+            help="refresh (every 2 s) while cells run, until -w off",
+        ),
+        _argument(
+            "--each-cell", choices=("on", "off"), metavar="on|off", help="print a line after every cell: time, memory"
+        ),
+        _ENGINES,
         takes="[DEVICE ...]",
         refused=("each_cell", "watch"),
-    )
-    parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these, such as cuda:1 or 1; else all")
-    parser.add_argument("-p", "--processes", action="store_true", help="list the processes on each GPU")
-    parser.add_argument("-a", "--all", action="store_true", help="show every field")
-    parser.add_argument(
-        "-w", "--watch", nargs="?", metavar="SECONDS", type=_typed(watch_interval), const=2.0,
-        help="refresh (every 2 s) while cells run, until -w off",
-    )  # fmt: skip
-    parser.add_argument(
-        "--each-cell", choices=("on", "off"), metavar="on|off", help="print a line after every cell: time, memory"
-    )
-    _add_engines(parser)
-    return parser
-
-
-def _devices() -> Parser:
-    parser = Parser(
+    ),
+    "devices": Parser(
         "%devices",
         "List the live tensors, one row per storage: name, device, size, and what keeps\n"
         "it alive. A name can be pasted: model.fc.weight. In parentheses, as (Out[12]),\n"
@@ -274,23 +259,22 @@ def _devices() -> Parser:
         "    %devices --diff                  after a cell: what it created and freed\n"
         "    %devices --why model.fc.weight   what keeps this tensor alive?\n"
         "    r = %devices                     keep the report: r.to_pandas(), r.leaks()",
+        _argument("devices", nargs="*", metavar="DEVICE", help="only these, such as cuda:1 or cpu; else all"),
+        _argument("-n", metavar="N", read=positive_int, default=20, help="show the largest N (20)"),
+        [
+            _argument(
+                "--by", metavar="KEY", choices=("dtype", "kind", "holder"), help="totals by dtype, kind or holder"
+            ),
+            _argument("--diff", action="store_true", help="what was created and freed since the last %%devices"),
+            _argument("--leaks", action="store_true", help="what no variable reaches, and the line that frees it"),
+            _argument("--free", action="store_true", help="free what only outputs or the last error keep"),
+            _argument("--why", metavar="NAME", help="what keeps it: a name, Out[12], a number of --leaks"),
+        ],
+        _ENGINES,
         takes="[DEVICE ...]",
         refused=("diff", "leaks", "free", "why"),
-    )
-    parser.add_argument("devices", nargs="*", metavar="DEVICE", help="only these, such as cuda:1 or cpu; else all")
-    parser.add_argument("-n", metavar="N", type=_typed(positive_int), default=20, help="show the largest N (20)")
-    ask = parser.add_mutually_exclusive_group()
-    ask.add_argument("--by", metavar="KEY", choices=("dtype", "kind", "holder"), help="totals by dtype, kind or holder")
-    ask.add_argument("--diff", action="store_true", help="what was created and freed since the last %%devices")
-    ask.add_argument("--leaks", action="store_true", help="what no variable reaches, and the line that frees it")
-    ask.add_argument("--free", action="store_true", help="free what only outputs or the last error keep")
-    ask.add_argument("--why", metavar="NAME", help="what keeps it: a name, Out[12], a number of --leaks")
-    _add_engines(parser)
-    return parser
-
-
-def _ondevice() -> Parser:
-    parser = Parser(
+    ),
+    "ondevice": Parser(
         "%%ondevice",
         "Run the cell with DEVICE as the device of new tensors, then report what was\n"
         "copied between devices, by which line, and what to change. %ondevice DEVICE\n"
@@ -299,27 +283,23 @@ def _ondevice() -> Parser:
         "    %%ondevice auto --fallback cpu   the GPU with most free memory, or the CPU\n"
         "    %%ondevice 0 --move model,x      first move these, with their optimizer\n"
         "    %%ondevice 0 -o r                keep the report: r.to_pandas(), r.syncs",
+        _argument("device", nargs="?", metavar="DEVICE", help="cuda:1, 1, auto (most free memory), cpu, meta"),
+        _argument(
+            "--move", metavar="NAMES", read=variable_names, default=[],
+            help="first move these variables there; all or none",
+        ),
+        _argument("--fallback", metavar="DEVICE", help="the device to use where DEVICE is not there"),
+        _argument(
+            "--trace", metavar="FUNCTIONS", read=function_names, default=False,
+            help="time and memory by line, in functions too; slower",
+        ),
+        _QUIET, _OUT, _ENGINES,
         takes="[DEVICE]",
         needs_body=("--engines",),
         forwarded=("move", "trace"),
         valued=("--trace",),
-    )
-    parser.add_argument("device", nargs="?", metavar="DEVICE", help="cuda:1, 1, auto (most free memory), cpu, meta")
-    parser.add_argument(
-        "--move", metavar="NAMES", type=_typed(variable_names), default=[],
-        help="first move these variables there; all or none",
-    )  # fmt: skip
-    parser.add_argument("--fallback", metavar="DEVICE", help="the device to use where DEVICE is not there")
-    parser.add_argument(
-        "--trace", metavar="FUNCTIONS", type=_typed(function_names), default=False,
-        help="time and memory by line, in functions too; slower",
-    )  # fmt: skip
-    _add_cell_options(parser)
-    return parser
-
-
-def _oomguard() -> Parser:
-    parser = Parser(
+    ),
+    "oomguard": Parser(
         "%%oomguard",
         "Run the cell. If it runs out of memory, free what the failed cell keeps, and\n"
         "say what ran out and which change makes it fit. Then the cell fails, and Run\n"
@@ -328,26 +308,19 @@ def _oomguard() -> Parser:
         "    %%oomguard --shrink batch_size   halve it and run again, until it fits\n"
         "    %oomguard on                     guard every later cell\n"
         "    %%dryrun --fit batch_size        the largest that fits, without running it",
+        _argument(
+            "state", nargs="?", choices=("on", "off"), metavar="on|off", help="guard every later cell, or stop doing so"
+        ),
+        _argument("--shrink", metavar="NAME", read=variable_name, help="halve this int and run again, until it fits"),
+        _argument("--fallback", metavar="DEVICE", help="run it again on this device, or auto"),
+        _argument("--debug", action="store_true", help="keep the failed frames for %%debug"),
+        _argument("--keep-going", action="store_true", help="do not fail: Run All goes on"),
+        _QUIET, _OUT, _ENGINES,
         takes="[on|off]",
         needs_body=("--shrink", "--fallback", "--engines"),
         forwarded=("shrink", "fallback", "debug", "keep_going"),
-        moved=("--fit", "--capacity", "--gpu"),
-    )
-    parser.add_argument(
-        "state", nargs="?", choices=("on", "off"), metavar="on|off", help="guard every later cell, or stop doing so"
-    )
-    parser.add_argument(
-        "--shrink", metavar="NAME", type=_typed(variable_name), help="halve this int and run again, until it fits"
-    )
-    parser.add_argument("--fallback", metavar="DEVICE", help="run it again on this device, or auto")
-    parser.add_argument("--debug", action="store_true", help="keep the failed frames for %%debug")
-    parser.add_argument("--keep-going", action="store_true", help="do not fail: Run All goes on")
-    _add_cell_options(parser)
-    return parser
-
-
-def _dryrun() -> Parser:
-    parser = Parser(
+    ),
+    "dryrun": Parser(
         "%%dryrun",
         "Say how much device memory the cell would need, and whether it fits. It is run\n"
         "in another process that computes nothing; the notebook and its devices stay as\n"
@@ -358,42 +331,20 @@ def _dryrun() -> Parser:
         "    %%dryrun --gpu H100 --ranks 64   as torchrun would start it on each of 64\n"
         "    %%dryrun --run                   then run the cell, if it fits\n"
         "    %%dryrun -o r                    keep the report: r.peak, r.fits",
-    )
-    parser.add_argument(
-        "--fit", metavar="NAME", type=_typed(variable_name), help="find the largest value of this int that fits"
-    )
-    parser.add_argument(
-        "--capacity",
-        metavar="SIZE",
-        type=_typed(device_memory),
-        help="on a device with this much memory, such as 16GiB",
-    )
-    parser.add_argument(
-        "--gpu", nargs="+", metavar=("NAME", "WORD"), help=f"on a T4, RTX-4090 or other of {len(GPUS)}: --gpu list"
-    )
-    parser.add_argument(
-        "--ranks", metavar="N", type=_typed(number_of_ranks), help="as each of N GPUs runs it: 64, or 8x8"
-    )
-    parser.add_argument("--run", action="store_true", help="then run the cell if it fits; else fail")
-    _add_out(parser)
-    return parser
-
-
-_DECLARATIONS = {
-    "gpuinfo": _gpuinfo, "devices": _devices, "ondevice": _ondevice, "oomguard": _oomguard, "dryrun": _dryrun,
+        _argument("--fit", metavar="NAME", read=variable_name, help="find the largest value of this int that fits"),
+        _argument(
+            "--capacity", metavar="SIZE", read=device_memory, help="on a device with this much memory, such as 16GiB"
+        ),
+        _argument(
+            "--gpu", nargs="+", metavar=("NAME", "WORD"), help=f"on a T4, RTX-4090 or other of {len(GPUS)}: --gpu list"
+        ),
+        _argument("--ranks", metavar="N", read=number_of_ranks, help="as each of N GPUs runs it: 64, or 8x8"),
+        _argument("--run", action="store_true", help="then run the cell if it fits; else fail"),
+        _OUT,
+    ),
 }  # fmt: skip
-
-MAGICS: Sequence[str] = tuple(_DECLARATIONS)
+MAGICS: Sequence[str] = tuple(PARSERS)
+NEEDING_BODY = {magic: parser.needs_body for magic, parser in PARSERS.items() if parser.needs_body}
+"""The options of each cell magic with which it needs the cell's text."""
 LETTING_RUN = {"dryrun": ("--run",)}
 """The options with which a cell runs whose magic does not run it otherwise."""
-
-
-@cache
-def parser(magic: str) -> Parser:
-    """Return the parser of one of `MAGICS`."""
-    return _DECLARATIONS[magic]()
-
-
-def needing_body() -> dict[str, Sequence[str]]:
-    """Return the options of each cell magic with which it needs the cell's text."""
-    return {magic: parser(magic).needs_body for magic in MAGICS if parser(magic).needs_body}

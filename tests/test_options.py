@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumagic.errors import OptionError, nearest
-from gpumagic.options import MAGICS, parser
+from gpumagic.options import MAGICS, PARSERS
 from gpumagic.report.units import parse_size
 
 
@@ -65,48 +65,48 @@ def test_a_size_is_its_number_times_its_unit(number: int, unit: str) -> None:
 )
 def test_a_bad_line_is_one_line_that_says_what_would_be_right(magic: str, line: str, message: str) -> None:
     with pytest.raises(OptionError) as caught:
-        parser(magic).parse_line(line)
+        PARSERS[magic].parse_line(line)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_comment_and_a_semicolon_are_not_arguments() -> None:
-    assert parser("devices").parse_line("cuda:1 # the second").devices == ["cuda:1"]
-    assert parser("devices").parse_line("# all of them").devices == []
-    assert parser("devices").parse_line("cuda:1;").devices == ["cuda:1"]
-    assert parser("devices").parse_line("""--why "batch['a #1']" # why?""").why == "batch['a #1']"
-    assert parser("devices").parse_line("cuda:1 # don't").devices == ["cuda:1"]
+    assert PARSERS["devices"].parse_line("cuda:1 # the second").devices == ["cuda:1"]
+    assert PARSERS["devices"].parse_line("# all of them").devices == []
+    assert PARSERS["devices"].parse_line("cuda:1;").devices == ["cuda:1"]
+    assert PARSERS["devices"].parse_line("""--why "batch['a #1']" # why?""").why == "batch['a #1']"
+    assert PARSERS["devices"].parse_line("cuda:1 # don't").devices == ["cuda:1"]
 
 
 @given(magic=st.sampled_from(MAGICS), line=st.text(max_size=60))
 def test_any_line_is_read_or_refused_in_one_printable_error(magic: str, line: str) -> None:
     try:
-        parser(magic).parse_line(line)
+        PARSERS[magic].parse_line(line)
     except OptionError as error:
         assert len(str(error).splitlines()) == 1  # noqa: PT017  # both outcomes are right, anything else is not
 
 
 @pytest.mark.parametrize("magic", MAGICS)
 def test_help_names_every_option_and_does_not_need_the_device(magic: str) -> None:
-    assert parser(magic).parse_line("--help").help
-    text = parser(magic).format_help()
-    assert all(option in text for option in parser(magic).option_strings() if option not in {"-h", "--help"})
+    assert PARSERS[magic].parse_line("--help").help
+    text = PARSERS[magic].format_help()
+    assert all(option in text for option in PARSERS[magic].option_strings() if option not in {"-h", "--help"})
 
 
 @pytest.mark.parametrize("magic", MAGICS)
 def test_help_fits_a_terminal_of_80_by_24(magic: str) -> None:
-    lines = parser(magic).format_help().splitlines()
+    lines = PARSERS[magic].format_help().splitlines()
     assert len(lines) < 24
     assert max(map(len, lines)) < 80
 
 
 @pytest.mark.parametrize("magic", MAGICS)
 def test_the_help_has_examples_that_are_right(magic: str) -> None:
-    text = parser(magic).format_help()
+    text = PARSERS[magic].format_help()
     examples = re.findall(rf"^ {{4}}(?:\w+ = )?%+{magic} (.*?)(?: {{3,}}.*)?$", text, re.MULTILINE)
     assert len(examples) >= 3
     for example in examples:
-        parser(magic).parse_line(example)
+        PARSERS[magic].parse_line(example)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from gpumagic.cluster.connection import (
 )
 from gpumagic.cluster.report import ANSWERED, ClusterReport, EngineAnswer, engines_label
 from gpumagic.errors import OptionError
-from gpumagic.options import parser
+from gpumagic.options import PARSERS
 
 REPORT_NAME = "_gpumagic_report"
 """The variable in which an engine keeps its report until it is collected."""
@@ -53,7 +53,7 @@ def prepare(magic: str, options: Namespace, body: str | None, timeout: float, de
         raise OptionError(f"--engines takes all of a cell: write %%{magic} on its first line")
     check_options(magic, options, "%%px, and below it %%")
     words = [] if device is None else [f"{{{CELL_DEVICE}}}"]  # which IPython replaces by its value
-    words += [word for name in parser(magic).forwarded for word in _words(name, getattr(options, name))]
+    words += [word for name in PARSERS[magic].forwarded for word in _words(name, getattr(options, name))]
     code = f"%%{magic} {' '.join(words)} -q -o {REPORT_NAME}\n{body}"
     connection = connect(options.engines, gone=False)
     ready = ask_all(connection, ("prepare", {}), timeout)

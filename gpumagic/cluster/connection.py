@@ -20,7 +20,7 @@ from gpumagic.cluster.report import ClusterReport, EngineAnswer
 from gpumagic.errors import DeviceNotFound, OptionError
 from gpumagic.memory.devices import resolve
 from gpumagic.notebook import session
-from gpumagic.options import parser
+from gpumagic.options import PARSERS
 from gpumagic.report.base import Origin, current_origin
 
 PX = "px"
@@ -97,7 +97,7 @@ def connect(targets: str = PX, *, gone: bool = True) -> Connection:
 
 def check_options(magic: str, options: Namespace, alternative: str) -> None:
     """Raise `OptionError` for an option that is about one process."""
-    for name in parser(magic).refused:
+    for name in PARSERS[magic].refused:
         if getattr(options, name):
             option = f"--{name.replace('_', '-')}"
             raise OptionError(

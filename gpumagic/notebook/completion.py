@@ -46,7 +46,7 @@ def complete(line: str, offers: Offers) -> tuple[str, list[str]]:
     """Return the last fragment of a magic's line up to the cursor, and its completions."""
     match = _LINE.match(line)
     assert match is not None
-    parser = options.parser(match[1])
+    parser = options.PARSERS[match[1]]
     words = line[match.end() :].split(" ")
     fragment, before = words[-1], [word for word in words[:-1] if word]
     actions = {string: action for action in parser._actions for string in action.option_strings}

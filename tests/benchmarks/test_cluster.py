@@ -13,7 +13,7 @@ import pytest
 import gpumagic
 from gpumagic.cluster.connection import of_line
 from gpumagic.gpus.report import GPUReport, GpuRow
-from gpumagic.options import parser
+from gpumagic.options import PARSERS
 from gpumagic.report.base import Origin, to_html, to_text
 
 pytestmark = pytest.mark.benchmark
@@ -36,7 +36,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 def test_devices_of_four_engines_take_what_the_slowest_takes(engines: int) -> None:
     over, own, asked = [], [], []
-    options = parser("devices").parse_line("--engines")
+    options = PARSERS["devices"].parse_line("--engines")
     of_line("devices", options, 60)
     for _ in range(ROUNDS):
         report = of_line("devices", options, 60)

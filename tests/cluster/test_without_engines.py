@@ -18,7 +18,7 @@ from gpumagic.cluster.report import ClusterReport, EngineAnswer, engine_ranges, 
 from gpumagic.errors import OptionError
 from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
 from gpumagic.notebook.cells import PromoteCellMagics
-from gpumagic.options import needing_body
+from gpumagic.options import NEEDING_BODY
 from gpumagic.report.base import Origin, to_html, to_text
 from gpumagic.tensors.report import DeviceMemoryRow, TensorReport, TensorRow
 
@@ -224,7 +224,7 @@ def test_other_braces_are_one_sentence(device: str) -> None:
 
 
 def test_a_rank_of_engines_is_no_variable_of_the_notebook(bare_shell: InteractiveShell) -> None:
-    promote = PromoteCellMagics(needing_body())
+    promote = PromoteCellMagics(NEEDING_BODY)
     bare_shell.user_ns.update(rank=7, n=2)
     (line, _) = promote(["%%ondevice cuda:{rank} --engines {n}\n", "x = 1\n"])
     assert bare_shell.var_expand(line, 0) == "%%ondevice cuda:{rank} --engines 2\n"

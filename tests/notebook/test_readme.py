@@ -27,7 +27,7 @@ def test_each_option_is_in_the_magics_heading_and_no_other(magic) -> None:
     heading = re.search(rf"^\*\*`%+{magic} ?(.*?)`\*\*", page, re.MULTILINE | re.DOTALL)
     assert heading is not None, f"the page of {magic} does not begin with how to write it"
     said = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", heading[1]))
-    declared = [set(action.option_strings) for action in options.parser(magic)._actions if action.option_strings]
+    declared = [set(action.option_strings) for action in options.PARSERS[magic]._actions if action.option_strings]
     known = set().union(*declared)
     assert said <= known, f"{magic} has no {said - known}"
     unsaid = [sorted(names) for names in declared if not names & said and "--help" not in names]

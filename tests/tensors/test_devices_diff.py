@@ -8,7 +8,6 @@ import weakref
 import pytest
 from IPython.core.error import UsageError
 
-from gpumagic.magics import compares_with_its_start
 from gpumagic.report.base import to_text
 
 pytestmark = pytest.mark.usefixtures("few_objects")
@@ -71,23 +70,6 @@ def test_asking_why_is_no_look(run) -> None:
     assert changes(run("%devices --diff")) == [("came", "new")]
 
 
-def test_with_code_before_it_it_compares_with_the_start_of_its_cell(run, bare_shell) -> None:
-    run("%devices ;")
-    run("earlier = torch.ones(10)")
-    number = bare_shell.execution_count
-    report = run("now = torch.ones(100)\ndel earlier\n%devices --diff")
-    assert changes(report) == [("came", "now"), ("went", "earlier")]
-    assert report.since == f"the start of cell {number}"
-
-
-def test_a_cell_that_fails_before_its_diff_leaves_its_start_to_compare_with(run, bare_shell) -> None:
-    number = bare_shell.execution_count
-    run("now = torch.ones(100)\n1/0\n%devices --diff")
-    report = run("%devices --diff")
-    assert changes(report) == [("came", "now")]
-    assert report.since == f"the start of cell {number}"
-
-
 def test_a_first_diff_has_nothing_to_compare_with_and_is_where_the_next_begins(run) -> None:
     run("x = torch.ones(10)")
     first = run("%devices --diff")
@@ -95,32 +77,6 @@ def test_a_first_diff_has_nothing_to_compare_with_and_is_where_the_next_begins(r
     assert "Nothing to compare with yet" in str(first)
     run("y = torch.ones(20)")
     assert changes(run("%devices --diff")) == [("came", "y")]
-
-
-@pytest.mark.parametrize(
-    ("cell", "expected"),
-    [
-        ("x = 1\n%devices --diff", True),
-        ("x = 1\nd = %devices -n 3 --diff;", True),
-        ("if x:\n    %devices --diff", True),
-        ("%devices --diff\nx = 1", False),
-        ("# a comment\n\n%%time\n%devices --diff", False),
-        ("x = 1\n%devices\ny = 1\n%devices --diff", False),
-        ("x = 1\n%devices  # --diff", False),
-        ("x = 1\n%devices --different", False),
-        ("x = 1\n%devicesx --diff", False),
-        ("x = '%devices --diff'", False),
-    ],
-)
-def test_which_cells_are_looked_at_when_they_start(cell, expected) -> None:
-    assert compares_with_its_start(cell) is expected
-
-
-def test_a_cell_without_a_diff_is_not_looked_at(run, monkeypatch) -> None:
-    looked = []
-    monkeypatch.setattr("gpumagic.tensors.scan.scan", lambda *_args, **_more: looked.append(1))
-    run("x = 1")
-    assert looked == []
 
 
 def test_a_look_keeps_nothing_alive(run, bare_shell) -> None:

@@ -13,7 +13,7 @@ import torch
 
 import gpumagic
 from gpumagic.errors import OptionError
-from gpumagic.options import parser
+from gpumagic.options import PARSERS
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 MONITORING = sys.version_info >= (3, 12)
@@ -188,11 +188,11 @@ def test_a_function_that_cannot_be_traced_is_refused_with_the_reason(name: str, 
 
 
 def test_the_option_takes_functions_behind_an_equals_sign_and_no_device() -> None:
-    assert parser("ondevice").parse_line("--trace simgpu:0").trace is True
-    assert parser("ondevice").parse_line("simgpu:0 --trace=model.forward,step").trace == ["model.forward", "step"]
-    assert parser("ondevice").parse_line("simgpu:0").trace is False
+    assert PARSERS["ondevice"].parse_line("--trace simgpu:0").trace is True
+    assert PARSERS["ondevice"].parse_line("simgpu:0 --trace=model.forward,step").trace == ["model.forward", "step"]
+    assert PARSERS["ondevice"].parse_line("simgpu:0").trace is False
     with pytest.raises(OptionError, match=r"'a\.1' is not a function name"):
-        parser("ondevice").parse_line("simgpu:0 --trace=a.1")
+        PARSERS["ondevice"].parse_line("simgpu:0 --trace=a.1")
 
 
 def test_a_debugger_or_coverage_keeps_its_trace_function() -> None:
