@@ -4,7 +4,6 @@ Start with `graph.py`: what some roots reach, and by which references.
 
     storages.py    the storages under tensors, numbered; bytes that are occupied and viewed
     kinds.py       what tensors are for: parameters, buffers, gradients, optimizer state, what autograd graphs keep
-    identity.py    which object a variable was bound to, told without keeping it alive
     branches.py    what one object holds, as records, how CPython reads its attributes, and what modules register
     readers.py     what an object holds, read without running anybody's code: containers, instances, modules, classes
     running_module.py  whose forward or backward runs: the hooks of all modules; imports torch at its top

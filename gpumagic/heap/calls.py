@@ -1,8 +1,7 @@
-"""What types written in C hold: functions and their calls, numpy's arrays, pandas' columns, iterators.
+"""What types written in C hold: functions and their calls, numpy's arrays, iterators.
 
-Of a call that is closures, defaults, the variables of frames, generators and failed calls. The other types have no
-attributes to read: those that notebooks keep tensors in have expressions of their own; for the rest the gc shows what
-they hold, and no expression reaches it.
+Of a call that is closures, defaults, the variables of frames, generators and failed calls. Of what has no attributes to
+read, the gc shows what it holds, and no expression reaches it.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from gpumagic.heap.branches import (
     Read,
     Reader,
     attributes,
+    dict_of,
     flags_of,
     is_heap_type,
     key_code,
@@ -53,8 +53,8 @@ def call_label(code: types.CodeType) -> str:
     return f"{code.co_name.strip('<>')}()"
 
 
-def running_functions() -> Iterator[tuple[str, list[tuple[str, object]]]]:
-    """Yield every function that runs now, in any thread, innermost first: what it is called, and its variables."""
+def running_roots() -> Iterator[tuple[str, object]]:
+    """Yield the variables of every function that runs now, in any thread, innermost first."""
     own = threading.get_ident()
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     innermost_of = sys._current_frames()
@@ -63,7 +63,7 @@ def running_functions() -> Iterator[tuple[str, list[tuple[str, object]]]]:
         where = "" if ident == own else f" in {threads.get(ident, 'a thread')}"
         for frame in frames.stack(innermost):
             if frames.module_of(frame).partition(".")[0] not in _INFRASTRUCTURE:
-                yield f"running {call_label(frame.f_code)}{where}", variables_of(frame)
+                yield f"running {call_label(frame.f_code)}{where}", types.SimpleNamespace(**dict(variables_of(frame)))
 
 
 def generator_label(generator: object) -> str:
@@ -75,44 +75,14 @@ def _read_attribute(generator: object, what: str) -> Any:
     return type(generator).__dict__[_PREFIX[type(generator)] + what].__get__(generator)
 
 
-_closure_of, _defaults_of, _keyword_defaults_of = (
-    types.FunctionType.__dict__[name].__get__ for name in ("__closure__", "__defaults__", "__kwdefaults__")
-)
-
-
-def _function(value: types.FunctionType, _reader: Reader) -> Iterator[Branch]:
-    cells = _closure_of(value) or ()
-    held = [(place, gc.get_referents(cell)) for place, cell in enumerate(cells)]
-    names = value.__code__.co_freevars
-    yield Branch("in", CONTAINED, [
-        (Inside("closure", names[place], f".__closure__[{place}].cell_contents"), contents[0])
-        for place, contents in held if contents
-    ])  # fmt: skip
-    defaults = [(name, read(value)) for name, read in _DEFAULTS]
-    yield Branch(".", CONTAINED, [each for each in defaults if each[1]])
-    yield Branch(".", CONTAINED, _attributes_of_function(value, [each for _, each in defaults]))
-
-
-_DEFAULTS = (("__defaults__", _defaults_of), ("__kwdefaults__", _keyword_defaults_of))
-
-
-def _attributes_of_function(value: types.FunctionType, defaults: list[object]) -> list[tuple[str, object]]:
-    """Return the attributes that a function was given; asking for its `__dict__` would allocate one."""
-    known = [value.__globals__, getattr(value, "__builtins__", None), *defaults]
+def _function(value: types.FunctionType, reader: Reader) -> Iterator[Branch]:
+    yield from _of_function(value, reader)
+    # Its attributes: asking for its `__dict__` would allocate one.
+    known = [value.__globals__, getattr(value, "__builtins__", None), value.__kwdefaults__]
     annotated = {*value.__code__.co_varnames, "return"}
     for each in gc.get_referents(value):
         if type(each) is dict and not any(each is other for other in known) and not annotated.issuperset(each):
-            return list(each.items())
-    return []
-
-
-_bound_of = {each: each.__dict__["__self__"].__get__ for each in (types.MethodType, types.BuiltinMethodType)}
-
-
-def _method(value: Any, _reader: Reader) -> Iterator[Branch]:
-    yield Branch(".", CONTAINED, [("__self__", _bound_of[type(value)](value))])
-    if type(value) is types.MethodType:
-        yield Branch(".", CONTAINED, [("__func__", value.__func__)])
+            yield Branch(".", CONTAINED, list(each.items()))
 
 
 def _members(kind: Any, *names: str) -> Read:
@@ -123,6 +93,9 @@ def _members(kind: Any, *names: str) -> Read:
         yield Branch(".", CONTAINED, [(name, each(value)) for name, each in members])
 
     return read
+
+
+_of_function = _members(types.FunctionType, "__closure__", "__defaults__", "__kwdefaults__")
 
 
 def _generator(generator: object, _reader: Reader) -> Iterator[Branch]:
@@ -150,24 +123,18 @@ def _locals(place: str, frame: types.FrameType, to_frame: str, named: list[tuple
 
 
 _traceback_of = BaseException.__dict__["__traceback__"].__get__
-_ERROR_FIELDS: list[tuple[str, Any]] = [
-    (name, BaseException.__dict__[name].__get__) for name in ("args", "__cause__", "__context__")
-]
 _group: Any = getattr(sys.modules["builtins"], "BaseExceptionGroup", None)  # since Python 3.11
-if _group is not None:
-    _exceptions_of = _group.__dict__["exceptions"].__get__
-    _ERROR_FIELDS.append(("exceptions", lambda each: _exceptions_of(each) if issubclass(type(each), _group) else None))
+_of_error = _members(BaseException, "args", "__cause__", "__context__")
+_of_group = _members(_group, "exceptions") if _group is not None else None
 
 
 def read_exception(value: Any, reader: Reader) -> Iterator[Branch]:
     """Read an exception: the variables of its frames, its arguments, what it was raised from."""
     yield from _steps(_traceback_of(value), ".__traceback__")
-    yield Branch(".", CONTAINED, [(name, read(value)) for name, read in _ERROR_FIELDS])
+    yield from _of_error(value, reader)
+    if _of_group is not None and issubclass(type(value), _group):
+        yield from _of_group(value, reader)
     yield Branch(".", CONTAINED, attributes(value, reader.fields))
-
-
-def _traceback(value: types.TracebackType, _reader: Reader) -> Iterator[Branch]:
-    return _steps(value, "")
 
 
 def _steps(value: types.TracebackType | None, to_first: str) -> Iterator[Branch]:
@@ -183,10 +150,10 @@ def _frame(frame: types.FrameType, _reader: Reader) -> Iterator[Branch]:
 
 EXACTLY: dict[type, Read] = {
     types.FunctionType: _function,
-    types.MethodType: _method,
-    types.BuiltinMethodType: _method,
+    types.MethodType: _members(types.MethodType, "__self__", "__func__"),
+    types.BuiltinMethodType: _members(types.BuiltinMethodType, "__self__"),
     types.FrameType: _frame,
-    types.TracebackType: _traceback,
+    types.TracebackType: lambda value, _reader: _steps(value, ""),
     staticmethod: _members(staticmethod, "__func__"),
     classmethod: _members(classmethod, "__func__"),
     functools.partial: _members(functools.partial, "func", "args", "keywords"),
@@ -200,39 +167,33 @@ _HAS_GC = 1 << 14  # Py_TPFLAGS_HAVE_GC
 
 
 def read_by_base(kind: type) -> Read | None:
-    """Return how to read the instances of a type that derives from one of C's or of pandas', or None."""
-    return next((read for base, read in _bases() if issubclass(kind, base)), None)
-
-
-def _bases() -> Iterator[tuple[type, Read]]:
-    yield types.CellType, _cell
-    numpy: Any = sys.modules.get("numpy")
-    pandas: Any = sys.modules.get("pandas")
-    if hasattr(numpy, "ndarray"):
-        yield numpy.ndarray, _array
-    if hasattr(pandas, "DataFrame") and hasattr(pandas, "Series"):
-        yield pandas.DataFrame, _columns
-        yield pandas.Series, _columns
+    """Return how to read the instances of a type that derives from one of C's, or None."""
+    if issubclass(kind, types.CellType):
+        return _cell
+    array: Any = getattr(sys.modules.get("numpy"), "ndarray", None)
+    return _array if array is not None and issubclass(kind, array) else None
 
 
 def shows_more(kind: type) -> bool:
-    """Return whether instances of a type may hold what only the gc shows: it is C's, or derives from one of C's."""
-    return any(flags_of(base) & _HAS_GC and not is_heap_type(base) for base in mro_of(kind) if base is not object)
+    """Return whether instances of a type may hold what only the gc shows: it is C's or Cython's, or derives from one.
+
+    Cython's classes, such as those of pandas, can be changed like those of a class statement.
+    """
+    in_c = (base for base in mro_of(kind) if not is_heap_type(base) or "__pyx_vtable__" in dict_of(base))
+    return any(flags_of(base) & _HAS_GC and base is not object for base in in_c)
 
 
 def read_opaque(value: object, reader: Reader) -> Iterator[Branch]:
-    """Read what the gc shows of an object, but for what its attributes hold."""
+    """Read what the gc shows of an object, but for what its attributes hold, its class and modules."""
     own = attributes(value, reader.fields)
     yield Branch(".", CONTAINED, own)
-    known = {id(each) for _, each in own}
-    held = [each for each in gc.get_referents(value) if id(each) not in known and not _is_of_no_use(each, own)]
+    known, names = {id(each) for _, each in own}, {name for name, _ in own}
+    held = [
+        each for each in gc.get_referents(value)
+        if id(each) not in known and not issubclass(type(each), type | types.ModuleType)
+        and not (type(each) is dict and names and each.keys() <= names)  # the attributes themselves
+    ]  # fmt: skip
     yield Branch("in", CONTAINED, [(Inside("..."), each) for each in held])
-
-
-def _is_of_no_use(value: object, own: list[tuple[str, object]]) -> bool:
-    if issubclass(type(value), type | types.ModuleType):
-        return True
-    return type(value) is dict and bool(own) and value.keys() <= {name for name, _ in own}  # the attributes themselves
 
 
 def _cell(value: types.CellType, _reader: Reader) -> Iterator[Branch]:
@@ -259,24 +220,3 @@ def _elements(array: Any) -> Iterator[tuple[tuple[int, ...], object]]:
     for place, each in zip(places, base.flatten(array).tolist(), strict=True):
         if type(each) not in (str, int, float, bool, type(None)):
             yield place, each
-
-
-def _columns(value: Any, reader: Reader) -> Iterator[Branch]:
-    """Read the columns of objects of a DataFrame or a Series, as pandas stores them: in blocks of columns."""
-    own = dict(attributes(value, reader.fields))
-    manager = own.pop("_mgr", None)
-    for columns, array in _blocks(manager):
-        for place, each in _elements(array):
-            code = f"[{place[0]}]" if len(place) == 1 else f"[{place[1]}, {columns[place[0]]}]"
-            yield Branch("in", CONTAINED, [(Inside("iloc", code=f".iloc{code}"), each)])
-    yield Branch(".", CONTAINED, own.items())
-
-
-def _blocks(manager: Any) -> Iterator[tuple[list[int], Any]]:
-    """Yield pandas' arrays of objects, with the columns that they are."""
-    import numpy as np
-
-    for block in getattr(manager, "blocks", ()):
-        array, columns = getattr(block, "values", None), getattr(getattr(block, "mgr_locs", None), "as_array", None)
-        if type(array) is np.ndarray and columns is not None:
-            yield columns.tolist(), array

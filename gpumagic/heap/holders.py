@@ -11,12 +11,13 @@ import gc
 import re
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace, TracebackType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from types import FrameType, ModuleType, SimpleNamespace, TracebackType
 from typing import Any, NamedTuple
 
 from gpumagic.heap import calls, readers
-from gpumagic.heap.branches import key_code, name_of_type
+from gpumagic.heap.branches import key_code
 from gpumagic.heap.graph import MAX_STEPS_OF_ALL, HeapGraph
 from gpumagic.heap.paths import Names, is_typeable
 from gpumagic.heap.storages import StorageTable, undisturbed
@@ -56,7 +57,8 @@ def unnamed_holders(
     """
     found: dict[int, Held] = {}
     # What the session cannot release comes first: a tensor of an output that a thread uses too is not releasable.
-    lasting = [*running_roots(), *others, *session_roots(shell), *module_roots(namespace), *ambient_roots()]
+    context = [(f"context variable {each.name}", value) for each, value in contextvars.copy_context().items()]
+    lasting = [*calls.running_roots(), *others, *session_roots(shell), *module_roots(namespace), *context]
     for roots, releasable in ((lasting, False), (list(hidden_roots(namespace, shell)), True)):
         order = {label: position for position, (label, _) in reversed(list(enumerate(roots)))}
         paths_to = graph.explore(roots)
@@ -160,12 +162,6 @@ def session_roots(shell: object | None) -> Iterator[tuple[str, object]]:
         yield f"{SCRIPTS}{key_code(file)}]", SimpleNamespace(**dict(own))
 
 
-def running_roots() -> Iterator[tuple[str, object]]:
-    """Yield the variables of the functions that run now, in any thread."""
-    for label, own in calls.running_functions():
-        yield label, SimpleNamespace(**dict(own))
-
-
 def module_roots(namespace: Mapping[str, object], installed: bool = False) -> Iterator[tuple[str, object]]:
     """Yield the variables of the modules that the user wrote, or of those that were installed, but for ours."""
     for name, module in list(sys.modules.items()):
@@ -175,22 +171,6 @@ def module_roots(namespace: Mapping[str, object], installed: bool = False) -> It
             continue
         if frames.is_library(name, file) == installed:
             yield f"module {name}", SimpleNamespace(**dict(readers.module_variables(own)))
-
-
-def ambient_roots() -> Iterator[tuple[str, object]]:
-    """Yield what Python keeps for the current context, and for objects that are to be finalized."""
-    for variable, value in contextvars.copy_context().items():
-        yield f"context variable {variable.name}", value
-    registry: Any = getattr(weakref.finalize, "_registry", {})
-    for info in list(registry.values()):
-        label = f"finalizer {_called(info.func)}()"
-        yield label, SimpleNamespace(func=info.func, args=info.args, kwargs=info.kwargs)
-
-
-def _called(function: object) -> str:
-    kinds = (FunctionType, BuiltinFunctionType, MethodType)
-    named: Any = function
-    return str(named.__name__) if type(function) in kinds else name_of_type(type(function))
 
 
 def in_modules(
@@ -221,3 +201,46 @@ def excluded_objects(namespace: Mapping[str, object], shell: object | None) -> l
 def _dict_of(shell: object | None, name: str) -> Mapping[Any, object]:
     found = getattr(shell, name, None)
     return found if isinstance(found, dict) else {}
+
+
+# ---- What variables were bound to
+
+_SMALL = (bool, int, float, complex, str, bytes, type(None))
+_MEMBERS = 8
+"""Members of a container that stand for it: one that is still in it, at its address, is enough."""
+_weakref_offset_of = type.__dict__["__weakrefoffset__"].__get__  # a metaclass of the user's is not asked
+
+
+class Identities:
+    """The objects that some variables were bound to, told later without having kept one alive.
+
+    An address alone is no identity: CPython gives that of a freed object to the next one.
+    """
+
+    def __init__(self, namespace: Mapping[str, object]) -> None:
+        self._are = {name: _identity(value) for name, value in list(namespace.items())}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._are)
+
+    def is_still(self, name: str, value: object) -> bool:
+        """Return whether the variable was bound to this very object."""
+        return name in self._are and self._are[name](value)
+
+
+def _identity(value: Any, depth: int = 1) -> Callable[[Any], bool]:
+    """Return what tells an object later; only numbers, texts and None are kept alive."""
+    is_container = type(value) in (list, tuple, dict, set)
+    if type(value) in _SMALL:
+        return lambda other: other is value
+    if _weakref_offset_of(type(value)) and not is_container:
+        reference = weakref.ref(value)
+        return lambda other: reference() is other
+    address, kind = id(value), type(value)
+    members = [_identity(each, depth - 1) for each in islice(value, _MEMBERS)] if is_container and depth else []
+
+    def is_it(other: Any) -> bool:
+        now = list(islice(other, _MEMBERS)) if members and type(other) is kind else []
+        return id(other) == address and (not now or any(member(each) for member in members for each in now))
+
+    return is_it

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from gpumagic.heap.identity import Identities
+from gpumagic.heap.holders import Identities
 from gpumagic.memory import allocator, devices
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.devices import Device

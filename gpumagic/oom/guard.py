@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from gpumagic.errors import OptionError
 from gpumagic.heap import release
-from gpumagic.heap.identity import Identities
+from gpumagic.heap.holders import Identities
 from gpumagic.memory import allocator
 from gpumagic.notebook import session
 from gpumagic.oom import failure, recognition

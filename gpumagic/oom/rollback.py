@@ -21,7 +21,7 @@ from typing import Any
 
 from gpumagic.heap import holders, kinds
 from gpumagic.heap.graph import HeapGraph
-from gpumagic.heap.identity import Identities
+from gpumagic.heap.holders import Identities
 from gpumagic.heap.storages import plain, undisturbed
 from gpumagic.memory import allocator
 from gpumagic.memory.devices import Device

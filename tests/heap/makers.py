@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import threading
 import types
-import weakref
 
 import numpy as np
 import pytest
@@ -166,12 +165,6 @@ def hooked(tensor):
     return parameter
 
 
-def finalizer(tensor):
-    """Return what will be called with a tensor when a class is gone."""
-    FINALIZERS.append(weakref.finalize(Slotted, print, tensor))
-    return FINALIZERS[-1]
-
-
 def of_a_class(tensor):
     """Return an instance of a class that keeps a tensor."""
     return type("Trainer", (), {"best": tensor, "__module__": __name__})()
@@ -288,20 +281,17 @@ def thread_local_of_another(tensor):
 
 
 RUNNING: list[tuple[threading.Thread, threading.Event]] = []
-FINALIZERS: list[weakref.finalize] = []
 VARIABLES: list[tuple[contextvars.ContextVar, contextvars.Token]] = []
 """What outlives the objects that use it, until `nothing_left`."""
 
 
 @pytest.fixture
 def nothing_left():
-    """End the threads, detach the finalizers and reset the context variables of a test."""
+    """End the threads and reset the context variables of a test."""
     yield
     while VARIABLES:
         variable, token = VARIABLES.pop()
         variable.reset(token)
-    while FINALIZERS:
-        FINALIZERS.pop().detach()
     while RUNNING:
         thread, ends = RUNNING.pop()
         ends.set()

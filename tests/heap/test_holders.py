@@ -11,6 +11,7 @@ import threading
 import weakref
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import torch
 import torch.utils.data
@@ -22,7 +23,6 @@ from makers import (
     context_variable,
     context_with,
     filled,
-    finalizer,
     generator,
     half_read,
     names_of,
@@ -50,6 +50,7 @@ HOLDERS = {
     "threading.local mine": lambda t: {"mine": thread_local_of_another(t)},
     "threading.local own": lambda t: {"own": thread_local([t])},
     "Context context": lambda t: {"context": context_with(t)},
+    "BlockManager frame._mgr": lambda t: {"frame": pd.DataFrame({"emb": [None, t]})},
     "DataLoaderLike cfg['loader']": lambda t: {"cfg": {"loader": DataLoaderLike(t)}},
 }
 """What no expression reaches is said to be inside what it is in."""
@@ -70,11 +71,6 @@ def test_what_no_expression_reaches_has_no_name_and_its_holder_is_told(holder) -
     assert row.variable in namespace
     assert row.numbers[0] not in [each.number for each in report.leaks()]
     assert Attentive.calls == 0
-
-
-def test_what_will_be_finalized_with_a_tensor_keeps_it_and_not_the_variable_for_that() -> None:
-    last = finalizer(torch.ones(3, 1242))
-    assert held((3, 1242), {"last": last}) == [("finalizer print()", "finalizer print().args[0]", False)]
 
 
 def test_a_context_variable_that_nothing_names_keeps_its_value() -> None:

@@ -9,7 +9,6 @@ import types
 import weakref
 from types import SimpleNamespace
 
-import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -93,9 +92,6 @@ WAYS = {
     "f.__kwdefaults__['k']": lambda t: {"f": keyword_only(t)},
     "p.old": lambda t: {"p": with_old(torch.nn.Parameter(torch.ones(1)), t)},
     "batch[0].old": lambda t: {"batch": [with_old(torch.ones(1), t)]},
-    "df.iloc[1, 0]": lambda t: {"df": pd.DataFrame({"emb": [None, t], "n": [1, 2]})},
-    "df.iloc[0, 2]": lambda t: {"df": pd.DataFrame({"a": ["x"], "n": [1], "emb": [t]})},
-    "column.iloc[1]": lambda t: {"column": pd.Series([0, t], index=["a", "b"])},
     "array[1]": lambda t: {"array": of_objects([0, t])},
     "array[0, 1]": lambda t: {"array": of_objects([0, t]).reshape(1, 2)},
     "array[()]": lambda t: {"array": of_objects([t]).reshape(())},
