@@ -15,7 +15,7 @@ from gpumagic import api
 from gpumagic._compat import output_can_be_silenced
 from gpumagic.errors import GpuMagicError, OptionError
 from gpumagic.memory import devices
-from gpumagic.notebook.guards import BodyRuns, Guard, NoGuard
+from gpumagic.notebook.guards import BodyRuns, Guard
 from gpumagic.options import ENGINE_TIMEOUT, PARSERS
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class GPUMagic(Magics):
         if not options.run:
             return lambda: report
         cells.show_and_check(report)
-        return None if cell is None else self._sessions.ready_body(BodyRuns(NoGuard("dryrun")), cell)
+        return None if cell is None else self._sessions.ready_body(BodyRuns(), cell)
 
     def _guard_every_cell(self, state: str, cell: str | None, guard: Callable[[], Any]) -> None:
         from gpumagic.oom import shell

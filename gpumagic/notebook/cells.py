@@ -17,7 +17,6 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,7 @@ from IPython.display import display
 
 from gpumagic.errors import GpuMagicError
 from gpumagic.notebook import session as sessions
-from gpumagic.notebook.guards import BodyOutcome, BodyRuns, CellBody, Guard, NoGuard, Outcome, run_guarded
+from gpumagic.notebook.guards import BodyOutcome, BodyRuns, CellBody, Guard, Outcome, in_reverse, run_guarded
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -51,7 +50,9 @@ class _Session:
     info: ExecutionInfo
     thread: int
     depth: int  # how many cells that show something were running in the thread, each inside the one before
-    opens: bool = True
+    report: object = None
+    """What waits for the end of the cell, where its guard has nothing more to do."""
+    opens: bool = False
     """Whether the guard has been asked to open: an interrupt may come before."""
     closed: bool = False
     restored: bool = False
@@ -117,7 +118,7 @@ class CellSessions:
                 f"%{guard.name} acts on the rest of a cell, and here is none; "
                 f"in a script write `with gpumagic.{guard.name}(...):`"
             )
-        session = self._add(guard, info, opens=False)
+        session = self._add(guard, info)
         try:
             session.opens = True
             guard.open()
@@ -149,10 +150,14 @@ class CellSessions:
     def _run_body(self, runs: BodyRuns, code: CellBody, first: str, info: ExecutionInfo | None) -> object:
         __tracebackhide__ = True
         if info is not None and code.ends_cell:
-            self._replace(runs.guard().name, info)
+            for guard in runs.guards():
+                self._replace(guard.name, info)
         outcome = run_guarded(runs, code.run, first)
-        for name, report in runs.finish(outcome):
-            self._show(report, name, info, at_end=code.ends_cell)
+        for guard, report in runs.finish(outcome):
+            if info is None or not (code.ends_cell or info.silent):
+                display(report)
+            elif not info.silent:  # at the end of the cell, of which the body is all
+                self._add(guard, info, report)
         try:
             if outcome.error_in_exec is not None:
                 raise outcome.error_in_exec
@@ -160,20 +165,13 @@ class CellSessions:
         finally:
             del outcome  # its error's traceback holds this frame, and so itself
 
-    def _show(self, report: object, name: str, info: ExecutionInfo | None, *, at_end: bool) -> None:
-        """Show a body's report: at the end of its cell if the body is all of it, else now."""
-        if info is not None and info.silent:
-            return
-        if info is None or not at_end:
-            display(report)
-        else:
-            self._add(NoGuard(name, report), info)
-
-    def _add(self, guard: Guard, info: ExecutionInfo, *, opens: bool = True) -> _Session:
-        """Add a guard to a cell."""
+    def _add(self, guard: Guard, info: ExecutionInfo, report: object = None) -> _Session:
+        """Add a guard that is about to open to a cell, or one that has been closed and the report that waits."""
         self._replace(guard.name, info)
         thread = threading.get_ident()
-        session = _Session(guard, info, thread, depth=len(self._cells.get(thread, ())), opens=opens)
+        is_over = report is not None
+        depth = len(self._cells.get(thread, ()))
+        session = _Session(guard, info, thread, depth, report, closed=is_over, restored=is_over)
         self._sessions.append(session)
         self._begun.append(session)
         return session
@@ -190,7 +188,7 @@ class CellSessions:
         return [session for session in self._sessions if session.thread == thread]
 
     def _close(self, sessions: list[_Session], error: BaseException | None) -> None:
-        _in_reverse(sessions, lambda session: session.close(error))
+        in_reverse(sessions, lambda session: session.close(error))
         self._begun = [each for each in self._begun if not each.restored]
 
     def _forget(self, sessions: list[_Session]) -> None:
@@ -227,7 +225,7 @@ class CellSessions:
         """Restore what interrupts have kept the guards of ended cells of this thread from restoring."""
         thread = threading.get_ident()
         left = [each for each in self._begun if each.thread == thread and not self._is_open(each)]
-        _in_reverse(left, _Session.repair)
+        in_reverse(left, _Session.repair)
         self._begun = [each for each in self._begun if not each.restored]
         self._sessions = [each for each in self._sessions if not _is_among(each.info, self._ended)]
         self._ended.clear()
@@ -245,7 +243,7 @@ class CellSessions:
         self._close(ended, _error(result))
         if ended and result.info.silent:  # such a cell shows nothing, so no `post_run_cell` follows
             self._forget(ended)
-            _in_reverse(ended, lambda session: session.guard.finish(result))
+            in_reverse(ended, lambda session: session.guard.finish(result))
             self._shell.last_execution_succeeded = result.success
 
     def _cell_is_shown(self, result: ExecutionResult | None) -> None:
@@ -259,7 +257,7 @@ class CellSessions:
         self._forget(ended)
         outcome: Outcome = BodyOutcome() if result is None else result
         self._close(ended, _error(outcome))
-        _in_reverse(ended, lambda session: _finish(session, outcome))
+        in_reverse(ended, lambda session: _finish(session, outcome))
         if ended and result is not None:
             self._shell.last_execution_succeeded = result.success
 
@@ -271,7 +269,9 @@ def _error(outcome: Outcome) -> BaseException | None:
 
 def _finish(session: _Session, outcome: Outcome) -> None:
     try:
-        report = None if session.info.silent else session.guard.finish(outcome)
+        report = session.report
+        if report is None and not session.info.silent:
+            report = session.guard.finish(outcome)
         if report is not None:
             display(report)
     finally:  # Ctrl-C does not take the user's traceback along with the report
@@ -296,13 +296,6 @@ def _position(cells: list[ExecutionInfo], result: ExecutionResult | None) -> int
         if result.error_in_exec is not None and cells[place].raw_cell == result.info.raw_cell:
             return place
     return None
-
-
-def _in_reverse(sessions: list[_Session], act: Callable[[_Session], object]) -> None:
-    """Do something with each session, the last one first, whatever the others raise."""
-    with ExitStack() as stack:
-        for session in sessions:
-            stack.callback(act, session)
 
 
 _RANK = re.compile(r"(?<!\{)\{(rank|local_rank)\}(?!\})")

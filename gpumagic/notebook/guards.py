@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import methodcaller
 from types import CodeType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from gpumagic import _compat
 from gpumagic.errors import GpuMagicError
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
+
+
+Each = TypeVar("Each")
 
 
 class Outcome(Protocol):
@@ -72,11 +77,11 @@ class BodyRuns:
     """Decides how often a body runs, and guards each run; this one runs it once.
 
     Args:
-        guard: goes around the run.
+        guards: what goes around the run, the outermost first; only that one reports.
     """
 
-    def __init__(self, guard: Guard) -> None:
-        self._only = guard
+    def __init__(self, *guards: Guard) -> None:
+        self._guards = guards
 
     def begin(self, source: str) -> str:
         """Get ready for the first run, and return its code, as many lines long.
@@ -86,9 +91,9 @@ class BodyRuns:
         """
         return source
 
-    def guard(self) -> Guard:
-        """Return what goes around the coming run."""
-        return self._only
+    def guards(self) -> tuple[Guard, ...]:
+        """Return what goes around the coming run, the outermost first."""
+        return self._guards
 
     def next(self, outcome: BodyOutcome) -> str | None:
         """Return the code to run next, as many lines long, or None where the outcome is to stand.
@@ -99,94 +104,51 @@ class BodyRuns:
     def end(self) -> None:
         """Put back what was only for the runs, on every way out."""
 
-    def finish(self, outcome: Outcome) -> list[tuple[str, object]]:
-        """Return the reports to show, each with its magic's name; like `Guard.finish` it may change the outcome."""
-        report = self._only.finish(outcome)
-        return [] if report is None else [(self._only.name, report)]
-
-
-@dataclass
-class NoGuard:
-    """Stands where nothing watches a body, or no longer, with the report that waits for the end of the cell."""
-
-    name: str
-    report: object = None
-
-    def open(self) -> None:
-        """Do nothing."""
-
-    def close(self, error: BaseException | None) -> None:
-        """Do nothing."""
-
-    def restore(self) -> None:
-        """Do nothing."""
-
-    def finish(self, result: Outcome) -> object | None:
-        """Return what waits to be shown."""
-        return self.report
-
-
-class NestedGuard:
-    """One guard inside another; the outer one reports."""
-
-    def __init__(self, outer: Guard, inner: Guard) -> None:
-        self.name, self._outer, self._inner = outer.name, outer, inner
-
-    def open(self) -> None:
-        """Open both, or neither."""
-        self._outer.open()
-        self._inner.open()
-
-    def close(self, error: BaseException | None) -> None:
-        """Close both."""
-        try:
-            self._inner.close(error)
-        finally:
-            self._outer.close(error)
-
-    def restore(self) -> None:
-        """Restore what both have changed."""
-        try:
-            self._inner.restore()
-        finally:
-            self._outer.restore()
-
-    def finish(self, result: Outcome) -> object | None:
-        """Return the outer guard's report."""
-        return self._outer.finish(result)
+    def finish(self, outcome: Outcome) -> list[tuple[Guard, object]]:
+        """Return the reports to show, each with its guard; like `Guard.finish` it may change the outcome."""
+        reports = [(each, each.finish(outcome)) for each in self._guards[:1]]
+        return [(guard, report) for guard, report in reports if report is not None]
 
 
 def run_guarded(runs: BodyRuns, execute: Callable[[str], object], source: str) -> BodyOutcome:
     """Run code as often as ``runs`` decides and return how the last run ended; the caller calls `runs.finish`."""
     __tracebackhide__ = True
     try:
-        outcome = _attempt(runs.guard(), execute, source)
+        outcome = _attempt(runs.guards(), execute, source)
         while (changed := runs.next(outcome)) is not None:
             del outcome  # the last attempt's frames must be gone before the next one
-            outcome = _attempt(runs.guard(), execute, changed)
+            outcome = _attempt(runs.guards(), execute, changed)
         return outcome
     finally:
         runs.end()
         outcome = None  # type: ignore[assignment]  # its error's traceback holds this frame, and so itself
 
 
-def _attempt(guard: Guard, execute: Callable[[str], object], source: str) -> BodyOutcome:
+def _attempt(guards: Sequence[Guard], execute: Callable[[str], object], source: str) -> BodyOutcome:
     __tracebackhide__ = True
     outcome = BodyOutcome()
     try:
-        guard.open()
+        for each in guards:
+            each.open()
         try:
             outcome.result = execute(source)
         except BaseException as error:
             outcome.error_in_exec = error
-        guard.close(outcome.error_in_exec)
+        in_reverse(guards, methodcaller("close", outcome.error_in_exec))
     except BaseException:  # Ctrl-C, also right after one of the two
-        guard.restore()
+        in_reverse(guards, methodcaller("restore"))
         raise
     try:
         return outcome
     finally:
         del outcome
+
+
+def in_reverse(them: Iterable[Each], act: Callable[[Each], object]) -> None:
+    """Do something with each, the last one first, whatever the others raise."""
+    with ExitStack() as stack:
+        for each in them:
+            stack.callback(act, each)
 
 
 class CellBody:

@@ -16,7 +16,6 @@ from gpumagic.notebook import guards
 from gpumagic.oom.guard import OomGuard
 from gpumagic.oom.rerun import Plan, Rerun
 from gpumagic.oom.rollback import Rollback
-from gpumagic.source import settings
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 
@@ -160,13 +159,6 @@ def test_a_value_made_anew_at_the_address_of_the_old_one_is_not_taken_for_it(two
     assert sorted(run(source, namespace)) == ["the new value of box", "the new value of x"]
 
 
-class Calls(Rerun):
-    """Runs of code that a number is given to."""
-
-    def find(self, name: str) -> settings.Setting:
-        return settings.find_in_arguments(name, self._namespace, "--shrink")
-
-
 def tried(size: int, limit: int) -> list[int]:
     """Return the values with which code runs that fits up to a limit."""
     runs: list[int] = []
@@ -177,7 +169,7 @@ def tried(size: int, limit: int) -> list[int]:
             raise MemoryError
 
     arguments: dict[str, object] = {"n": size}
-    rerun = Calls(Plan(shrink="n"), OomGuard(namespace={}), arguments, say=lambda _: None)
+    rerun = Rerun(Plan(shrink="n"), OomGuard(namespace={}), arguments, function=work)
     rerun.begin("")
     guards.run_guarded(rerun, lambda _: work(**arguments), "")
     return runs
