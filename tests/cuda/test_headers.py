@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from gpumagic.fakecuda import build
-from gpumagic.fakecuda.build import SIZES, STATUSES
 
+SIZES = [(pattern, kind, [int(each) for each in rest])
+         for what, pattern, kind, *rest in build.answers() if what == "size"]  # fmt: skip
+STATUSES = [(pattern, *map(int, rest)) for what, pattern, *rest in build.answers() if what == "status"]
 SITE = build.installed_torch().folder.parent.parent
 TRITON = SITE / "triton/backends/nvidia/include"
 STRUCTURES = ("cudaDeviceProp", "cudaPointerAttributes", "cudaFuncAttributes")
@@ -78,7 +80,7 @@ NEEDS_HEADERS = pytest.mark.skipif(not PROTOTYPES, reason="no headers of cuSOLVE
 
 @NEEDS_HEADERS
 @pytest.mark.parametrize(("pattern", "kind", "numbers"), SIZES, ids=lambda part: part if isinstance(part, str) else "")
-def test_a_size_is_written_where_the_header_has_it(pattern: str, kind: str, numbers: tuple[int, ...]) -> None:
+def test_a_size_is_written_where_the_header_has_it(pattern: str, kind: str, numbers: list[int]) -> None:
     found = {name: parts for name, parts in PROTOTYPES.items() if re.fullmatch(pattern, name)}
     assert found
     for name, parts in found.items():
