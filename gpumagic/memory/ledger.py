@@ -56,8 +56,7 @@ GATHERED, BUCKETS = "gathered parameters", "buckets"
 """What ranks collect of each other, by where it was asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where the cell stands."""
 
     line: int | None = None
@@ -79,11 +78,7 @@ class Life:
     died: int | None = None
     kind: str = ""
     module: int | None = None
-    """Whose it is, by the number of `heap.running_module`."""
-
-    def is_alive_at(self, time: int) -> bool:
-        """Return whether it was in use right after the allocation of that number."""
-        return self.born <= time and (self.died is None or self.died > time)
+    """Whose it is, by the number of `heap.named_modules`."""
 
     def mark(self, kind: str) -> None:
         """Say what it is; the first word holds, except where a later one is certain: see `_CERTAIN`.
@@ -108,19 +103,16 @@ class Peak(NamedTuple):
     time: int = 0
     life: Life | None = None
 
+    def told(self) -> dict[str, Any]:
+        """Return where it was and by what."""
+        if self.life is None:
+            return {**Place()._asdict(), "operator": "", "nbytes": 0}
+        operator, _, _ = self.life.operator.partition(".")
+        return {**self.life.place._asdict(), "operator": operator, "nbytes": self.life.nbytes}
+
 
 NO_PEAK = Peak()
-
-
-@dataclass(slots=True)
-class LineUse:
-    """What one line of the cell did to one device."""
-
-    place: Place
-    device: int
-    peak: int = 0
-    after: int = 0
-    operators: int = 0
+NOWHERE = Place()
 
 
 @dataclass
@@ -134,9 +126,11 @@ class Account:
 
 
 class BlockChange(NamedTuple):
-    """A block taken, or given back: the second time that its life is in the timeline."""
+    """A block taken, or given back."""
 
     life: Life
+    nbytes: int
+    """Negative where it is given back."""
     operator: int
     """How many operators had begun."""
     line: int | None
@@ -156,7 +150,8 @@ class Ledger:
     accounts: Sequence[Account]
     where: Callable[[], Place] = Place
     lives: list[Life] = field(default_factory=list)
-    lines: dict[tuple[int | None, int], LineUse] = field(default_factory=dict)
+    lines: dict[tuple[int | None, int], dict[str, Any]] = field(default_factory=dict)
+    """What each line of the cell did to each device, by both: its bytes at most and after it."""
     timeline: list[BlockChange] = field(default_factory=list)
     """Every change since `start`."""
     at_start: list[Life] = field(default_factory=list)
@@ -164,10 +159,13 @@ class Ledger:
     time: int = 0
     operators: int = 0
     operator: str = BASE
-    place: Place = Place()
+    place: Place = NOWHERE
     in_backward: int = 0
+    """How many backward passes have begun and not ended."""
+    backward: Place = NOWHERE
+    """Where the last one began or ended."""
     module: int | None = None
-    """Whose the blocks are that are asked for, by the number of `heap.running_module`."""
+    """Whose the blocks are that are asked for, by the number of `heap.named_modules`."""
     unpacking: bool = False
     """Whether what is made now was there before the cell."""
     settle: Callable[[], None] = lambda: None
@@ -184,8 +182,15 @@ class Ledger:
 
     def begin(self, key: int, device: int, nbytes: int) -> Life:
         """Account for a block that the allocator has given."""
-        life = self.blocks[key] = self.keep(device, nbytes)
-        self._note(life, self.accounts[device])
+        account = self.accounts[device]
+        self.time += 1
+        life = Life(device, nbytes, self.time, self.operator, self.place, self.in_backward > 0, module=self.module)
+        self.blocks[key] = life
+        self.lives.append(life)
+        account.allocated += nbytes
+        if account.allocated > account.peak.allocated:
+            account.peak = Peak(account.allocated, self.time, life)
+        self._note(life, nbytes, account.allocated)
         return life
 
     def end(self, key: int) -> None:
@@ -194,18 +199,18 @@ class Ledger:
         life.died = self.time + 1
         account = self.accounts[life.device]
         account.allocated -= life.nbytes
-        self._note(life, account)
+        self._note(life, -life.nbytes, account.allocated)
 
-    def keep(self, device: int, nbytes: int) -> Life:
-        """Account for a block that nothing tells the end of."""
-        account = self.accounts[device]
-        self.time += 1
-        life = Life(device, nbytes, self.time, self.operator, self.place, self.in_backward > 0, module=self.module)
-        self.lives.append(life)
-        account.allocated += nbytes
-        if account.allocated > account.peak.allocated:
-            account.peak = Peak(account.allocated, self.time, life)
-        return life
+    def _note(self, life: Life, nbytes: int, allocated: int) -> None:
+        key = line, device = self.place.line, life.device
+        use = self.lines.get(key)
+        if use is None:
+            use = self.lines[key] = {"line": line, "code": self.place.code, "device": device, "peak": 0}
+        use["after"] = allocated
+        use["peak"] = max(use["peak"], allocated)
+        self.timeline.append(BlockChange(life, nbytes, self.operators, line, allocated))
+
+    # ---- What is seen while the cell runs
 
     def mark(self, key: int, kind: str) -> None:
         """Say what a block in use is."""
@@ -219,12 +224,20 @@ class Ledger:
         if life is not None:
             life.module = module
 
-    def mark_activations(self) -> None:
-        """Say that a backward pass begins: what the cell has made so far and still holds is kept for it."""
-        self.settle()
-        for life in self.blocks.values():
-            if not life.backward:
-                life.mark("activations")
+    def run(self, module: int | None) -> None:
+        """Say which module asks for memory from now on."""
+        self.module = module
+
+    def go_back(self, step: int, place: Place) -> None:
+        """Say that a backward pass begins (1) or ends (-1); what the cell has made and holds then is kept for it."""
+        if step > 0:
+            self.settle()
+            for life in self.blocks.values():
+                if not life.backward:
+                    life.mark("activations")
+        self.in_backward, self.backward = self.in_backward + step, place
+
+    # ---- What is told of it
 
     def figures(self) -> list[int]:
         """Return what is in use on each device."""
@@ -234,7 +247,9 @@ class Ledger:
     def at_peak(self, device: int) -> Iterator[Life]:
         """Yield what was in use at a device's peak."""
         time = self.accounts[device].peak.time
-        yield from (life for life in self.lives if life.device == device and life.is_alive_at(time))
+        for life in self.lives:
+            if life.device == device and life.born <= time and (life.died is None or life.died > time):
+                yield life
 
     def breakdown(self, device: int) -> dict[str, int]:
         """Return the bytes of each kind at the device's peak."""
@@ -250,36 +265,6 @@ class Ledger:
             found.setdefault(REST if life.module is None else names[life.module], Counter())[life.part()] += life.nbytes
         return sorted(((name, dict(parts)) for name, parts in found.items()), key=lambda item: -sum(item[1].values()))
 
-    def _note(self, life: Life, account: Account) -> None:
-        device = life.device
-        use = self.lines.get((self.place.line, device))
-        if use is None:
-            use = self.lines[self.place.line, device] = LineUse(self.place, device)
-        use.after = allocated = account.allocated
-        use.peak = max(use.peak, allocated)
-        self.timeline.append(BlockChange(life, self.operators, self.place.line, allocated))
-
-
-def point(peak: Peak) -> dict[str, Any]:
-    """Return where and by what a device came to its highest."""
-    life = peak.life
-    if life is None:
-        return {"line": None, "code": "", "function": "", "operator": "", "nbytes": 0}
-    place = life.place
-    return {
-        "line": place.line, "code": place.code, "function": place.function, "nbytes": life.nbytes,
-        "operator": life.operator.partition(".")[0],
-    }  # fmt: skip
-
-
-def line_rows(ledger: Ledger) -> list[dict[str, Any]]:
-    """Return what each line of the cell did to each device."""
-    return [
-        {"line": use.place.line, "code": use.place.code, "device": use.device, "peak": use.peak, "after": use.after}
-        for use in ledger.lines.values()
-        if use.place.line is not None
-    ]
-
 
 MOST_POINTS = 200
 """Of a device; of more changes the highest of each stretch is told, and the last."""
@@ -289,44 +274,20 @@ Point = tuple[int, int, int | None, int, dict[str, int]]
 
 
 def timeline(ledger: Ledger) -> list[Point]:
-    """Return the course of every device, thinned, one device after the other."""
-    return [point for device in range(len(ledger.accounts)) for point in _course(ledger, device)]
-
-
-def _course(ledger: Ledger, device: int) -> list[Point]:
-    changes = [each for each in ledger.timeline if each.life.device == device]
-    shown = _shown(changes)
-    use = _Use()
-    for life in ledger.at_start:
-        if life.device == device:
-            use.change(life)
-    points: list[Point] = [(device, 0, None, use.allocated, use.parts())]
-    for place, change in enumerate(changes):
-        use.change(change.life)
-        if place in shown:
-            points.append((device, change.operator, change.line, change.allocated, use.parts()))
+    """Return every device's memory over the cell, thinned, one device after the other."""
+    points: list[Point] = []
+    for device in range(len(ledger.accounts)):
+        changes = [each for each in ledger.timeline if each.life.device == device]
+        shown = _shown(changes)
+        sums: Counter[str] = Counter()
+        for life in ledger.at_start:
+            sums[life.part()] += life.nbytes if life.device == device else 0
+        points.append((device, 0, None, sums.total(), dict(+sums)))
+        for place, change in enumerate(changes):
+            sums[change.life.part()] += change.nbytes
+            if place in shown:
+                points.append((device, change.operator, change.line, change.allocated, dict(+sums)))
     return points
-
-
-class _Use:
-    """What is in use at a moment, by part."""
-
-    def __init__(self) -> None:
-        self._alive: set[Life] = set()
-        self._sums: dict[str, int] = {}
-
-    @property
-    def allocated(self) -> int:
-        return sum(self._sums.values())
-
-    def change(self, life: Life) -> None:
-        """Add a life that begins, or take one away that was there."""
-        grows = life not in self._alive
-        (self._alive.add if grows else self._alive.remove)(life)
-        self._sums[life.part()] = self._sums.get(life.part(), 0) + (life.nbytes if grows else -life.nbytes)
-
-    def parts(self) -> dict[str, int]:
-        return {part: nbytes for part, nbytes in self._sums.items() if nbytes}
 
 
 def _shown(changes: list[BlockChange]) -> set[int]:

@@ -23,9 +23,8 @@ import torch
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_map_only
 
-from gpumagic.dryrun.worker.modules import leaves_of
+from gpumagic.dryrun.worker.modules import leaves_of, tensors_in
 from gpumagic.dryrun.worker.shown import Answering, HostStorages, before_looks, is_plain
-from gpumagic.heap.running_module import tensors_in
 
 LEAST = 1 << 20
 """Bytes of a tensor from which on it is left unwritten."""

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gpumagic.dryrun.worker.modules import tensors_in
 from gpumagic.dryrun.worker.shown import HostStorages, Shown, before_looks, is_plain
-from gpumagic.heap.running_module import tensors_in
 
 if TYPE_CHECKING:
     from gpumagic.dryrun.worker.guesses import Guesses, Read

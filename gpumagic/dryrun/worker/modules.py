@@ -1,7 +1,9 @@
 """Tells what the blocks of a run are and whose, by watching what torch does.
 
 A block is a parameter, a gradient, an optimizer's state, an activation; it belongs to the module whose forward or
-backward asked for it, or whose parameter it goes with.
+backward asked for it, or whose parameter it goes with. Forward passes are seen by hooks of all modules, recomputed ones
+under checkpointing too. In a backward pass the node of the graph that made a module's output tells that its backward
+begins, and the one that made its input that it has ended.
 """
 
 from __future__ import annotations
@@ -14,45 +16,101 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gpumagic.dryrun import parts
-from gpumagic.dryrun.worker.cuda.history import History
 from gpumagic.heap.kinds import Graphs
-from gpumagic.heap.running_module import RunningModule
+from gpumagic.heap.named_modules import NamedModules
 from gpumagic.heap.storages import COMPONENTS, local_of
-from gpumagic.memory.ledger import Ledger
+from gpumagic.memory.ledger import Ledger, Place
+
+_SEEN = "gpumagic"
+_queue = torch.autograd.Variable._execution_engine.queue_callback
 
 
-class Modules(RunningModule):
+class Modules(NamedModules):
     """Marks blocks in the ledger while the cell runs.
 
     Args:
-        ledger: where.
+        note: called with a method of the ledger's and what it is to be called with, now or when there is one.
         key_of: what the ledger calls a tensor's storage; 0 for one that is not on the device of the dry run.
+        where: tells where the cell stands.
     """
 
-    def __init__(self, ledger: Ledger | History, key_of: Callable[[torch.Tensor], int]) -> None:
-        super().__init__(lambda number: setattr(ledger, "module", number))
-        self._ledger = ledger
+    def __init__(
+        self, note: Callable[..., None], key_of: Callable[[torch.Tensor], int], where: Callable[[], Place]
+    ) -> None:
+        super().__init__()
+        self._note = note
         self._key_of = key_of
+        self._where = where
         self._owners: dict[int, int] = {}
         self._leaves: dict[torch.Tensor, int] = {}
         """The parameters and whose they are, once the cell has ended: until then nothing keeps one alive."""
+        self._running: list[int] = []
+        self._backward: int | None = None
 
     def watch(self, namespace: Mapping[str, Any]) -> None:
         """Follow modules, optimizers and backward passes for the rest of the process."""
-        super().watch(namespace)
+        self.name_all(namespace)
+        register_module_forward_pre_hook(self._enter)
+        register_module_forward_hook(self._leave, always_call=True)
         register_optimizer_step_post_hook(self._after_step)
         for name in ("backward", "grad"):
             setattr(torch.autograd, name, self._around(getattr(torch.autograd, name)))
+
+    # ---- Which module runs
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        number = self.number(module)
+        self._follow_back(args, self._innermost())
+        self._tensors_of(module, number)
+        self._running.append(number)
+        self._note(Ledger.run, number)
+
+    def _leave(self, module: nn.Module, _: object, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        number = self.number(module)
+        self._follow_back(output, number)
+        if number in self._running:
+            while self._running.pop() != number:
+                pass
+        self._note(Ledger.run, self._innermost())
+
+    def _innermost(self) -> int | None:
+        return self._running[-1] if self._running else None
+
+    def _follow_back(self, value: Any, number: int | None) -> None:
+        """Let the nodes that made some tensors tell that the backward of the innermost module begins."""
+        for tensor in tensors_in(value):
+            node = tensor.grad_fn
+            if node is not None and _SEEN not in node.metadata:
+                node.metadata[_SEEN] = True
+                node.register_prehook(functools.partial(self._go_back, number))
+
+    def _go_back(self, number: int | None, _: object) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._backward:
+            self._backward = task
+            _queue(self._end_backward)
+        self._note(Ledger.run, number)
+
+    def _end_backward(self) -> None:
+        self._backward = None
+        self._note(Ledger.run, self._innermost())
+
+    # ---- What a block is
 
     def look_around(self, namespace: Mapping[str, Any]) -> list[str]:
         """Mark at the end what no hook saw, and what graphs still keep; return the modules' names by number."""
         self.name_all(namespace)
         for module, number in self.numbered():
-            self.entered(module)
+            self._tensors_of(module, number)
             self._leaves |= {leaf: number for leaf in module._parameters.values() if leaf is not None}
         roots = []
         for each in gc.get_objects():
@@ -60,7 +118,7 @@ class Modules(RunningModule):
             if issubclass(kind, nn.Parameter):
                 self._leaf(each)
             elif issubclass(kind, nn.Module):
-                self._tensors_of(each)
+                self._tensors_of(each, None)
             elif issubclass(kind, torch.optim.Optimizer):
                 self._after_step(each)
             elif kind is torch.Tensor:
@@ -71,30 +129,23 @@ class Modules(RunningModule):
             self._mark(each, "parameters" if isinstance(each, nn.Parameter) else "activations")
         return self.names
 
-    def entered(self, module: nn.Module) -> None:
-        """Say what its parameters and buffers are, and whose."""
-        number = self.number(module)
-        for each in self._tensors_of(module):
-            self._own(each, number)
-
-    def _tensors_of(self, module: nn.Module) -> list[torch.Tensor]:
-        """Mark and return a module's own parameters and buffers."""
-        found = []
+    def _tensors_of(self, module: nn.Module, number: int | None) -> None:
+        """Say what a module's own parameters and buffers are, and whose, if it has a number."""
         for kind in "parameters", "buffers":
             for each in (vars(module).get(f"_{kind}") or {}).values():
                 self._mark(each, kind)
-                found.append(each)
-        return found
+                if number is not None:
+                    self._own(each, number)
 
     def _mark(self, tensor: object, kind: str) -> None:
         for key in self._keys(tensor):
-            self._ledger.mark(key, kind)
+            self._note(Ledger.mark, key, kind)
 
     def _own(self, tensor: object, number: int) -> None:
         for key in self._keys(tensor):
             if self._owners.get(key) != number:
                 self._owners[key] = number
-                self._ledger.own(key, number)
+                self._note(Ledger.own, key, number)
 
     def _keys(self, tensor: object) -> list[int]:
         with torch._C.DisableTorchFunction():  # under `Names` the device would say another name
@@ -127,12 +178,11 @@ class Modules(RunningModule):
             leaves = list(leaves_of(args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))))
             for leaf in leaves:
                 self._leaf(leaf)
-            self._ledger.mark_activations()
-            self._ledger.in_backward += 1
+            self._note(Ledger.go_back, 1, self._where())
             try:
                 return function(*args, **kwargs)
             finally:
-                self._ledger.in_backward -= 1
+                self._note(Ledger.go_back, -1, self._where())
                 for leaf in leaves:
                     self._leaf(leaf)
 
@@ -154,6 +204,18 @@ def with_storages(tensor: object) -> Iterator[torch.Tensor]:
         yield tensor
     for name in COMPONENTS.get(str(tensor.layout), ()):
         yield getattr(tensor, name)()
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among an operator's or a module's arguments, or its results."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from tensors_in(each)
 
 
 def leaves_of(roots: Any) -> Iterator[torch.Tensor]:

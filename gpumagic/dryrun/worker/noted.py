@@ -25,7 +25,7 @@ import torch
 
 from gpumagic.dryrun.worker import cell
 from gpumagic.dryrun.worker.guesses import Read
-from gpumagic.heap.running_module import tensors_in
+from gpumagic.dryrun.worker.modules import tensors_in
 
 if TYPE_CHECKING:
     from gpumagic.dryrun.worker.guesses import Guesses, Key

@@ -23,7 +23,6 @@ import torch
 from gpumagic.dryrun import parts
 from gpumagic.dryrun.worker import deferred_fills, noted
 from gpumagic.dryrun.worker.cell import Lines, Notes
-from gpumagic.dryrun.worker.cuda.history import History
 from gpumagic.dryrun.worker.deferred_fills import DeferredFills
 from gpumagic.dryrun.worker.guesses import Guesses
 from gpumagic.dryrun.worker.known import Fetched, Known
@@ -32,7 +31,7 @@ from gpumagic.dryrun.worker.passes import File, Passes
 from gpumagic.dryrun.worker.sandbox import Magics
 from gpumagic.dryrun.worker.shown import Shown
 from gpumagic.memory import ledger
-from gpumagic.memory.ledger import Ledger, Peak
+from gpumagic.memory.ledger import NO_PEAK, Ledger
 from gpumagic.source import frames
 
 Outcome = dict[str, Any]
@@ -80,13 +79,8 @@ class Run:
             scopes[index][name] = value
         self.namespace = scopes[0]
 
-    def execute(self, watched: Ledger | History, key_of: Callable[[torch.Tensor], int]) -> None:
-        """Run the cell and send the outcome, as plain data.
-
-        Args:
-            watched: is told what the blocks are.
-            key_of: what it calls a tensor's storage; 0 for one that is not on the device of the dry run.
-        """
+    def execute(self, note: Callable[..., None], key_of: Callable[[torch.Tensor], int]) -> None:
+        """Run the cell and send the outcome, as plain data; the arguments are those of `Modules`."""
         self.guesses.keeps = self.lines.keeps
         Fetched(self.guesses, self.shown, self.known).install()
         self.fills = DeferredFills(self.guesses.fill, draws=not self.request["turned"])
@@ -95,7 +89,7 @@ class Run:
         noted.install(self.guesses)
         self.notes.effects.clear()
         self._prepare()
-        self.modules = Modules(watched, key_of)
+        self.modules = Modules(note, key_of, self.lines.where)
         if not self.is_brief:
             self.modules.watch(self.namespace)
         source, filename = self.request["source"], self.request["filename"]
@@ -166,14 +160,16 @@ class Run:
             self.notes.assume(deferred_fills.OTHERS)
         book, devices, others = self.account(error)
         for device, told in enumerate(devices):
-            account = book.accounts[device] if book.accounts else None
-            told["at"] = ledger.point(Peak() if account is None else account.peak)
-            if account is not None:
-                told["failure"] = None if account.failure is None else ledger.point(account.failure)
-            told["breakdown"] = {} if account is None else book.breakdown(device)
-            told["modules"] = [] if account is None or self.is_brief else book.by_module(device, self.names)
+            told |= {"at": NO_PEAK.told(), "breakdown": {}, "modules": []}
+            if book.accounts:
+                account = book.accounts[device]
+                told["at"] = account.peak.told()
+                told["failure"] = account.failure and account.failure.told()
+                told["breakdown"] = book.breakdown(device)
+                told["modules"] = [] if self.is_brief else book.by_module(device, self.names)
         return {
-            "devices": devices, "lines": ledger.line_rows(book), "timeline": ledger.timeline(book), "error": error,
+            "devices": devices, "lines": [use for use in book.lines.values() if use["line"] is not None],
+            "timeline": ledger.timeline(book), "error": error,
             "operators": book.operators, "assumed": list(self.notes.assumed), "unknown": list(self.notes.unknown),
             "effects": self.notes.all_effects(), "passes": self.passes.counts(running), "is_open": False,
             **self.guesses.told(), "versions": {"torch": torch.__version__}, **others,

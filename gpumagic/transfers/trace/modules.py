@@ -25,7 +25,7 @@ import torch
 
 from gpumagic.heap import branches
 from gpumagic.heap.branches import registered
-from gpumagic.heap.running_module import NamedModules
+from gpumagic.heap.named_modules import NamedModules
 from gpumagic.heap.storages import local_of
 from gpumagic.memory.ledger import OF_MODULES, REST
 from gpumagic.transfers.trace.memory import Owner, TracedMemory

@@ -13,66 +13,27 @@ from typing import Any
 
 from gpumagic.dryrun.worker import shown
 from gpumagic.memory.allocator import rounded
-from gpumagic.memory.ledger import BASE, BUCKETS, GATHERED, Account, Ledger, Life, Peak, Place
+from gpumagic.memory.ledger import BUCKETS, GATHERED, Account, Ledger, Life, Peak, Place
 
 _NO_OPERATOR = frozenset({"forward", "_call_impl", "_wrapped_call_impl", "<lambda>", "<module>", "wrapper", "_fn"})
 
 _AT = operator.itemgetter("filename", "name", "line")
 _SHOWN = (shown.__file__, "__call__")
-_FOLLOWED = frozenset({"alloc", "free_requested", "oom"})
 
 Trace = list[dict[str, Any]]
 """Of one device: an entry of `torch.cuda.memory_snapshot`'s for each block taken or given back."""
 
 
 class History:
-    """Takes marks while the cell runs; `Modules` writes to it as to a ledger.
+    """Takes marks while the cell runs, and goes through all at the end."""
 
-    Args:
-        where: tells where the cell stands.
-    """
+    def __init__(self) -> None:
+        self._marks: list[tuple[float, Callable[..., None], tuple[Any, ...]]] = []
+        self._origins: dict[tuple[Any, ...], tuple[Place, str, str | None]] = {}
 
-    def __init__(self, where: Callable[[], Place]) -> None:
-        self._where = where
-        self._marks: list[tuple[float, Callable[[_Replay], object]]] = []
-        self._depth = 0
-        self._module: int | None = None
-
-    @property
-    def in_backward(self) -> int:
-        """How many backward passes have begun and not ended."""
-        return self._depth
-
-    @in_backward.setter
-    def in_backward(self, depth: int) -> None:
-        self._depth = depth
-        place = self._where()
-        self._note(lambda replay: replay.in_backward(depth, place))
-
-    @property
-    def module(self) -> int | None:
-        """The number of the module that asks for memory now."""
-        return self._module
-
-    @module.setter
-    def module(self, number: int | None) -> None:
-        self._module = number
-        self._note(lambda replay: setattr(replay.ledger, "module", number))
-
-    def own(self, key: int, module: int) -> None:
-        """Say whose the block at an address is."""
-        self._note(lambda replay: replay.ledger.own(key, module))
-
-    def mark(self, address: int, kind: str) -> None:
-        """Say what the block at an address is."""
-        self._note(lambda replay: replay.ledger.mark(address, kind))
-
-    def mark_activations(self) -> None:
-        """Say that a backward pass begins."""
-        self._note(lambda replay: replay.ledger.mark_activations())
-
-    def _note(self, mark: Callable[[_Replay], object]) -> None:
-        self._marks.append((time.time() * 1e6, mark))
+    def note(self, mark: Callable[..., None], *args: Any) -> None:
+        """Keep a method of the ledger's that is to be called where the history has come so far."""
+        self._marks.append((time.time() * 1e6, mark, args))
 
     def ledger(
         self, before: Iterable[tuple[int, int, int]], traces: list[Trace], place_of: Callable[[Trace], Place]
@@ -84,67 +45,52 @@ class History:
             traces: the history of each device.
             place_of: tells the cell's line from an entry's frames.
         """
-        replay = _Replay(len(traces), place_of)
+        ledger = Ledger([Account() for _ in traces])
         for device, address, size in before:
-            replay.begin(device, address, size, BASE, Place())
-        replay.ledger.start()
-        events: list[tuple[float, Callable[[_Replay], object] | None, int, Any]] = [
-            (entry["time_us"], None, device, entry)
+            ledger.begin(address, device, size)
+        ledger.start()
+        events: list[tuple[float, Callable[..., None], tuple[Any, ...]]] = [
+            (entry["time_us"], self._follow, (device, entry, place_of))
             for device, trace in enumerate(traces)
             for entry in trace
-            if entry["action"] in _FOLLOWED
         ]
-        events += [(at, mark, 0, None) for at, mark in self._marks]
-        for _, mark, device, entry in sorted(events, key=operator.itemgetter(0)):
-            if mark is not None:
-                mark(replay)
-            else:
-                replay.follow(device, entry)
-        return replay.ledger
+        for _, mark, args in sorted(events + self._marks, key=operator.itemgetter(0)):
+            mark(ledger, *args)
+        return ledger
 
-
-class _Replay:
-    def __init__(self, devices: int, place_of: Callable[[Trace], Place]) -> None:
-        self.ledger = Ledger([Account() for _ in range(devices)])
-        self.ledger.unpacking = True
-        self._place_of = place_of
-        self._origins: dict[tuple[Any, ...], tuple[Place, str, str | None]] = {}
-        self._backward = Place()
-
-    def begin(self, device: int, address: int, size: int, operator: str, place: Place) -> None:
-        self.ledger.operator, self.ledger.place = operator, place
-        self.ledger.begin(address, device, size)
-
-    def follow(self, device: int, entry: Mapping[str, Any]) -> None:
+    def _follow(
+        self, ledger: Ledger, device: int, entry: Mapping[str, Any], place_of: Callable[[Trace], Place]
+    ) -> None:
         """Go through one entry."""
         action, address = entry["action"], entry.get("addr", 0)
-        if action == "alloc":
-            self.ledger.operators += 1
-            place, operator, kind = self._origin(entry["frames"])
-            if place.line is None and self.ledger.in_backward:
-                place, operator = self._backward, "backward"  # it runs in a thread of torch's
-            self.begin(device, address, rounded(entry["size"]), operator, place)
-            if kind:
-                self.ledger.mark(address, kind)
-        elif action == "free_requested" and address in self.ledger.blocks:
-            self.ledger.end(address)
-        elif action == "oom":
-            account = self.ledger.accounts[device]
-            place, operator, _ = self._origin(entry["frames"])
+        if action == "free_requested" and address in ledger.blocks:
+            ledger.end(address)
+        if action not in {"alloc", "oom"}:
+            return
+        place, operator, kind = self._origin(entry["frames"], place_of)
+        if action == "oom":
+            account = ledger.accounts[device]
             refused = Life(device, entry["size"], 0, operator, place, False)
-            account.failure = account.failure or Peak(account.allocated, self.ledger.time, refused)
+            account.failure = account.failure or Peak(account.allocated, ledger.time, refused)
+            return
+        if place.line is None and ledger.in_backward:
+            place, operator = ledger.backward, "backward"  # it runs in a thread of torch's
+        ledger.operators += 1
+        ledger.operator, ledger.place = operator, place
+        life = ledger.begin(address, device, rounded(entry["size"]))
+        if kind:
+            life.mark(kind)
 
-    def _origin(self, frames: Trace) -> tuple[Place, str, str | None]:
+    def _origin(self, frames: Trace, place_of: Callable[[Trace], Place]) -> tuple[Place, str, str | None]:
         """Return the line, the operator and, where it is certain, what the block is; once for the same frames."""
         key = tuple(map(_AT, frames))
         if key not in self._origins:
             at = next((at for at, each in enumerate(frames) if _AT(each)[:2] == _SHOWN), -1)
             called = frames[at + 1 :]  # a run that follows values has its own frames over the operator's caller
-            self._origins[key] = self._place_of(called), operator_of(called), _among_ranks(called)
+            ranks = any("/distributed" in each["filename"] or "/deepspeed/" in each["filename"] for each in called[:3])
+            kinds = [_AMONG_RANKS[each["name"]] for each in called[:3] if ranks and each["name"] in _AMONG_RANKS]
+            self._origins[key] = place_of(called), operator_of(called), next(iter(kinds), None)
         return self._origins[key]
-
-    def in_backward(self, depth: int, place: Place) -> None:
-        self.ledger.in_backward, self._backward = depth, place
 
 
 _AMONG_RANKS = {
@@ -153,14 +99,7 @@ _AMONG_RANKS = {
     "_ddp_init_helper": BUCKETS, "_pre_forward": BUCKETS, "setup_buckets": BUCKETS,
     "_partition_param_sec": GATHERED, "_all_gather_dtype": GATHERED, "all_gather_coalesced": GATHERED,
 }  # fmt: skip
-"""What functions of FSDP, DDP and DeepSpeed ask for."""
-
-
-def _among_ranks(frames: Trace) -> str | None:
-    """Return what a block is that the code asked for by which ranks share parameters and gradients."""
-    if not any("/distributed" in each["filename"] or "/deepspeed/" in each["filename"] for each in frames[:3]):
-        return None
-    return next((_AMONG_RANKS[each["name"]] for each in frames[:3] if each["name"] in _AMONG_RANKS), None)
+"""What functions of FSDP, DDP and DeepSpeed ask for, by which ranks share parameters and gradients."""
 
 
 def operator_of(frames: Trace) -> str:

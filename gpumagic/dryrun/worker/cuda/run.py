@@ -41,7 +41,7 @@ class CudaRun(Run):
 
     def __init__(self, request: dict[str, Any], send: Callable[[Outcome], None]) -> None:
         super().__init__(request, send)
-        self._history = History(self.lines.where)
+        self._history = History()
         self.known = Known("cuda", address_of, memory_of) if request["follows"] else None
         self._before: list[Block] = []
         self._allocated: list[int] = []
@@ -78,7 +78,7 @@ class CudaRun(Run):
             self.guesses.begin_again = self._start_again
         fakecuda.leave_out(LEAST)
         fakecuda.reset()
-        self.execute(self._history, lambda tensor: address_of(tensor) if tensor.is_cuda else 0)
+        self.execute(self._history.note, lambda tensor: address_of(tensor) if tensor.is_cuda else 0)
 
     def _lay_out(self) -> None:
         """Put what the notebook holds where it lies there."""
@@ -163,13 +163,17 @@ class CudaRun(Run):
             return Ledger([]), devices, {**others, "snapshot": None}
         self.names = self.modules.look_around(self.namespace)
         for workspace in segments.find_workspaces():
-            self._history.mark(workspace.address, "library workspaces")
+            self._history.note(Ledger.mark, workspace.address, "library workspaces")
         snapshot = torch.cuda.memory._snapshot()
         # As `torch.cuda.memory._dump_snapshot` would write it.
         others["snapshot"] = base64.b64encode(pickle.dumps(snapshot)).decode() if self.request["snapshot"] else None
         traces: list[Trace] = snapshot["device_traces"][: len(devices)]
         before = [block for device, trace in enumerate(traces) for block in self._in_use_before(device, trace)]
-        return self._history.ledger(before, traces, self._place_of), devices, others
+
+        def place_of(stack: Trace) -> Place:
+            return self.lines.of([(each["filename"], each["name"], each["line"]) for each in stack])
+
+        return self._history.ledger(before, traces, place_of), devices, others
 
     def _in_use_before(self, device: int, trace: Trace) -> Iterator[Block]:
         """Yield the blocks that were in use when a device's history begins, which may have lost its beginning."""
@@ -192,9 +196,6 @@ class CudaRun(Run):
             "retries": stats["num_alloc_retries"], "failed": failed and stats["num_ooms"] > 0, "failure": None,
             "traffic": stats.get("allocated_bytes.all.allocated", 0),
         }  # fmt: skip
-
-    def _place_of(self, stack: Trace) -> Place:
-        return self.lines.of([(each["filename"], each["name"], each["line"]) for each in stack])
 
 
 def _blocks_in_use() -> Iterator[Block]:

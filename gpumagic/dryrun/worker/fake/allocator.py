@@ -220,7 +220,7 @@ class FakeLedger(Ledger):
         nbytes = sum(block.size for block in preexisting.values())
         preexisting.clear()
         if nbytes:
-            self.keep(device, nbytes)
+            self.begin(-1 - device, device, nbytes)
 
     def empty_caches(self) -> None:
         """Give every segment without a live block back to its device."""

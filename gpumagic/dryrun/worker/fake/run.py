@@ -57,7 +57,12 @@ class FakeRun(Run):
         sandbox.block(self.notes, self.request["watcher"])  # before modules of the user's are imported
         ranks.take_part(self.request, self.send, self.notes.assume)
         self.ledger.unpacking = True
-        self.unpack(self._coming)
+
+        def coming(part: parts.StoragePart) -> contextlib.AbstractContextManager[object]:
+            self.ledger.address = part.address
+            return contextlib.nullcontext()
+
+        self.unpack(coming)
         self.guesses.fill_blanks(parts.blanks)
         for device, nbytes in enumerate(self.request["base"]):
             if nbytes > 0:
@@ -66,7 +71,10 @@ class FakeRun(Run):
         self.ledger.start()
         self._before = self.ledger.figures()
         self._operators.give_up = lambda error: self.send(self.failed(error))
-        self.execute(self.ledger, self._key_on_device)
+        self.execute(
+            lambda mark, *args: mark(self.ledger, *args),
+            lambda tensor: key_of(tensor) if tensor.device.type == self._name else 0,
+        )
 
     def begin(self) -> None:
         """Let the cell's lines be found."""
@@ -112,10 +120,3 @@ class FakeRun(Run):
     def _gone(self, key: int) -> None:
         self._contents.known.forget(key)
         self.ledger.give_back(key)
-
-    def _key_on_device(self, tensor: torch.Tensor) -> int:
-        return key_of(tensor) if tensor.device.type == self._name else 0
-
-    def _coming(self, part: parts.StoragePart) -> contextlib.AbstractContextManager[object]:
-        self.ledger.address = part.address
-        return contextlib.nullcontext()
