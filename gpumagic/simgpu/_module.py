@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -43,6 +45,19 @@ def register() -> None:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
 
+@dataclass(frozen=True)
+class DeviceProperties:
+    """What a device says of itself."""
+
+    name: str
+    total_memory: int
+    uuid: str = ""
+    multi_processor_count: int = 1
+    major: int = 8
+    minor: int = 0
+    is_integrated: bool = False
+
+
 class DeviceModule(ModuleType):
     """What `torch.cuda` has, for the devices of a backend, which tells how many there are, their figures and so on.
 
@@ -50,40 +65,20 @@ class DeviceModule(ModuleType):
         backend: the devices' type.
     """
 
+    device_count: Callable[[], int]
+    is_initialized: Callable[[], bool]
+    """Whether any device has been used."""
+    current_device: Callable[[], int]
+    exchange_device: Callable[[int], int]
+    """Makes a device the current one of this thread, none if the index is negative; returns which was."""
+    figures: Callable[[int], dict[str, int]]
+    """What the allocator of the device of that index has, under names of `torch.cuda.memory_stats`."""
+    generator: Callable[..., torch.Generator]
+    """A device's generator of random numbers."""
+    get_device_properties: Callable[..., DeviceProperties]
+
     def __init__(self, backend: str) -> None:
         super().__init__(f"torch.{backend}")
-        self.device = type("device", (_Current,), {"module": self})
-        self.device_of = type("device_of", (_CurrentOf,), {"module": self})
-
-    # ---- What a backend tells
-
-    def device_count(self) -> int:
-        """Return the number of devices."""
-        raise NotImplementedError
-
-    def is_initialized(self) -> bool:
-        """Return whether any device has been used."""
-        raise NotImplementedError
-
-    def current_device(self) -> int:
-        """Return the index of the current device."""
-        raise NotImplementedError
-
-    def exchange_device(self, index: int) -> int:
-        """Make a device the current one of this thread, none if it is negative; return which was."""
-        raise NotImplementedError
-
-    def figures(self, index: int) -> dict[str, int]:
-        """Return what a device's allocator has, under names of `torch.cuda.memory_stats`."""
-        raise NotImplementedError
-
-    def generator(self, device: DeviceLike = None) -> torch.Generator:
-        """Return a device's generator of random numbers."""
-        raise NotImplementedError
-
-    def get_device_properties(self, device: DeviceLike = None) -> Any:
-        """Return name, memory and the like of a device."""
-        raise NotImplementedError
 
     # ---- Devices
 
@@ -106,6 +101,19 @@ class DeviceModule(ModuleType):
     def set_device(self, device: DeviceLike) -> None:
         """Make a device the current one of this thread."""
         self.exchange_device(self.index(device))
+
+    @contextlib.contextmanager
+    def device(self, device: DeviceLike) -> Iterator[None]:
+        """Make a device the current one inside a `with`; `None` or a negative index changes nothing."""
+        before = self.exchange_device(-1 if device is None else self.index(device))
+        try:
+            yield
+        finally:
+            self.exchange_device(before)
+
+    def device_of(self, obj: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        """Make a tensor's device the current one inside a `with`; a tensor elsewhere changes nothing."""
+        return self.device(obj.get_device() if self.__name__ == f"torch.{obj.device.type}" else None)
 
     def index(self, device: DeviceLike = None) -> int:
         """Return the index that a device, a number, a name or None means."""
@@ -204,45 +212,9 @@ class DeviceModule(ModuleType):
             self.set_rng_state(state, index)
 
 
-class _Current:
-    """Make a device the current one inside a `with`; `None` or a negative index changes nothing."""
-
-    module: ClassVar[DeviceModule]
-
-    def __init__(self, device: DeviceLike) -> None:
-        self.idx = self.module.index(device) if device is not None else -1
-        self.prev_idx = -1
-
-    def __enter__(self) -> None:
-        self.prev_idx = self.module.exchange_device(self.idx)
-
-    def __exit__(self, *error: object) -> None:
-        self.module.exchange_device(self.prev_idx)
-
-
-class _CurrentOf(_Current):
-    """Make a tensor's device the current one inside a `with`; a tensor elsewhere changes nothing."""
-
-    def __init__(self, obj: torch.Tensor) -> None:
-        is_here = self.module.__name__ == f"torch.{obj.device.type}"
-        super().__init__(obj.get_device() if is_here else None)
-
-
 @cache
 def _named(device: str) -> torch.device:
     return torch.device(device)
-
-
-@dataclass(frozen=True)
-class DeviceProperties:
-    """What a simulated GPU says of itself."""
-
-    name: str
-    total_memory: int
-    uuid: str
-    major: int = 8
-    minor: int = 0
-    multi_processor_count: int = 1
 
 
 class _Simgpu(DeviceModule):
@@ -283,8 +255,7 @@ class _Simgpu(DeviceModule):
     default_stream = current_stream
 
     def figures(self, index: int) -> dict[str, int]:
-        found: dict[str, int] = native.memory_stats(index)
-        return found
+        return dict(native.memory_stats(index))
 
     def memory_stats(self, device: DeviceLike = None) -> OrderedDict[str, int]:
         """Return the allocator's figures under torch.cuda's names, sorted."""
@@ -292,8 +263,7 @@ class _Simgpu(DeviceModule):
 
     def memory_snapshot(self) -> list[dict[str, Any]]:
         """Return every segment with its blocks, as torch.cuda does; a block in use has the address its tensors give."""
-        segments: list[dict[str, Any]] = native.memory_snapshot()
-        return segments
+        return list(native.memory_snapshot())
 
     def record_history(self, is_on: bool) -> None:
         """Keep what the allocators hand out and take back from now on, the last million of each; or end that."""
@@ -301,8 +271,7 @@ class _Simgpu(DeviceModule):
 
     def history(self, device: DeviceLike = None) -> list[tuple[int, int, float]]:
         """Return what has been recorded: address, bytes (negative where they were given back), monotonic seconds."""
-        found: list[tuple[int, int, float]] = native.history(self.index(device))
-        return found
+        return list(native.history(self.index(device)))
 
     def reset_peak_memory_stats(self, device: DeviceLike = None) -> None:
         """Start the peaks again from the present figures."""

@@ -7,18 +7,20 @@ on the stack and where torch needs no queue for each device.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.dryrun.worker.fake.allocator import FakeLedger
-from gpumagic.simgpu._module import DeviceModule
+from gpumagic.simgpu._module import DeviceModule, DeviceProperties
 
 OURS = "dryrun"
 """The device's name where CUDA's is taken by torch's own."""
+PROCESSORS = 108
+"""Of an A100, which is what an imagined device is."""
 
 
 class _Guard(torch._C._acc.DeviceGuard):
@@ -114,19 +116,19 @@ class FakeModule(DeviceModule):
     def generator(self, device: Any = None) -> torch.Generator:
         return self._generator
 
-    def get_device_properties(self, device: Any = None) -> SimpleNamespace:
+    def get_device_properties(self, device: Any = None) -> DeviceProperties:
         """Return what code asks for that shares work out among devices: those of an A100."""
         total = self._ledger.accounts[self.index(device)].allocator.capacity or 1 << 62
-        return SimpleNamespace(name="device of a dry run", major=8, minor=0, total_memory=total,
-                               multi_processor_count=108, is_integrated=False)  # fmt: skip
+        return DeviceProperties("device of a dry run", total, multi_processor_count=PROCESSORS)
 
 
-class Stream:
+class Stream(contextlib.nullcontext[None]):
     """A stream or an event: what is put on it has been done, since none is concurrent here and all share one cache."""
 
     cuda_stream = stream_id = priority = 0
 
     def __init__(self, device: object = None, *_: object, **__: object) -> None:
+        super().__init__()
         self.device = device
 
     def query(self) -> bool:
@@ -145,14 +147,3 @@ class Stream:
     def elapsed_time(self, end_event: Stream) -> float:
         """Return a time in ms that means nothing."""
         return 1.0
-
-    def __enter__(self) -> Stream:  # noqa: PYI034  # typing.Self is 3.11
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
-def stream(chosen: Stream | None) -> Stream:
-    """Return what makes a stream the current one inside a `with`."""
-    return chosen or Stream()

@@ -9,7 +9,7 @@ a new key.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -54,7 +54,9 @@ class Call:
         """What each stand-in stands for, by its identity."""
         self.owners: dict[int, torch.Tensor] = {}
         """The same by the stand-in's storage."""
-        self.asked_for: torch.device | None = None
+        self.asked_for: torch.device | None = next(
+            (value for _, value in self.named() if isinstance(value, torch.device)), None
+        )
         self.is_indexing = op._name in _TAKE_HOST_INDICES
         self.device = self._common_device()
 
@@ -106,9 +108,6 @@ class Call:
 
     def _common_device(self) -> int | None:
         found: torch.device | None = None
-        for _, value in self.named():
-            if isinstance(value, torch.device):
-                self.asked_for = value
         for argument, tensor in self.tensors():
             if self.is_indexing and argument.name == "indices":
                 continue
@@ -233,31 +232,6 @@ class Operator:
         self.plans[key] = plan
 
 
-class Given:
-    """An operand itself, by its place among the tensors."""
-
-    def __init__(self, place: int) -> None:
-        self.place = place
-
-
-class View:
-    """A view: of an operand by its place, or of what was made before, counted backwards from -1."""
-
-    def __init__(self, place: int, shape: torch.Tensor) -> None:
-        self.place = place
-        self.how = shape.dtype, shape.shape, shape.stride(), shape.storage_offset()
-
-
-class Fixed:
-    """What is no tensor."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-
-Recipe = Given | View | Fixed | Form | list["Recipe"] | tuple["Recipe", ...]
-
-
 class Plan:
     """What a call returns.
 
@@ -269,55 +243,53 @@ class Plan:
         scratch: the bytes of what the kernel allocates for itself.
     """
 
-    __slots__ = ("_made", "_scratch", "recipe")
+    __slots__ = ("_device", "_made", "_recipe", "_scratch")
 
     def __init__(self, call: Call, operands: Operands, returned: Any, device: int, scratch: Iterable[int]) -> None:
+        self._device = device
         self._scratch = [Form((nbytes,), (1,), torch.uint8, device) for nbytes in scratch]
         self._made: dict[int, int] = {}
-        tensors = {id(each): place for place, each in enumerate(operands.tensors)}
-        self.recipe = self._recipe(call, tensors, returned, device)
+        """Where among what is made a new storage of the meta kernel's is."""
+        self._recipe = self._recipe_of(call, {id(each): at for at, each in enumerate(operands.tensors)}, returned)
 
-    def _recipe(self, call: Call, tensors: dict[int, int], value: Any, device: int) -> Recipe:
+    def _recipe_of(self, call: Call, tensors: dict[int, int], value: Any) -> Recipe:
+        """Return what makes a value: an operand itself, a view of one, a new tensor or a view of one, or no tensor."""
         if isinstance(value, list | tuple):
-            return type(value)(self._recipe(call, tensors, each, device) for each in value)
+            kind, parts = type(value), [self._recipe_of(call, tensors, each) for each in value]
+            return lambda given, storages, made: kind(part(given, storages, made) for part in parts)
         if not isinstance(value, torch.Tensor):
-            return Fixed(value)
+            return lambda *_: value
         known = call.by_twin.get(id(value)) if value.is_meta else value
         if known is not None:
-            return Given(tensors[id(known)])
+            at = tensors[id(known)]
+            return lambda given, *_: given[at]
         storage = value.untyped_storage()
+        how = value.dtype, value.shape, value.stride(), value.storage_offset()
         owner = call.owners.get(storage._cdata)
         if owner is not None:
-            return View(tensors[id(owner)], value)
+            at = tensors[id(owner)]
+            return lambda given, *_: as_view(given[at], *how)
         if storage._cdata in self._made:
-            return View(-1 - self._made[storage._cdata], value)
+            at = self._made[storage._cdata]
+            return lambda _, __, made: as_view(made[at], *how)
         self._made[storage._cdata] = len(self._made)
         if value.storage_offset():
             raise NotImplementedError("a new tensor that begins within its storage")
-        return Form(value.shape, value.stride(), value.dtype, device, storage.nbytes())
+        form = Form(value.shape, value.stride(), value.dtype, self._device, storage.nbytes())
+
+        def make(_: list[torch.Tensor], storages: Storages, made: list[torch.Tensor]) -> torch.Tensor:
+            made.append(storages.make(form))
+            return made[-1]
+
+        return make
 
     def result(self, tensors: list[torch.Tensor], storages: Storages) -> Any:
         """Return what the call returns, in new storages."""
-        recipe = self.recipe
-        if type(recipe) is Form:
-            result: Any = storages.make(recipe)
-        elif type(recipe) is Given:
-            result = tensors[recipe.place]
-        else:
-            result = _result(recipe, tensors, storages, [])
+        result = self._recipe(tensors, storages, [])
         if self._scratch:
             [storages.make(form) for form in self._scratch]
         return result
 
 
-def _result(recipe: Recipe, tensors: list[torch.Tensor], storages: Storages, made: list[torch.Tensor]) -> Any:
-    if isinstance(recipe, list | tuple):
-        return type(recipe)(_result(each, tensors, storages, made) for each in recipe)
-    if isinstance(recipe, Form):
-        made.append(storages.make(recipe))
-        return made[-1]
-    if isinstance(recipe, Given):
-        return tensors[recipe.place]
-    if isinstance(recipe, View):
-        return as_view(tensors[recipe.place] if recipe.place >= 0 else made[-1 - recipe.place], *recipe.how)
-    return recipe.value
+Recipe = Callable[[list[torch.Tensor], Storages, list[torch.Tensor]], Any]
+"""Makes a result of a call's tensors, in new storages; the third is what has been made before."""

@@ -11,44 +11,39 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from gpumagic.dryrun.parts import CannotDryRun
-from gpumagic.dryrun.worker.fake.backend import OURS, FakeModule, Stream, stream
+from gpumagic.dryrun.worker.fake.backend import OURS, FakeModule, Stream
 from gpumagic.dryrun.worker.fake.scratch import attention
 from gpumagic.memory.devices import Device
 
 _REFUSED = ("ExternalStream", "CUDAGraph", "graph", "make_graphed_callables", "MemPool")
-_AMONG_DEVICES = ("broadcast", "broadcast_coalesced", "scatter", "gather")
-"""What `DataParallel` asks for, which torch has in C++ for CUDA only."""
 _STREAMS: dict[str, Any] = {
-    "Stream": Stream, "Event": Stream, "stream": stream, "current_stream": Stream, "default_stream": Stream,
-}  # fmt: skip
-_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+    **dict.fromkeys(("Stream", "Event", "current_stream", "default_stream"), Stream),
+    "stream": lambda chosen: chosen or Stream(),
+}
 
 
 class DeviceGenerator(torch.Generator):
     """A generator of the device of the dry run: it has a seed and no numbers."""
 
 
-class _GeneratorType(type):
-    """Makes generators of the device of the dry run too, where the code says `torch.Generator`; none of its own."""
+def _generators(known: str) -> type:
+    """Return what stands for `torch.Generator`: of a device of that name it makes one of the dry run's."""
+    real = torch.Generator
 
-    _real = torch.Generator
-    known = ""
+    class Generators(type):
+        def __call__(cls, device: Any = "cpu") -> torch.Generator:
+            return DeviceGenerator("cpu") if torch.device(device).type == known else real(device)
 
-    def __call__(cls, device: Any = "cpu") -> torch.Generator:
-        return DeviceGenerator("cpu") if torch.device(device).type == cls.known else cls._real(device)
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, real)
 
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, cls._real)
-
-
-class Generators(metaclass=_GeneratorType):
-    """`torch.Generator` while a cell is dry-run."""
+    return Generators("Generator", (), {})
 
 
 class Names(TorchFunctionMode):
@@ -89,7 +84,7 @@ class Names(TorchFunctionMode):
             return lambda _, args, __: _is_here(args[0])
         if name == self._known:
             return self._move
-        if name in _RECURRENT:
+        if name in {"lstm", "gru", "rnn_tanh", "rnn_relu"}:
             return self._refuse_recurrent
         if name == "scaled_dot_product_attention" and self._known == "cuda":
             return lambda composite, args, kwargs: _attending(composite)(*args, **kwargs)
@@ -141,8 +136,7 @@ class Names(TorchFunctionMode):
                      "set_autocast_enabled"):  # fmt: skip
             real = getattr(torch, name)
             setattr(torch, name, functools.partial(_first, real, lambda each: OURS if each == self._known else each))
-        Generators.known = self._known
-        torch.Generator = Generators
+        torch.Generator = _generators(self._known)
         torch.Tensor.record_stream = lambda _tensor, _stream: None  # no stream uses a tensor later here
         if self._known == "cuda":  # torch's own functions call it past a mode
             functional = torch.nn.functional
@@ -198,12 +192,11 @@ def _share(theirs: Any, module: FakeModule) -> None:
         for home in (theirs, getattr(theirs, "random", theirs), getattr(theirs, "memory", theirs)):
             if hasattr(home, name) and not name.startswith("__"):
                 setattr(home, name, getattr(module, name))
-    theirs.device = module.device
     for name in _REFUSED:
         if hasattr(theirs, name):
             setattr(theirs, name, type(name, (_Refused,), {"__module__": theirs.__name__}))
-    for name in _AMONG_DEVICES:
-        setattr(torch._C, f"_{name}", _refuse_copies)
+    for name in ("broadcast", "broadcast_coalesced", "scatter", "gather"):  # which torch has for CUDA only
+        setattr(torch._C, f"_{name}", type("DataParallel", (_Refused,), {"__module__": "torch.nn"}))
     for name, value in _STREAMS.items():
         if hasattr(theirs, name):
             setattr(theirs, name, value)
@@ -216,10 +209,6 @@ class _Refused:
 
     def __init__(self, *_: object, **__: object) -> None:
         raise CannotDryRun(f"it uses {type(self).__module__}.{type(self).__name__}, which is not part of a dry run")
-
-
-def _refuse_copies(*_: object) -> NoReturn:
-    raise CannotDryRun("it uses DataParallel, whose copies are dry-run on a CUDA build of torch only")
 
 
 def _first(real: Callable[..., Any], change: Callable[[Any], Any], *args: Any) -> Any:

@@ -18,11 +18,9 @@ from typing import Any
 
 import torch
 
-from gpumagic.dryrun.worker.fake.backend import OURS
+from gpumagic.dryrun.worker.fake.backend import OURS, PROCESSORS
 from gpumagic.dryrun.worker.fake.calls import Call
 
-PROCESSORS = 108
-"""Of an A100, which is what an imagined device is."""
 THREADS_A_PROCESSOR = 2048
 _HALF = (torch.float16, torch.bfloat16)
 _VECTOR, _MOST_THREADS, _WARP = 4, 512, 32
