@@ -37,6 +37,13 @@ class CannotDryRun(RuntimeError):
     """The cell does something whose memory cannot be foretold; the message names it."""
 
 
+_QUIET = frozenset({
+    "write", "writelines", "writerow", "writerows", "flush", "close", "join", "acquire", "release", "notify", "notify_all",
+    "execute", "executemany", "executescript", "commit", "rollback", "cursor",
+})  # fmt: skip
+"""Methods of files, databases, threads and locks of which nothing is missed where they do nothing."""
+
+
 class Absent:
     """Stands for what could not be sent, and says so as soon as it is used for more than it can stand for.
 
@@ -44,11 +51,11 @@ class Absent:
 
     Args:
         what: what it is, such as ``"an open file"``.
-        quiet: the methods that do nothing and return it; ``"*"`` for all.
+        is_quiet: whether all of its methods do nothing and return it, as for a log of a run.
     """
 
-    def __init__(self, what: str, *quiet: str) -> None:
-        self.__dict__.update(_what=what, _quiet=quiet)
+    def __init__(self, what: str, is_quiet: bool = False) -> None:
+        self.__dict__.update(_what=what, _is_quiet=is_quiet)
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise CannotDryRun(f"it uses {self.__dict__['_what']}, which cannot be sent to a dry run")
@@ -59,12 +66,10 @@ class Absent:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
-        if name in self.__dict__["_quiet"] or "*" in self.__dict__["_quiet"]:
-            return self._do_nothing
-        return self._refuse()
+        return self._do_nothing if self.__dict__["_is_quiet"] or name in _QUIET else self._refuse()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Absent, (self.__dict__["_what"], *self.__dict__["_quiet"])
+        return Absent, (self.__dict__["_what"], self.__dict__["_is_quiet"])
 
     def __enter__(self) -> Absent:  # noqa: PYI034  # typing.Self is 3.11
         return self
@@ -102,16 +107,6 @@ def make_lock(is_reentrant: bool = False) -> Any:
     return threading.RLock() if is_reentrant else threading.Lock()
 
 
-def open_again(path: str, mode: str, encoding: str | None, position: int) -> Any:
-    """Return a file of the notebook's that is open for reading, where it stands there."""
-    try:
-        file = open(path, mode, encoding=encoding)  # noqa: SIM115, PTH123  # the cell closes it, or the process
-        file.seek(position)
-    except OSError:
-        return Absent(f"the open file {path}")
-    return file
-
-
 streams: dict[int, Any] = {}
 """The streams here, by the number that each has in the notebook."""
 
@@ -135,18 +130,6 @@ def make_event(device_type: str) -> Any:
     module: Any = torch.get_device_module(device_type)
     made = module.Event(enable_timing=True)
     made.record()
-    return made
-
-
-def make_loader_iterator(state: dict[str, Any]) -> Any:
-    """Return the iterator of a data loader, at its beginning and without worker processes."""
-    from torch.utils.data import dataloader
-
-    made = object.__new__(dataloader._SingleProcessDataLoaderIter)
-    vars(made).update(state, _sampler_iter=iter(state["_index_sampler"]), _num_workers=0, _pin_memory=False)
-    made._dataset_fetcher = dataloader._DatasetKind.create_fetcher(
-        made._dataset_kind, made._dataset, made._auto_collation, made._collate_fn, made._drop_last
-    )
     return made
 
 

@@ -27,14 +27,7 @@ from typing import Any
 
 from gpumagic.dryrun import parts
 from gpumagic.dryrun.sendable import (  # fmt: skip
-    IS_HEAP_TYPE,
-    PICKLES_ITSELF,
-    builtin_class,
-    described,
-    holders,
-    is_importable,
-    shared_state,
-    special,
+    IS_HEAP_TYPE, builtin_class, described, holders, is_importable, shared_state, special,
 )
 from gpumagic.heap.kinds import Graphs
 from gpumagic.heap.storages import COMPONENTS
@@ -177,7 +170,7 @@ class _Packing(pickle.Pickler):
         if isinstance(obj, types.FunctionType):
             return NotImplemented if is_importable(obj) else self._function(obj)
         if isinstance(obj, type):
-            if obj in PICKLES_ITSELF or is_importable(obj):
+            if obj in {type(None), type(NotImplemented), type(...)} or is_importable(obj):
                 return NotImplemented
             return self._class(obj) if obj.__flags__ & IS_HEAP_TYPE else builtin_class(obj)
         if isinstance(obj, types.ModuleType):

@@ -1,10 +1,9 @@
-"""What of a notebook is sent and how: by name, by its parts, through shared memory, or as a word for it."""
+"""What of a notebook is sent and how: by name, by its parts, or as a word for it."""
 
 from __future__ import annotations
 
 import io
 import logging
-import os
 import sys
 import threading
 import types
@@ -24,31 +23,19 @@ def _cell(cell: types.CellType) -> Any:
     return types.CellType, (), contents, None, None, parts.fill_cell
 
 
-def _file(file: Any) -> Any:
-    """Return how an open file is sent: what is read goes on where it stands, what is written goes nowhere."""
-    for name in "stdin", "stdout", "stderr":
-        if file is getattr(sys, name):
-            return getattr, (sys, name)
-    try:
-        binary = "b" if not isinstance(file, io.TextIOBase) else ""
-        if file.writable():
-            return open, (os.devnull, f"w{binary}")
-        return parts.open_again, (str(file.name), f"r{binary}", getattr(file, "encoding", None), file.tell())
-    except (OSError, ValueError, AttributeError):  # closed, or no file of the system's
-        return parts.Absent, (described(file),)
-
-
 def _stream(stream: Any) -> Any:
     number = getattr(stream, f"{stream.device.type}_stream", stream.stream_id)
     return parts.make_stream, (str(stream.device), int(number), int(getattr(stream, "priority", 0)))
 
 
 def _loader_iterator(iterator: Any) -> Any:
-    """Leave out what it has of its own: a generator or its processes."""
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
+    """Let it begin anew: what it has of its own is a generator or its processes."""
+    from torch.utils.data import DataLoader, IterableDataset
 
-    usual = {*_BaseDataLoaderIter.__init__.__code__.co_names} - {"_sampler_iter", "_dataset_fetcher"}
-    return parts.make_loader_iterator, ({name: value for name, value in vars(iterator).items() if name in usual},)
+    if isinstance(iterator._dataset, IterableDataset) or not iterator._auto_collation:
+        return _absent(iterator)
+    sampler, collate = iterator._index_sampler, iterator._collate_fn
+    return iter, (DataLoader(iterator._dataset, batch_sampler=sampler, collate_fn=collate),)
 
 
 def _weak(reference: weakref.ReferenceType[Any]) -> Any:
@@ -60,14 +47,11 @@ def _weak(reference: weakref.ReferenceType[Any]) -> Any:
     return type(reference), (target, None, *key)
 
 
-_WRITES = ("execute", "executemany", "executescript", "commit", "rollback", "close", "cursor")
-"""What a database is told; what it answers is not known."""
-_LOGS = (
-    "torch.utils.tensorboard.writer.SummaryWriter", "tensorboardX.writer.SummaryWriter", "wandb.sdk.wandb_run.Run",
-    "comet_ml.experiment.BaseExperiment", "aim.sdk.run.Run", "clearml.task.Task", "neptune.metadata_containers.run.Run",
-)  # fmt: skip
-"""Classes whose objects take notes of a run and decide nothing."""
-SPECIAL: dict[type, Callable[[Any], Any]] = {
+def _absent(obj: object) -> Any:
+    return parts.Absent, (described(obj),)
+
+
+_EXACTLY: dict[type, Callable[[Any], Any]] = {
     types.CellType: _cell,
     property: lambda obj: (property, (obj.fget, obj.fset, obj.fdel, obj.__doc__)),
     staticmethod: lambda obj: (staticmethod, (obj.__func__,)),
@@ -77,46 +61,43 @@ SPECIAL: dict[type, Callable[[Any], Any]] = {
     weakref.KeyedRef: _weak,
     type(threading.Lock()): lambda _: (parts.make_lock, ()),
     type(threading.RLock()): lambda _: (parts.make_lock, (True,)),
-    threading.Condition: lambda obj: (parts.Absent, (described(obj), "acquire", "release", "notify", "notify_all")),
     threading.local: lambda _: (threading.local, ()),
     types.MappingProxyType: lambda obj: (types.MappingProxyType, (dict(obj),)),
-    types.GetSetDescriptorType: lambda obj: (getattr, (obj.__objclass__, obj.__name__)),
-    types.MemberDescriptorType: lambda obj: (getattr, (obj.__objclass__, obj.__name__)),
 }
+"""How objects are sent that go in another way than pickle's."""
 _BY_BASE: dict[str, Callable[[Any], Any]] = {
-    "threading.Thread": lambda obj: (parts.Absent, (described(obj), "join")),
+    "_io._IOBase": _absent,
+    "threading.Condition": _absent,  # whoever waits for it would wait for ever
+    "threading.Thread": _absent,
     "logging.Handler": lambda _: (logging.NullHandler, ()),
-    "_io.TextIOWrapper": _file, "_io.BufferedReader": _file, "_io.BufferedWriter": _file, "_io.BufferedRandom": _file,
-    "_io.FileIO": _file, "_io._TextIOBase": _file,
-    "_csv.writer": lambda obj: (parts.Absent, (described(obj), "writerow", "writerows")),
-    "sqlite3.Connection": lambda obj: (parts.Absent, (described(obj), *_WRITES)),
-    "sqlite3.Cursor": lambda obj: (parts.Absent, (described(obj), *_WRITES)),
     "concurrent.futures.thread.ThreadPoolExecutor": lambda obj: (type(obj), (obj._max_workers,)),
     "torch.Stream": _stream,
     "torch.Event": lambda obj: (parts.make_event, (obj.device.type,)),
     "torch.utils.data.dataloader._BaseDataLoaderIter": _loader_iterator,
-    **dict.fromkeys(_LOGS, lambda obj: (parts.Absent, (described(obj), "*"))),
-}  # fmt: skip
+}
 """The same by the name of a class, for objects of classes that are made of it."""
+_LOGS = ("wandb.", "comet_ml.", "aim.", "clearml.", "neptune.", "tensorboardX.", "torch.utils.tensorboard.")
+"""Libraries whose objects take notes of a run and decide nothing."""
+_usual: weakref.WeakSet[type] = weakref.WeakSet([io.StringIO, io.BytesIO])
+"""Classes that were looked up in vain, and files that have all in them."""
 
 
 def special(obj: Any) -> Any:
     """Return how an object is sent that goes in another way than pickle's; None for others."""
     kind = type(obj)
-    reduce = SPECIAL.get(kind)
-    if reduce is None and kind not in _PLAIN:
-        names = (f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
-        reduce = next((_BY_BASE[name] for name in names if name in _BY_BASE), None)
-        if reduce is None:
-            _PLAIN.add(kind)
-    return None if reduce is None else reduce(obj)
+    if kind in _EXACTLY:
+        return _EXACTLY[kind](obj)
+    if kind in _usual:
+        return None
+    names = [f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__]
+    if names[0].startswith(_LOGS):
+        return parts.Absent, (described(obj), True)
+    found = next((_BY_BASE[name] for name in names if name in _BY_BASE), None)
+    if found is None:
+        _usual.add(kind)
+    return None if found is None else found(obj)
 
 
-_PLAIN: weakref.WeakSet[type] = weakref.WeakSet()
-"""Classes that were looked up in vain."""
-
-
-PICKLES_ITSELF = frozenset({type(None), type(NotImplemented), type(...)})
 IS_HEAP_TYPE = 1 << 9
 
 
