@@ -5,9 +5,8 @@ torch's own; only the kernels are answered by shape. The CPU is real, so data lo
 what they do. Nothing of the notebook changes.
 
     script.py      what runs; `targets.py` says on which devices, and what answers
-    run.py         the request to the worker, of one rank or of those of many that may differ
+    run.py         the request to the worker, of one rank or of those of many that may differ, and its answer
     scenarios.py   the same with other values in place of those that are not known
-    verdict.py     what the answer means
     fitting.py     the largest value of a setting with which a cell fits
     cells.py       dry runs on behalf of the magics
     payload.py     the notebook as code and metadata; `sendable.py` decides how each object goes, `parts.py` as what

@@ -15,8 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.dryrun import scenarios, targets
-from gpumagic.dryrun.report import DryRunReport, Search, Trial, peak_of, reserved_of
-from gpumagic.dryrun.verdict import shortcoming
+from gpumagic.dryrun.report import DryRunReport, Search, Trial, peak_of, reserved_of, shortcoming
 from gpumagic.options import PER_NODE, Ranks, number_of_ranks
 from gpumagic.report import progress
 from gpumagic.report.units import count
@@ -88,30 +87,28 @@ def _fewest(dry_run: Callable[[Ranks], DryRunReport], now: Ranks, seconds: float
         while value not in runs and not reason:
             tell(f"{value:,} GPUs")
             runs[value] = dry_run(Ranks(value, min(now.per_node, value)))
-            fitting = [each for each, report in runs.items() if report.fits]
-            failing = [each for each, report in runs.items() if not report.fits]
-            low, high = max(failing, default=0), min(fitting, default=None)
             reason = _obstacle(runs[value], f"on {value:,} GPUs ", is_first=len(runs) == 1)
-            if high is None:
-                value *= 2
-                smaller = len(failing) > 1 and peak_of(runs[low]) > (1 - PRECISION) * peak_of(runs[sorted(failing)[-2]])
-                reason = reason or (f"more GPUs hardly help, up to {low:,}" if smaller else "")
-            else:
+            high = min((each for each, report in runs.items() if report.fits), default=None)
+            *others, low = [0, *sorted(each for each, report in runs.items() if not report.fits)]
+            if high is not None:
                 value = (low + high) // 2
                 value -= value % now.per_node if value > now.per_node else 0
                 value = high if value <= low else value
+            elif len(others) > 1 and peak_of(runs[low]) > (1 - PRECISION) * peak_of(runs[others[-1]]):
+                reason = reason or f"more GPUs hardly help, up to {low:,}"
+            else:
+                value *= 2
             if value not in runs and time.monotonic() > deadline:
                 reason = reason or f"{count(len(runs), 'dry run')} took more than {seconds:g} s"
-    best = min((each for each, report in runs.items() if report.fits), default=None)
-    shown = runs[max(runs) if best is None else best]
-    return replace(shown, fewest=None if reason else best, search=_search(RANKS, now.world, runs, reason))
+    shown = runs[max(runs) if high is None else high]
+    return replace(shown, fewest=None if reason else high, search=_search(RANKS, now.world, runs, reason))
 
 
 def search(
     dry_run: Callable[[int], DryRunReport],
     name: str,
     now: int,
-    in_scenario: Callable[[int, Any], DryRunReport] | None = None,
+    in_course: Callable[[int, Any], DryRunReport] | None = None,
     seconds: float = math.inf,
 ) -> DryRunReport:
     """Return the dry run with the largest value that fits, or with the present one where none was found.
@@ -120,36 +117,35 @@ def search(
         dry_run: dry-runs with a value.
         name: of the setting.
         now: its value.
-        in_scenario: dry-runs with a value in one scenario only, that of a report, for the figures alone.
+        in_course: dry-runs with a value in one course of what is not known, that of a report, for the figures alone.
         seconds: after which no further run is begun.
     """
     deadline = time.monotonic() + seconds
     runs: dict[int, DryRunReport] = {}
-    sure: set[int] = set()
     whole: set[int] = set()
     reason = ""
     with progress.counted(MOST_RUNS, "dry run") as tell:
         value: int | None = now
         while value is not None and not reason:
             tell(f"{name} = {value:,}")
-            if in_scenario is None or not runs or value in runs:
+            if in_course is None or not runs or value in runs:
                 seen, runs[value] = runs.get(value), dry_run(value)
-                sure.add(value)
                 whole.add(value)
                 if runs[value].open_on or (seen is not None and seen.fits != runs[value].fits):
-                    in_scenario = None  # with this value another scenario needs more
+                    in_course = None  # with this value another course needs more
             else:
-                runs[value] = in_scenario(value, runs[now].scenario or scenarios.USUAL)
-                if runs[now].scenario is None and runs[value].scenario is None:
-                    sure.add(value)  # nothing is decided by values: there is one scenario
+                runs[value] = in_course(value, runs[now].scenario or scenarios.USUAL)
             if not runs[value].exceeds_host or value == 1:  # else a smaller one may take less
                 reason = _obstacle(runs[value], f"with {name} = {value:,} ", is_first=len(runs) == 1)
-            value = _next(runs) or next((each for each in _bracket(runs) if each in runs.keys() - sure), None)
+            low, high = _bracket(runs)
+            # Where values decide nothing there is one course.
+            open_ends = [each for each in (low, high) if each in runs.keys() - whole
+                         and (runs[now].scenario is not None or runs[each].scenario is not None)]  # fmt: skip
+            value = _next(runs) or next(iter(open_ends), None)
             if value is not None and len(runs) == MOST_RUNS:
                 reason = f"{MOST_RUNS} dry runs did not find it"
             elif value is not None and time.monotonic() > deadline:
                 reason = f"{count(len(runs), 'dry run')} took more than {seconds:g} s"
-    low, high = _bracket(runs)
     found = low or None
     if reason or high is None:
         first = next(value for value in sorted(runs) if peak_of(runs[value]) == peak_of(runs[max(runs)]))
@@ -185,10 +181,8 @@ def _next(runs: Mapping[int, DryRunReport]) -> int | None:
         return low + 1
     if 2 * high > 3 * low and len(runs) > 4 and len(runs) % 2:  # a curve, which a line nears from one side only
         return max(low + 1, math.isqrt(low * high) if low else high // 4)
-    # A smaller value that what the allocator reserved would let fit, if it went with the value: where blocks fall into
-    # segments badly, the line of what is allocated leads too high.
-    reserved = reserved_of(runs[high])
-    scaled = int(high * _room(runs[high]) / reserved) if reserved else None
+    # Where blocks fall into segments badly, the line of what is allocated leads too high; what is reserved does not.
+    scaled = int(high * _room(runs[high]) / (reserved_of(runs[high]) or 1))
     for value in (guess, scaled):
         if value is not None and low <= value < high and _more(_more(low)) < high:
             return min(max(value, _more(low)), high - (_more(high) - high))
@@ -217,8 +211,7 @@ def _crossing(runs: Mapping[int, DryRunReport], low: int, high: int | None) -> i
     if not known:
         return None
     one, *other = known[:2]
-    report = runs[one]
-    device = report.device or ""
+    report, device = runs[one], runs[one].device or ""
     here = report.peak.get(device, 0)
     value, peak = (other[0], runs[other[0]].peak.get(device, 0)) if other else (0, 0)
     slope = (here - peak) / (one - value)

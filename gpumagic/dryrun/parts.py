@@ -38,8 +38,8 @@ class CannotDryRun(RuntimeError):
 
 
 _QUIET = frozenset({
-    "write", "writelines", "writerow", "writerows", "flush", "close", "join", "acquire", "release", "notify", "notify_all",
-    "execute", "executemany", "executescript", "commit", "rollback", "cursor",
+    "write", "writelines", "writerow", "writerows", "flush", "close", "join", "acquire", "release", "notify",
+    "notify_all", "execute", "executemany", "executescript", "commit", "rollback", "cursor",
 })  # fmt: skip
 """Methods of files, databases, threads and locks of which nothing is missed where they do nothing."""
 

@@ -25,10 +25,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from gpumagic.dryrun import parts
-from gpumagic.dryrun.sendable import (  # fmt: skip
-    IS_HEAP_TYPE, builtin_class, described, holders, is_importable, shared_state, special,
-)
+from gpumagic.dryrun import parts, sendable
 from gpumagic.heap.kinds import Graphs
 from gpumagic.heap.storages import COMPONENTS
 from gpumagic.memory.allocator import rounded
@@ -86,7 +83,7 @@ def pack(
     while True:
         packing = _Packing(namespace, backend, Graphs() if with_graphs else None)
         try:
-            failed = packing.fill([*names, *(() if only_used else holders(namespace))], extra, bad)
+            failed = packing.fill([*names, *(() if only_used else sendable.holders(namespace))], extra, bad)
         except BaseException:  # Ctrl-C
             packing.shared.close()
             raise
@@ -168,14 +165,14 @@ class _Packing(pickle.Pickler):
         if torch is not None and isinstance(obj, torch.Tensor):
             return self._tensor(torch, obj)
         if isinstance(obj, types.FunctionType):
-            return NotImplemented if is_importable(obj) else self._function(obj)
+            return NotImplemented if sendable.is_importable(obj) else self._function(obj)
         if isinstance(obj, type):
-            if obj in {type(None), type(NotImplemented), type(...)} or is_importable(obj):
+            if obj in {type(None), type(NotImplemented), type(...)} or sendable.is_importable(obj):
                 return NotImplemented
-            return self._class(obj) if obj.__flags__ & IS_HEAP_TYPE else builtin_class(obj)
+            return self._class(obj) if obj.__flags__ & sendable.IS_HEAP_TYPE else sendable.builtin_class(obj)
         if isinstance(obj, types.ModuleType):
             return importlib.import_module, (obj.__name__,)
-        otherwise = special(obj)
+        otherwise = sendable.special(obj)
         if otherwise is not None:
             return otherwise
         if type(obj).__module__ == "dataclasses" and type(obj).__name__.startswith("_"):
@@ -195,14 +192,14 @@ class _Packing(pickle.Pickler):
 
     def _plain(self, obj: Any) -> Any:
         """Return the object's own way of being pickled; what has none is left out and said."""
-        shared = shared_state(obj)
+        shared = sendable.shared_state(obj)
         if shared is not None:
             return parts.make_sharing, (type(obj),), shared, None, None, parts.fill_object
         dispatch = copyreg.dispatch_table.get(type(obj))
         try:
             reduced = dispatch(obj) if dispatch else obj.__reduce_ex__(4)
         except Exception:
-            return parts.Absent, (described(obj),)
+            return parts.Absent, (sendable.described(obj),)
         self.held.append(reduced)
         return _undisturbed(obj, reduced)
 

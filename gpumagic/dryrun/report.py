@@ -7,6 +7,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from gpumagic.report.base import Report, to_document
 from gpumagic.report.document import Heading
+from gpumagic.report.units import count, size, size_range
+
+MOST_PLACES = 2
+"""Lines that a sentence names."""
 
 
 @dataclass(frozen=True)
@@ -108,11 +112,6 @@ class Search:
         """The trial with the smallest value that was not shown to fit."""
         return next((each for each in self.trials if not each.fits), None)
 
-    @property
-    def largest_failing(self) -> Trial | None:
-        """The one with the largest."""
-        return next((each for each in reversed(self.trials) if not each.fits), None)
-
 
 @dataclass(frozen=True, repr=False)
 class DryRunReport(Report[DryRunRow]):
@@ -129,17 +128,17 @@ class DryRunReport(Report[DryRunRow]):
     """Highest bytes allocated, as `torch.cuda.max_memory_allocated` would tell, by device."""
     reserved: dict[str, int]
     """Highest bytes that the caching allocator holds, by device."""
-    line: int | None
+    line: int | None = None
     """Where the peak is."""
-    code: str | None
-    operator: str | None
+    code: str | None = None
+    operator: str | None = None
     """Which operator of that line allocates at the peak."""
-    breakdown: dict[str, int]
+    breakdown: dict[str, int] = field(default_factory=dict)
     """Bytes at the peak by what they are: parameters, gradients, optimizer state, activations, temporaries, what else
     earlier cells hold, other."""
-    fits: bool | None
+    fits: bool | None = None
     """None where it cannot be told."""
-    capacity: int | None
+    capacity: int | None = None
     """Bytes that this process can have of the device that decides."""
     complete: bool = False
     """Whether the cell was run to its end, or until it was out of memory, with all values that were guessed."""
@@ -224,3 +223,35 @@ def peak_of(report: DryRunReport) -> int:
 def reserved_of(report: DryRunReport) -> int:
     """Return what its allocator holds at most."""
     return report.reserved.get(report.device or "", 0)
+
+
+def shortcoming(report: DryRunReport) -> str:
+    """Return why a dry run does not show that its cell fits, as the end of a sentence; nothing where it does."""
+    if report.fits:
+        return ""
+    if report.error is not None:
+        return report.error
+    if report.fits is False:
+        return f"line {report.failure_line} runs out of memory" if report.failure_line else "it runs out of memory"
+    if report.open_on:
+        shown = [f"line {line} (`{code}`)" for line, code in report.open_on[:MOST_PLACES]]
+        rest = len(report.open_on) - len(shown)
+        on = " and ".join([*shown, *([count(rest, "more line")] if rest else [])])
+        return f"it depends on {on}" if report.complete else f"with other values of {on} it did not run to the end"
+    if report.complete:
+        return f"it needs {size(peak_of(report))}, and {overhead(report)}"
+    return next(
+        (passes_sentence(each) for each in report.passes if each.run != each.asked), "it did not run to the end"
+    )
+
+
+def overhead(report: DryRunReport) -> str:
+    """Return what a device needs besides."""
+    return f"CUDA itself takes {size_range(*report.overhead)} (an estimate)"
+
+
+def passes_sentence(passes: Passes) -> str:
+    """Return how far a loop was run."""
+    of = "" if passes.asked is None else f" of {passes.asked:,}"
+    were = "pass" if (passes.asked or passes.run) == 1 else "passes"
+    return f"{passes.run:,}{of} {were} of {passes.place} were run"

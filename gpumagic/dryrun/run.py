@@ -7,14 +7,16 @@ import contextlib
 import linecache
 import os
 import random
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpumagic.dryrun import client, payload, scenarios, targets, verdict
-from gpumagic.dryrun.report import DryRunReport, RankNeed, peak_of, reserved_of
+from gpumagic.dryrun import client, payload, scenarios, targets
+from gpumagic.dryrun import report as records
+from gpumagic.dryrun.report import DeviceNeed, DryRunReport, peak_of, reserved_of
 from gpumagic.dryrun.script import Script
 from gpumagic.dryrun.targets import Target
 from gpumagic.errors import DryRunUnavailable, OptionError
@@ -29,6 +31,15 @@ _PRELOADED = frozenset({
     "einops", "accelerate", "peft", "diffusers", "lightning", "pytorch_lightning", "torchmetrics", "safetensors",
 })  # fmt: skip
 """Packages of which the worker imports once what the notebook has imported."""
+NCCL = (16 * targets.MIB, 1500 * targets.MIB)
+"""What a communicator takes of the device, least and most: an estimate.
+
+A channel has a buffer of 4 MiB a connection (NCCL_BUFFSIZE), and half a MiB and 4.7 MiB more where it uses the LL and
+LL128 protocols; a ring has two connections, a tree three more, and there are 2 to 32 channels (NCCL_MAX_NCHANNELS).
+People measured 1.6 GB for one communicator (https://github.com/NVIDIA/nccl/issues/864)."""
+_HOST = re.compile(r"(_Array)?MemoryError:|.*DefaultCPUAllocator: ", re.DOTALL)
+"""How Python, numpy and torch say that the host's memory does not do."""
+_ROCM = ("what ROCm takes for itself: of this GPU only the size is known here, and CUDA on an A100 stands in",)
 Rank = tuple[int, int, int, dict[str, list[str]]]
 """Which, of how many, how many a machine has, and what ranks that were run before have sent to it."""
 Run = Callable[[Rank], tuple[DryRunReport, dict[str, Any]]]
@@ -108,7 +119,7 @@ def _fullest(run: Run, ranks: Ranks) -> DryRunReport:
     for number, each in sorted(reports.items()):
         retries = next((device.retries for device in each.devices if device.device == each.device), 0)
         peak, reserved = peak_of(each), reserved_of(each)
-        needs.append(RankNeed(number, each.device or "", peak, reserved, retries, each.fits, each.breakdown))
+        needs.append(records.RankNeed(number, each.device or "", peak, reserved, retries, each.fits, each.breakdown))
     return replace(reports[most], rank=most, world=ranks.world, ranks=tuple(needs))
 
 
@@ -145,10 +156,15 @@ def _dry_run(
         request = _request(what, parts, target, dict(values), time_limit)
         outcome = scenarios.run({**request, "snapshot": snapshot is not None, "rank": rank}, only)
         if "ended" in outcome:
-            return verdict.report_of_nothing(target, outcome), outcome
+            nothing = DryRunReport(
+                target.names[target.chosen], {}, {}, capacity=target.capacities[target.chosen], gpu=target.gpu,
+                engine=target.engine, error=outcome["ended"], exceeds_host=outcome.get("exceeds_host", False),
+                effects=tuple(outcome.get("effects", ())),
+            )  # fmt: skip
+            return nothing, outcome
         if snapshot is not None and outcome["snapshot"] is not None:
             Path(snapshot).write_bytes(base64.b64decode(outcome["snapshot"]))
-        return replace(verdict.report_of(outcome, target, parts), sizes=sizes_in(what.source or "")), outcome
+        return replace(report_of(outcome, target, parts), sizes=sizes_in(what.source or "")), outcome
 
 
 def _request(
@@ -182,3 +198,76 @@ def _request(
         "random": random.getstate(), "torch_random": bytes(torch.get_rng_state().tolist()),
         "numpy_random": None if numpy is None else numpy.random.get_state(),
     }  # fmt: skip
+
+
+def report_of(outcome: dict[str, Any], target: Target, parts: payload.Payload) -> DryRunReport:
+    """Return the report of a worker's outcome."""
+    error, names, communicators = outcome["error"], target.names, outcome.get("communicators", 0)
+    complete = error is None and not outcome["is_open"]
+    decided = complete and not outcome.get("depends")
+    devices = tuple(
+        _device(name, found, capacity, target.extra, decided=decided)
+        for name, found, capacity in zip(names, outcome["devices"], target.capacities, strict=True)
+    )
+    deciding = min(range(len(devices)), key=lambda each: _room(devices[each], names[target.chosen]))
+    device, found = devices[deciding], outcome["devices"][deciding]
+    at, failure, fits = found["at"], found["failure"], {each.fits for each in devices}
+    unknown = (*outcome["unknown"], *parts.notes, *target.unknown, *_ROCM * target.is_amd)
+    return DryRunReport(
+        device=device.device,
+        peak={each.device: each.peak for each in devices},
+        reserved={each.device: each.reserved for each in devices},
+        line=at["line"], code=at["code"] or None, operator=at["operator"] or None,
+        breakdown=dict(sorted(found["breakdown"].items(), key=lambda item: -item[1])),
+        fits=False if False in fits else None not in fits or None,
+        capacity=device.capacity, complete=complete,
+        certain=complete and not outcome.get("varies") and not outcome.get("lacks") and not target.is_amd,
+        passes=tuple(records.Passes(*each) for each in outcome["passes"]),
+        modules=dict(found.get("modules", ())),
+        timeline=tuple(records.DryRunPoint(names[index], *point) for index, *point in outcome["timeline"]),
+        assumed=(*outcome["assumed"], *parts.assumed), unknown=tuple(dict.fromkeys(unknown)),
+        engine=target.engine, gpu=target.gpu, overhead=target.extra, scenario=outcome.get("most"), runs=outcome["runs"],
+        flat=tuple((place, number) for place, number in outcome.get("flat", ())),
+        function=at["function"] or None, operator_bytes=at["nbytes"],
+        failure_line=None if failure is None else failure["line"],
+        open_on=tuple((line, code) for line, code in outcome.get("open_on", ())),
+        effects=tuple(outcome["effects"]), error=None if error is None else _failure_sentence(error),
+        exceeds_host=error is not None and _HOST.match(f"{error['kind']}: {error['text']}") is not None,
+        devices=devices, nccl=(NCCL[0] * communicators, NCCL[1] * communicators),
+        lines=tuple(
+            records.DryRunRow(names[each["device"]], each["line"], each["code"], each["peak"], each["after"])
+            for each in sorted(outcome["lines"], key=lambda each: (each["line"], each["device"]))
+        ),
+        operators=outcome["operators"], seconds=outcome["seconds"], versions=outcome.get("versions", {}),
+    )  # fmt: skip
+
+
+def _device(
+    name: str, found: dict[str, Any], capacity: int | None, extra: tuple[int, int], *, decided: bool
+) -> DeviceNeed:
+    """Judge one device: a clear no, a clear yes only of a run that was seen to its end, and between them None."""
+    fits = True if decided else None
+    if found["failed"]:
+        fits = False if extra[0] == extra[1] or found["peak"] + extra[0] > (capacity or 0) else None
+    return DeviceNeed(
+        name, found["before"], found["peak"], found["after"], found["reserved"], capacity,
+        None if capacity is None else fits, found.get("retries", 0),
+    )  # fmt: skip
+
+
+def _room(device: DeviceNeed, chosen: str) -> tuple[int, float, bool]:
+    """Order devices: those that fail, then by the share that is left, then the one that was asked about."""
+    verdict = {False: 0, None: 1, True: 2}[device.fits]
+    share = (device.capacity - device.peak) / device.capacity if device.capacity else 1.0
+    return verdict, share, device.device != chosen
+
+
+def _failure_sentence(error: dict[str, Any]) -> str:
+    """Return how the dry run ended, where not at the cell's end."""
+    where = f" on line {error['line']}" if error["line"] is not None else ""
+    if error["refused"]:
+        return f"the dry run stopped{where}: {error['text']}"
+    text = f"{where}: {error['kind']}: {error['text']}"
+    if "depends" in error:
+        return f"the cell may fail{text} (it depends on {error['depends']}, whose values are assumed)"
+    return f"the cell fails{text}"

@@ -31,13 +31,6 @@ WORKSPACES = (0, 400 * MIB)
 STATED = (0, 64 * MIB)
 """The same where a capacity is what torch may have: two workspaces of cuBLAS, at most Hopper's, lie in it."""
 
-NCCL = (16 * MIB, 1500 * MIB)
-"""What a communicator takes of the device, least and most: an estimate.
-
-A channel has a buffer of 4 MiB a connection (NCCL_BUFFSIZE), and half a MiB and 4.7 MiB more where it uses the LL and
-LL128 protocols; a ring has two connections, a tree three more, and there are 2 to 32 channels (NCCL_MAX_NCHANNELS).
-People measured 1.6 GB for one communicator (https://github.com/NVIDIA/nccl/issues/864)."""
-
 _EXPANDABLE = "expandable segments are not modelled: segments have a fixed size here, so more may fit than is said"
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from gpumagic.dryrun import report as records
-from gpumagic.dryrun.report import DryRunReport, peak_of, reserved_of
-from gpumagic.dryrun.verdict import overhead, passes_sentence, shortcoming
+from gpumagic.dryrun.report import DryRunReport, overhead, passes_sentence, peak_of, reserved_of, shortcoming
 from gpumagic.report import document as doc
+from gpumagic.report.base import grouped
 from gpumagic.report.document import Column, Table, document_of, stacking_order
 from gpumagic.report.tree import tree_blocks
 from gpumagic.report.units import count, duration, size, size_of, size_range
@@ -50,26 +50,28 @@ def _headline(report: DryRunReport) -> str:
     if search is None:
         return _answer(report)
     if report.fewest is not None:
-        on_each = f"{_needs(report)} on rank {report.rank}, the fullest"
-        return f"Fits from {report.fewest:,} {report.gpu or 'GPUs'} on: {on_each}"
+        fits = f"Fits from {report.fewest:,} {report.gpu or 'GPUs'} on"
+        return f"{fits}: {_needs(report)} on rank {report.rank}, the fullest"
     if report.largest is not None:
         return f"{search.name} up to {report.largest:,} fits: {_needs(report)} on {_place(report)}"
-    if search.name == "ranks":
-        return f"No number of GPUs found: {search.reason}"
-    if not search.reason:
-        answer = _answer(report)
-        return f"With {search.name} = 1 it {answer[:1].lower()}{answer[1:]}"
-    return f"No largest {search.name} found: {search.reason}"
+    if search.reason:
+        what = "number of GPUs" if search.name == "ranks" else f"largest {search.name}"
+        return f"No {what} found: {search.reason}"
+    answer = _answer(report)
+    return f"With {search.name} = 1 it {answer[:1].lower()}{answer[1:]}"
 
 
 def _answer(report: DryRunReport) -> str:
     place, peak = _place(report), peak_of(report)
     if report.fits and report.world is not None:
-        return _on_each(report)
+        of = f"the fullest of {len(report.ranks)} that were run" if len(report.ranks) > 1 else "the one that was run"
+        each = f"Fits on each of {report.world:,} {report.gpu or 'GPUs'}"
+        return f"{each}: {_needs(report)} on rank {report.rank}, {of}"
     if report.fits:
         return f"Fits: {_needs(report)} on {place}" if peak else f"Fits: it allocates nothing on {place}"
     if report.fits is False:
-        return f"Does not fit: {_shortage(report, peak)}; {shortcoming(report)}{_remedy(report)}"
+        remedy = f". --fit {report.sizes[0]} finds what fits" if report.sizes and report.search is None else ""
+        return f"Does not fit: {_shortage(report, peak)}; {shortcoming(report)}{remedy}"
     if report.error is not None:
         so_far = f"; up to there it needs {size(peak)}" if peak else ""
         return f"{report.error[:1].upper()}{report.error[1:]}{so_far}"
@@ -78,36 +80,19 @@ def _answer(report: DryRunReport) -> str:
     return _open(report)
 
 
-def _on_each(report: DryRunReport) -> str:
-    """Return the answer for a cell that fits as what each of many GPUs runs."""
-    others = [each.rank for each in report.ranks if each.rank != report.rank]
-    alike = len({(each.peak, each.reserved) for each in report.ranks}) == 1
-    which = f"the fullest of {len(report.ranks)} that were run"
-    if not others:
-        which = "the one that was run"
-    elif alike:
-        which = f"as on {'ranks' if len(others) > 1 else 'rank'} {', '.join(map(str, others))}"
-    return f"Fits on each of {report.world:,} {report.gpu or 'GPUs'}: {_needs(report)} on rank {report.rank}, {which}"
-
-
-def _remedy(report: DryRunReport) -> str:
-    """Return what finds the way out of a shortage, where the cell has a size that could be smaller."""
-    return f". --fit {report.sizes[0]} finds what fits" if report.sizes and report.search is None else ""
-
-
 def _open(report: DryRunReport) -> str:
     """Return the answer where it cannot be told whether a cell fits."""
     needs, why = f"{_needs(report)} on {_place(report)}", shortcoming(report)
     if report.open_on:
         return f"May not fit: {why}; it needs {needs} or more"
-    flat = dict(report.flat)
-    loop = next((each for each in report.passes if each.place in flat), None)
-    if not report.complete and loop is not None:
-        after = f"after pass {flat[loop.place]:,} of {loop.place} none of {loop.run:,} took more"
-        return f"Fits as far as it was run, {duration(report.seconds)}: {needs}; {after}"
-    if not report.complete:
+    if report.complete:
+        return f"May not fit: needs {needs}, and {overhead(report)}"
+    if not report.flat:
         return f"{why[:1].upper()}{why[1:]} in {duration(report.seconds)}: needs at least {needs}"
-    return f"May not fit: needs {needs}, and {overhead(report)}"
+    (place, number), *_ = report.flat
+    run = next((each.run for each in report.passes if each.place == place), number)
+    after = f"after pass {number:,} of {place} none of {run:,} took more"
+    return f"Fits as far as it was run, {duration(report.seconds)}: {needs}; {after}"
 
 
 def _shortage(report: DryRunReport, peak: int) -> str:
@@ -135,7 +120,8 @@ def _place(report: DryRunReport) -> str:
 def _neighbour(search: records.Search, largest: int | None) -> Iterator[doc.Block]:
     """Say what shows that it is the largest, and every value that was run."""
     is_ranks = search.name == "ranks"
-    failing = search.largest_failing if is_ranks else search.smallest_failing
+    failing = next((each for each in reversed(search.trials) if not each.fits), None)
+    failing = failing if is_ranks else search.smallest_failing
     if (largest is not None or is_ranks) and failing is not None:
         does = "does not" if failing.fits is False else "may not"
         yield doc.Paragraph(f"{failing.value:,} {does}: {failing.reason}.")
@@ -160,22 +146,18 @@ def _peak(report: DryRunReport) -> Iterator[doc.Block]:
         first = f"{lines[report.line][1]}; " if report.line in lines else ""
         lines[report.line] = report.code, f"{first}peak{inside}{adds}"
     if lines:
-        yield doc.Listing(
-            [(number, code, note) for number, (code, note) in sorted(lines.items()) if number is not None]
-        )
+        yield doc.Listing([(number, *lines[number]) for number in sorted(lines)])
     peak, reserved = peak_of(report), reserved_of(report)
     rows: list[list[doc.Cell | str]] = [
         [part, doc.Cell(size(nbytes), (doc.Segment(nbytes / peak, part=part),))]
         for part, nbytes in report.breakdown.items()
     ]
-    if reserved > peak:
-        rows.append([doc.Cell("reserved with cache", muted=True), doc.Cell(size(reserved), muted=True)])
-    if report.nccl[1]:
-        rows.append([doc.Cell("NCCL's buffers (estimate)", muted=True), doc.Cell(size_range(*report.nccl), muted=True)])
-    if report.overhead[1]:
-        rows.append(
-            [doc.Cell("CUDA itself (estimate)", muted=True), doc.Cell(size_range(*report.overhead), muted=True)]
-        )
+    besides = {
+        "reserved with cache": size(reserved) if reserved > peak else "",
+        "NCCL's buffers (estimate)": size_range(*report.nccl) if report.nccl[1] else "",
+        "CUDA itself (estimate)": size_range(*report.overhead) if report.overhead[1] else "",
+    }
+    rows += [[doc.Cell(name, muted=True), doc.Cell(text, muted=True)] for name, text in besides.items() if text]
     yield Table([Column[Any]("At the peak"), Column[Any]("Size", align="right")], rows, "What makes up the peak")
 
 
@@ -199,15 +181,13 @@ def _timeline(report: DryRunReport) -> Iterator[doc.Block]:
 
 def _columns(points: Sequence[records.DryRunPoint]) -> list[records.DryRunPoint]:
     """Return the highest point of each of `COLUMNS` equal parts of the operators; where none is, the last before."""
-    found: list[records.DryRunPoint] = [points[0]] * COLUMNS
-    last = max(1, points[-1].operator)
-    place = 0
-    for point in points:
-        at = min(COLUMNS - 1, COLUMNS * point.operator // last)
-        if at > place or point.allocated > found[at].allocated:
-            found[at] = point
-        found[at + 1 :] = [point] * (COLUMNS - at - 1)
-        place = at
+    last, operators = points[0], max(1, points[-1].operator)
+    parts = grouped((min(COLUMNS - 1, COLUMNS * point.operator // operators), point) for point in points)
+    found = []
+    for column in range(COLUMNS):
+        within = parts.get(column, [last])
+        found.append(max(within, key=lambda point: point.allocated))
+        last = within[-1]
     return found
 
 
@@ -228,9 +208,7 @@ def _details(report: DryRunReport) -> Iterator[doc.Block]:
             yield doc.Fold(f"By module: {named}", list(tree))
     if len(report.ranks) > 1:
         named = _named((f"rank {each.rank:,}", each.peak) for each in report.ranks)
-        yield doc.Fold(
-            f"By rank: {named}", [Table.of(report.ranks, list(_of_ranks(report.ranks)), "The ranks that were run")]
-        )
+        yield doc.Fold(f"By rank: {named}", [Table.of(report.ranks, _RANKS, "The ranks that were run")])
     devices = [each for each in report.devices if each.peak]
     if len(devices) > 1:
         others = ", ".join(f"{size(each.peak)} on {each.device}" for each in devices if each.device != report.device)
@@ -251,19 +229,6 @@ _RANKS: tuple[Column[records.RankNeed], ...] = (
     Column("Reserved", lambda row: size(row.reserved), "right"),
     Column("Retries", lambda row: str(row.retries), "right", when=lambda row: row.retries),
 )
-
-
-def _of_ranks(ranks: Sequence[records.RankNeed]) -> Iterator[Column[records.RankNeed]]:
-    """Yield the columns of what each rank holds at its peak, by what it is."""
-
-    def held(part: str) -> Callable[[records.RankNeed], str]:
-        return lambda row: size(row.breakdown.get(part, 0))
-
-    yield from _RANKS
-    for part in stacking_order(part for each in ranks for part in each.breakdown):
-        yield Column(part.capitalize(), held(part), "right")
-
-
 _DEVICES: tuple[Column[records.DeviceNeed], ...] = (
     Column("Device", lambda row: row.device),
     Column("Before", lambda row: size(row.before), "right"),

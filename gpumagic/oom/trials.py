@@ -13,9 +13,8 @@ from types import FrameType
 from typing import NamedTuple
 
 from gpumagic.dryrun import effects, fitting, run, targets
-from gpumagic.dryrun.report import DeviceNeed, DryRunReport
+from gpumagic.dryrun.report import DeviceNeed, DryRunReport, shortcoming
 from gpumagic.dryrun.script import script_of
-from gpumagic.dryrun.verdict import shortcoming
 from gpumagic.errors import DryRunUnavailable, GpuMagicError
 from gpumagic.oom.report import Advice, EditTrial, Need
 from gpumagic.oom.rules.facts import Facts

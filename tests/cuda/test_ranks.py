@@ -98,7 +98,7 @@ def test_the_answer_is_of_the_fullest_rank_where_shards_are_uneven() -> None:
 
 
 def test_ranks_that_need_the_same_are_told_as_one() -> None:
-    assert dry_run(CELLS["DDP"]).verdict.endswith("on rank 0, as on rank 3")
+    assert dry_run(CELLS["DDP"]).verdict.endswith("on rank 0, the fullest of 2 that were run")
 
 
 def test_a_rank_that_needs_more_is_the_one_that_is_told() -> None:

@@ -93,7 +93,7 @@ EARLIER = {
         "graph = torch.eye(64).to_sparse().coalesce()\nrows = torch.eye(64).to_sparse_csr()",
         "y = x * 2\nkept = graph, rows",
     ),
-    "a text in memory": ("import io\ntext = io.StringIO('1000')", "y = torch.ones(int(text.read()), 1024, device=DEVICE)"),
+    "a text in memory": ("import io\ntext = io.StringIO('1000')", "y = x[:int(text.read())] + 1"),
     "a thread": (
         "import threading\nthread = threading.Thread(target=int)\nthread.start()",
         "thread.join()\ny = x * 2",
