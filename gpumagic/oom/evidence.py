@@ -56,7 +56,7 @@ def conclude(
     elif facts.memory != "device" or facts.device is None or facts.kind == "size bug":
         tried.reason = "a dry run knows only of the devices' memory"
     elif seconds:
-        tried.reason = state.effects.sentence()
+        tried.reason = state.watch.sentence()
     with tried.until_interrupted():
         need = tried.need()
         if need is not None and need.fits and any(nbytes >= LARGE for nbytes in facts.stale.values()):
@@ -71,13 +71,14 @@ def conclude(
         for each in (facts.before, facts.at_failure, facts.after)
     )
     explanation = verdict.explain(facts)
+    event = failure.event
     return OomReport(
-        facts.kind, failure.event.certainty, facts.device, facts.requested, before, at_failure, after, reserved_after,
+        facts.kind, event.kind.certainty, facts.device, facts.requested, before, at_failure, after, reserved_after,
         facts.line, facts.code, explanation.sentence, cause=explanation.cause,
         reserved_before=reserved_before, reserved_at_failure=reserved_at_failure,
         need=need, untried=tried.reason if need is None else "",
         holders=facts.holders, advice=advised, capacity=facts.capacity, retries=retries, recovered=recovered,
-        message=failure.event.message, notes=tuple(notes), origin=base.current_origin(),
+        message=event.message, notes=tuple(notes), origin=base.current_origin(),
     )  # fmt: skip
 
 
@@ -87,7 +88,7 @@ def _notes(facts: Facts, event: OomEvent, state: GuardState, kept: BaseException
         yield f"Kept for %debug: the failed frames hold at least {size(pinned)} of it."
     if event.raised != event.message:
         yield f"It was raised as {event.raised}"
-    if event.memory == "device" and event.device is None and facts.device is not None:
+    if event.kind.memory == "device" and event.device is None and facts.device is not None:
         yield f"The error does not name the device; {facts.device} is the fullest of its kind in use."
     if facts.inside is not None:
         yield f"It failed inside {facts.inside}"

@@ -17,9 +17,9 @@ from gpumagic.heap.holders import Identities
 from gpumagic.memory import allocator
 from gpumagic.notebook import session
 from gpumagic.oom import failure, recognition
-from gpumagic.oom.failure import Failure, GuardState, OomObserver
-from gpumagic.oom.outside import Outside
+from gpumagic.oom.failure import Failure, GuardState
 from gpumagic.oom.shell import LateTraceback
+from gpumagic.oom.watch import CellWatch
 from gpumagic.source import frames
 
 if TYPE_CHECKING:
@@ -78,7 +78,6 @@ class OomGuard(contextlib.ContextDecorator):
         self._rerun = rerun
         self._is_running = is_running
         self._seconds = seconds
-        self._observer = OomObserver()
         self._failure: Failure | None = None
         self._retries = 0
         self._recovered = False
@@ -87,14 +86,11 @@ class OomGuard(contextlib.ContextDecorator):
 
     def open(self) -> None:
         """Read the allocator's figures and which names are bound; costs well under a millisecond."""
-        self._observer.close()  # a decorated function that calls itself
-        self._state.effects.close()
-        self._observer = OomObserver()
+        self._state.watch.close()  # of a decorated function that calls itself
         try:
-            self._observer.open()
             if not self._retries:  # a further try is measured against the state before the first
                 self._read_state()
-            self._state.effects.open()
+            self._state.watch.open()
         except BaseException:  # Ctrl-C: what did not open is not closed
             self.restore()
             raise
@@ -104,23 +100,22 @@ class OomGuard(contextlib.ContextDecorator):
         if self._shell is not None:
             self._traceback = LateTraceback(self._shell, self._recognises, as_text=self._keep_going)
             self._traceback.install()
-        effects = Outside(names, is_running=self._is_running)
-        self._state = GuardState(names, Identities(names), allocator.all_device_stats(), self._shell, outside, effects)
+        watch = CellWatch(names, is_running=self._is_running)
+        self._state = GuardState(names, Identities(names), allocator.all_device_stats(), self._shell, outside, watch)
 
     def close(self, error: BaseException | None) -> None:
         """Record how the block ended; after out-of-memory, read its frames while they are whole."""
         self.restore()
         self._recovered = error is None and self._failure is not None
         if error is not None:
-            self._failure = self._examine(error)
+            self._failure = failure.examine(error, self._state) if isinstance(error, Exception) else None
         if self._failure is None:
             self.show_error()
 
     def restore(self) -> None:
         """Stop watching, and let the shell show errors as before; again after an interrupt."""
         try:
-            self._observer.close()
-            self._state.effects.close()
+            self._state.watch.close()
         finally:
             if self._traceback is not None:
                 self._traceback.uninstall()
@@ -225,11 +220,6 @@ class OomGuard(contextlib.ContextDecorator):
     def _recognises(self, error: BaseException) -> bool:
         now = allocator.all_device_stats()
         return isinstance(error, Exception) and failure.recognise(error, self._state.outside, now)[0] is not None
-
-    def _examine(self, error: BaseException) -> Failure | None:
-        if not isinstance(error, Exception):
-            return None
-        return failure.examine(error, self._state, self._observer.refusals)
 
     def _conclude(self, kept: BaseException | None = None) -> OomReport:
         """Publish and return the report of the last failure, from what is alive now; forget the failure.

@@ -18,8 +18,8 @@ import builtins
 import errno
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpumagic.source import frames
 
@@ -37,7 +37,8 @@ class Kind:
     text: str
     """Regular expression searched in the exception's text."""
     certainty: str = "certain"
-    """``"certain"``; ``"probable"``: other faults have the same text; ``"not-oom"``: reads like it and is not."""
+    """``"certain"``; ``"probable"``: other faults have the same text; ``"not-oom"``: torch's error of this type without
+    a shortage."""
     memory: str = "device"
     """What ran out: ``"device"``, ``"host"`` or ``"shared"`` (/dev/shm) memory."""
     backend: str | None = None
@@ -51,10 +52,6 @@ class Kind:
 _LOW = {"certainty": "probable", "needs_low_free": True, "backend": "cuda"}
 
 KINDS: tuple[Kind, ...] = (
-    # Faults whose text mentions memory or resources, and that need another remedy.
-    Kind("device-side assert", r"device-side assert triggered", "not-oom"),
-    Kind("triton shared memory", r"out of resource: (shared memory|tensor memory|threads)", "not-oom"),
-    Kind("size overflow", r"Storage size calculation overflowed", "not-oom"),
     # torch's caching allocators.
     Kind("size bug", r"[Tt]ried to allocate more than 1EB", "not-oom", allocator=True),
     Kind("memory fraction", r"preemptively rejected because it would exceed per_process_memory_fraction",
@@ -110,7 +107,8 @@ BY_CLASS: dict[str, Kind] = {
 """The kind of an exception whose text matches no row, by the name of one of its classes."""
 
 PINNED = "pinned memory"
-"""The kind of a failed ``cudaHostAlloc``: its text is that of any failure of the CUDA runtime, only its line tells."""
+PINNING = Kind(PINNED, "", "probable", memory="host")
+"""A failed ``cudaHostAlloc``: its text is that of any failure of the CUDA runtime, only its line tells."""
 
 HOST_ENOMEM = Kind("operating system", "", memory="host")
 """``OSError`` with errno ENOMEM: fork, mmap."""
@@ -124,8 +122,6 @@ class Numbers:
     """The numbers in an error's text, in bytes; None where there is no credible one."""
 
     requested: int | None = None
-    exact: bool = False
-    """False where the text rounded the request to two decimals."""
     index: int | None = None
     """The device's index."""
     capacity: int | None = None
@@ -160,23 +156,20 @@ _LIMIT = rf"max allowed: {_SIZE}", rf"limit set to: {_SIZE}"
 
 def read_numbers(text: str) -> Numbers:
     """Return the numbers of one error's text; what exceeds twice the capacity is a sentinel and left out."""
-    requested, unit = _size(text, *_REQUESTED)
-    (capacity, _), (limit, _), (free, _), (allocated, _), (in_tensors, _) = (
-        _size(text, *each) for each in (_CAPACITY, _LIMIT, _FREE, _ALLOCATED, _IN_TENSORS)
-    )
-    unallocated, _ = _size(text, rf"{_SIZE} is reserved by PyTorch but unallocated")
-    others, _ = _size(text, rf"other allocations: {_SIZE}")
+    capacity, limit, free = _size(text, *_CAPACITY), _size(text, *_LIMIT), _size(text, *_FREE)
+    allocated, in_tensors = _size(text, *_ALLOCATED), _size(text, *_IN_TENSORS)
+    unallocated = _size(text, rf"{_SIZE} is reserved by PyTorch but unallocated")
+    others = _size(text, rf"other allocations: {_SIZE}")
     if capacity is None and limit is not None:  # MPS and CuPy name the cap that counts, not the device's size
         capacity = limit
         free = None if allocated is None else max(0, limit - allocated - (others or 0))
-    allowed, _ = _size(text, rf"{_SIZE} allowed;")  # by `set_per_process_memory_fraction`
+    allowed = _size(text, rf"{_SIZE} allowed;")  # by `set_per_process_memory_fraction`
     left = None if allowed is None else max(0, allowed - (in_tensors or 0) - (unallocated or 0))
     capped = left is not None and free is not None and left < free
     index = re.search(r"(?:GPU|on device|device ordinal|device:GPU:)\s?(\d+)\b", text)
     raw = re.search(r"GPU ([\x00-\x1f]) has a total", text)  # torch 2.2 and 2.3 print the number as a character
     return Numbers(
-        requested=requested,
-        exact=unit == 1,
+        requested=_size(text, *_REQUESTED),
         index=int(index[1]) if index is not None else ord(raw[1]) if raw is not None else None,
         capacity=capacity,
         free=_credible(left if capped else free, capacity),
@@ -186,14 +179,13 @@ def read_numbers(text: str) -> Numbers:
     )
 
 
-def _size(text: str, *patterns: str) -> tuple[int | None, int]:
-    """Return the bytes that the first pattern that matches finds, and the unit they are told in."""
+def _size(text: str, *patterns: str) -> int | None:
+    """Return the bytes that the first pattern that matches finds."""
     match = next(filter(None, (re.search(pattern, text) for pattern in patterns)), None)
     if match is None:
-        return None, 0
+        return None
     number, unit = match.groups()[-2:]
-    factor = _UNITS[(unit or "b")[0].lower()]
-    return int(float(number.replace(",", "")) * factor), factor
+    return int(float(number.replace(",", "")) * _UNITS[(unit or "b")[0].lower()])
 
 
 def _credible(value: int | None, capacity: int | None) -> int | None:
@@ -206,26 +198,23 @@ NEARLY_FULL = 1024**3
 """Free bytes below which a library's vague failure is taken for out-of-memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class OomEvent:
+class OomEvent(NamedTuple):
     """An out-of-memory error, as far as the exception alone tells."""
 
-    kind: str
-    certainty: str
-    """``"certain"``, ``"probable"``, or ``"not-oom"``: torch's out-of-memory error without a shortage."""
-    memory: str
-    """``"device"``, ``"host"`` or ``"shared"``."""
-    device: str | None
-    """Such as ``"cuda:1"``; None where the text does not settle it."""
-    backend: str | None
+    kind: Kind
+    """Its backend is the one that the text names."""
     numbers: Numbers
     message: str
     """``"Type: first line"`` of the exception that says so."""
     raised: str
     """The same of the exception that ended the cell; differs where that one wrapped it."""
-    from_allocator: bool = False
-    """True where torch's caching allocator raised it, after emptying its own cache."""
-    text: str = ""
+    text: str
+
+    @property
+    def device(self) -> str | None:
+        """Such as ``"cuda:1"``; None where the text does not settle it."""
+        is_named = self.kind.memory == "device" and self.kind.backend is not None and self.numbers.index is not None
+        return f"{self.kind.backend}:{self.numbers.index}" if is_named else None
 
 
 def recognise(error: BaseException, free: int | None = None, outside: Collection[int] = ()) -> OomEvent | None:
@@ -260,10 +249,8 @@ def _kind_of(error: BaseException) -> Kind | None:
 
 
 def _is_credible(kind: Kind, free: int | None) -> bool:
-    if kind.certainty == "not-oom":
-        return kind.allocator  # torch's own out-of-memory error all the same: it pins memory and wants a report
-    if kind.certainty == "certain" or kind.memory != "device":
-        return True
+    if kind.certainty != "probable" or kind.memory != "device":
+        return True  # also of "not-oom": it pins memory and wants a report
     if free is None:
         return not kind.needs_low_free
     return free < NEARLY_FULL
@@ -273,21 +260,11 @@ def _event(kind: Kind, error: BaseException, raised: BaseException) -> OomEvent:
     text = _text(error)
     numbers = read_numbers(text)
     word = text.partition(" out of memory")[0].rpartition(" ")[2]
-    is_named = word.isalnum() and " out of memory. Tried" in text
-    backend = kind.backend or (word.lower() if is_named else None)
-    indexed = kind.memory == "device" and backend is not None and numbers.index is not None
-    return OomEvent(
-        kind="memory fraction" if numbers.capped else kind.name,
-        certainty=kind.certainty,
-        memory=kind.memory,
-        device=f"{backend}:{numbers.index}" if indexed else None,
-        backend=backend if kind.memory == "device" else None,
-        numbers=numbers,
-        message=frames.summary_line(error),
-        raised=frames.summary_line(raised),
-        from_allocator=kind.allocator,
-        text=text,
-    )
+    if kind.backend is None and word.isalnum() and " out of memory. Tried" in text:
+        kind = replace(kind, backend=word.lower())
+    if numbers.capped:
+        kind = replace(kind, name="memory fraction")
+    return OomEvent(kind, numbers, frames.summary_line(error), frames.summary_line(raised), text)
 
 
 def _text(error: BaseException) -> str:

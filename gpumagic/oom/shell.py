@@ -60,14 +60,11 @@ class LateTraceback:
         own = vars(self._shell)
         if own.get(_SHOW) == self._hold:
             del own[_SHOW]
-            own |= {} if self._before is None else {_SHOW: self._before}
+            if self._before is not None:
+                own[_SHOW] = self._before
 
     def show(self, *, keep: bool = False) -> None:
-        """Show what is held.
-
-        Args:
-            keep: whether the frames are still there, so that `%tb` needs no text.
-        """
+        """Show what is held; with `keep` its frames are still there, so that `%tb` needs no text."""
         held, self._held = self._held, None
         if held is None:
             return
@@ -120,46 +117,41 @@ def _remember(kind: type, lines: list[str]) -> None:
         del error
 
 
-class EveryCell:
-    """Guards the cells of a shell that start from now on, each with a guard that `make` returns."""
-
-    def __init__(self, shell: InteractiveShell, sessions: CellSessions, make: Callable[[], Guard]) -> None:
-        self._shell, self._sessions, self._make = shell, sessions, make
-        self._guards: weakref.WeakSet[Guard] = weakref.WeakSet()
-
-    def install(self) -> None:
-        """Follow the cells that start from now on."""
-        self._shell.events.register("pre_run_cell", self._starts)
-
-    def uninstall(self) -> None:
-        """Undo `install`; a cell that runs now ends unguarded."""
-        session.unregister(self._shell, "pre_run_cell", self._starts)
-        for guard in list(self._guards):
-            self._sessions.drop(guard)
-
-    def _starts(self, info: ExecutionInfo) -> None:
-        guard = self._make()
-        self._guards.add(guard)
-        self._sessions.start(guard, info)
-
-
 def switch(shell: InteractiveShell, state: str, sessions: CellSessions, make: Callable[[], Guard]) -> str:
-    """Turn the guard of a shell's cells ``"on"`` or ``"off"``, and return a line with the result."""
-    every = shell.meta.get(_KEY)
+    """Turn the guard of a shell's cells ``"on"`` or ``"off"``, and return a line with the result.
+
+    Args:
+        shell: the shell.
+        state: which of the two.
+        sessions: the guards of its running cells.
+        make: returns a guard for a cell that starts.
+    """
+    is_on = _KEY in shell.meta
     if state == "off":
         _off(shell)
-        return "Cells are no longer guarded." if every is not None else "Cells are not guarded."
-    if every is not None:
+        return "Cells are no longer guarded." if is_on else "Cells are not guarded."
+    if is_on:
         return "Every cell is guarded already. %oomguard off ends it."
-    every = shell.meta[_KEY] = EveryCell(shell, sessions, make)  # first: `_off` undoes what an interrupt leaves of it
-    every.install()
+    guards = weakref.WeakSet[Any]()
+
+    def start(info: ExecutionInfo) -> None:
+        guard = make()
+        guards.add(guard)
+        sessions.start(guard, info)
+
+    def stop() -> None:  # a cell that runs now ends unguarded
+        session.unregister(shell, "pre_run_cell", start)
+        for guard in list(guards):
+            sessions.drop(guard)
+
+    shell.meta[_KEY] = stop  # first: `_off` undoes what an interrupt leaves of it
+    shell.events.register("pre_run_cell", start)
     return "From the next cell on, every cell is guarded against running out of memory. %oomguard off ends it."
 
 
 def _off(shell: InteractiveShell) -> None:
-    """Guard no more cells."""
     if _KEY in shell.meta:
-        shell.meta[_KEY].uninstall()
+        shell.meta[_KEY]()
         del shell.meta[_KEY]
 
 
@@ -168,5 +160,4 @@ def off(shell: InteractiveShell) -> None:
     _off(shell)
     if isinstance(getattr(sys, "last_value", None), recognition.OutOfMemory):
         for name in ("last_type", "last_value", "last_traceback"):
-            if hasattr(sys, name):
-                delattr(sys, name)
+            vars(sys).pop(name, None)

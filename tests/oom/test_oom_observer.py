@@ -7,7 +7,7 @@ import torch
 
 import gpumagic
 from gpumagic.memory.allocator import AllocatorStats
-from gpumagic.oom import failure, outside
+from gpumagic.oom import watch
 
 FIGURES = AllocatorStats(5, 7, 9)
 TEXT = "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 2 has a total capacity of 2.00 GiB of which 0 bytes free."
@@ -20,18 +20,18 @@ def observers(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", given.append, raising=False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
-    monkeypatch.setattr(failure, "_attached", [])
+    monkeypatch.setattr(watch, "_hooks", [watch._hook])
     return given
 
 
 @pytest.fixture
 def gate(observers, monkeypatch):
     monkeypatch.setattr("gpumagic.memory.allocator.device_stats", lambda _: FIGURES)
-    gate = failure.OomObserver()
+    gate = watch.CellWatch({})
     gate.open()
     yield gate
     gate.close()
-    assert len(failure.open_observers) == 0
+    assert len(watch._watching) == 0
 
 
 def test_it_is_attached_once_and_listens_only_while_a_gate_is_open(observers, gate) -> None:
@@ -41,14 +41,14 @@ def test_it_is_attached_once_and_listens_only_while_a_gate_is_open(observers, ga
     gate.close()
     attached(1, 2**20, 2**31, 0)
     assert gate.refusals == {"cuda:1": (2**30, FIGURES)}
-    again = failure.OomObserver()
+    again = watch.CellWatch({})
     again.open()
     again.close()
     assert len(observers) == 1
 
 
 def test_the_innermost_gate_is_told(observers, gate) -> None:
-    inner = failure.OomObserver()
+    inner = watch.CellWatch({})
     inner.open()
     observers[0](0, 1, 2, 3)
     inner.close()
@@ -69,10 +69,10 @@ def test_where_it_cannot_be_attached_nothing_is_tried(observers, monkeypatch, mi
         monkeypatch.delattr(torch._C, "_cuda_attach_out_of_memory_observer")
     else:
         monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "cudaMallocAsync")
-    gate = failure.OomObserver()
+    gate = watch.CellWatch({})
     gate.open()
+    gate.close()
     assert observers == []
-    assert len(failure.open_observers) == 0
 
 
 def test_what_it_saw_is_what_the_report_says(observers, monkeypatch) -> None:
@@ -86,7 +86,7 @@ def test_what_it_saw_is_what_the_report_says(observers, monkeypatch) -> None:
         raise torch.OutOfMemoryError(TEXT)
     assert guard.report.device == "cuda:2"
     assert (guard.report.requested, guard.report.allocated_at_failure) == (2**30 + 512, 5)
-    assert len(failure.open_observers) == 0
+    assert len(watch._watching) == 0
 
 
 def test_a_function_that_calls_itself_leaves_no_gate_open(observers) -> None:
@@ -95,11 +95,10 @@ def test_a_function_that_calls_itself_leaves_no_gate_open(observers) -> None:
         return n and countdown(n - 1)
 
     assert countdown(3) == 0
-    assert len(failure.open_observers) == 0
-    assert outside._watching == []
+    assert len(watch._watching) == 0
 
 
 def test_a_block_that_passes_closes_its_gate(observers) -> None:
     with gpumagic.oomguard():
-        assert len(failure.open_observers) == 1
-    assert len(failure.open_observers) == 0
+        assert len(watch._watching) == 1
+    assert len(watch._watching) == 0

@@ -130,14 +130,14 @@ NOT_OOM = [
 def test_every_certain_form_is_recognised(error, kind) -> None:
     event = recognise(error, free=100 * GIB)
     assert event is not None
-    assert (event.kind, event.certainty) == (kind, "certain")
+    assert (event.kind.name, event.kind.certainty) == (kind, "certain")
 
 
 @pytest.mark.parametrize("text", PROBABLE)
 def test_a_vague_failure_is_believed_only_on_a_nearly_full_device(text) -> None:
     event = recognise(RuntimeError(text), free=100 * MIB)
     assert event is not None
-    assert event.certainty == "probable"
+    assert event.kind.certainty == "probable"
     assert recognise(RuntimeError(text), free=20 * GIB) is None
 
 
@@ -149,7 +149,7 @@ def test_what_only_sounds_like_it_is_not(error) -> None:
 def test_an_impossible_size_is_torchs_error_but_no_shortage() -> None:
     event = recognise(OOM("CUDA out of memory. Tried to allocate more than 1EB memory."))
     assert event is not None
-    assert (event.kind, event.certainty) == ("size bug", "not-oom")
+    assert (event.kind.name, event.kind.certainty) == ("size bug", "not-oom")
 
 
 def chained(how):
@@ -181,7 +181,7 @@ def test_it_is_found_in_a_group_and_a_cycle_ends() -> None:
     group.exceptions[0].__context__ = group
     event = recognise(group)
     assert event is not None
-    assert event.kind == "cuda allocator"
+    assert event.kind.name == "cuda allocator"
 
 
 @pytest.mark.parametrize(("reason", "memory"), [("Killed", "host"), ("Bus error", "shared")])
@@ -190,7 +190,7 @@ def test_a_killed_dataloader_worker_is_explained_by_its_cause(reason, memory) ->
     error.__cause__ = RuntimeError(f"DataLoader worker (pid 7) is killed by signal: {reason}. ")
     event = recognise(error)
     assert event is not None
-    assert event.memory == memory
+    assert event.kind.memory == memory
 
 
 def test_an_error_whose_text_fails_is_still_classified_by_its_class() -> None:
@@ -200,7 +200,7 @@ def test_an_error_whose_text_fails_is_still_classified_by_its_class() -> None:
 
     event = recognise(Broken())
     assert event is not None
-    assert event.kind == "accelerator allocator"
+    assert event.kind.name == "accelerator allocator"
 
 
 def test_old_and_new_texts_give_the_same_numbers() -> None:
@@ -209,7 +209,7 @@ def test_old_and_new_texts_give_the_same_numbers() -> None:
     assert old.free == int(7.33 * GIB)
     new = recognition.read_numbers(CUDA_NEW)
     assert (new.requested, new.index, new.capacity, new.free) == (20 * GIB, 3, int(79.15 * GIB), int(5.25 * GIB))
-    assert (new.unallocated, new.exact) == (200 * MIB, False)
+    assert new.unallocated == 200 * MIB
 
 
 def test_the_misspelt_capacity_of_torch_2_1_is_read() -> None:
@@ -254,7 +254,7 @@ def test_where_only_a_cap_is_named_it_is_the_capacity() -> None:
 )
 def test_sizes_in_bytes_are_exact(text, requested) -> None:
     numbers = recognition.read_numbers(text)
-    assert (numbers.requested, numbers.exact) == (requested, True)
+    assert numbers.requested == requested
 
 
 def test_out_of_memory_is_caught_as_torchs_own_and_as_pythons() -> None:
@@ -274,7 +274,7 @@ def test_recognition_and_the_error_need_no_torch() -> None:
         "import sys; sys.modules['torch'] = None\n"
         "import gpumagic\n"
         "from gpumagic.oom.recognition import recognise\n"
-        "print(recognise(MemoryError()).kind, gpumagic.OutOfMemory.__mro__[1].__name__)"
+        "print(recognise(MemoryError()).kind.name, gpumagic.OutOfMemory.__mro__[1].__name__)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["python", "RuntimeError"]
 
@@ -336,7 +336,7 @@ def test_every_certain_form_is_found_five_errors_deep(error, kind) -> None:
         error = outer
     event = recognise(error, free=100 * GIB)
     assert event is not None
-    assert event.kind == kind
+    assert event.kind.name == kind
 
 
 @pytest.mark.parametrize(("error", "kind"), CERTAIN)

@@ -65,7 +65,7 @@ def test_an_interrupt_while_the_guard_opens_leaves_the_traceback_function_in_its
     tear = """
 from unittest import mock
 from gpumagic.oom import guard
-with mock.patch.object(guard, "Outside", side_effect=KeyboardInterrupt):
+with mock.patch.object(guard, "CellWatch", side_effect=KeyboardInterrupt):
     try: shell.run_line_magic("oomguard", "--keep-going")
     except KeyboardInterrupt: print("torn")
 """

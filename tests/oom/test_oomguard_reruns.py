@@ -150,7 +150,7 @@ def test_fallback_runs_the_cell_elsewhere(guarded, bare_shell, capsys, shown) ->
     ("options", "words"),
     [
         ("--shrink bs", "the cell has no int called bs; it has batch_size"),
-        ("--fit batch_size", "%%oomguard has no option '--fit'; %%dryrun has it"),
+        ("--fit batch_size", "%%oomguard has no option '--fit'; it has --shrink"),
         ("--fallback simgpu:9", "'simgpu:9' is not a device here"),
         ("--shrink 3", "'3' cannot be a variable; write a Python name, such as report or batch_size"),
         ("--shrink", "expected one argument"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from device import Accelerator
 
-from gpumagic.oom import outside
+from gpumagic.oom import watch
 
 pytestmark = [pytest.mark.ipython, pytest.mark.usefixtures("few_objects")]
 RUNS_OUT = "\nbatch = 64\nkept = [torch.empty(batch, total // 512, dtype=torch.uint8, device=device) for _ in range(9)]"
@@ -49,7 +49,7 @@ def failed(bare_shell, device: Accelerator, warm_worker, tmp_path, monkeypatch):
 
         yield fail
     bare_shell.run_line_magic("unload_ext", "gpumagic")
-    assert outside._watching == []
+    assert watch._watching == []
 
 
 @pytest.mark.parametrize(("cell", "effect"), HAS_EFFECTS.items(), ids=HAS_EFFECTS)

@@ -1,18 +1,27 @@
-"""What a guarded cell does outside of its process: such a cell is not run again to try advice.
+"""What is watched while a guarded cell runs: what it does outside of its process, and what CUDA's allocator refuses.
 
-Python's audit hooks cannot be removed, so one is added with the first guard, and looks only while one is open.
+A cell that does something outside is not run again to try advice. An error's text rounds its figures, and those of the
+allocator are others once frames unwind; torch calls observers before that, without the allocator's lock
+(`torch._C._cuda_attach_out_of_memory_observer`, since 2.0).
+
+Neither Python's audit hooks nor such observers can be removed, so one of each is added, and looks only while a guard
+is open. The observer is attached only once CUDA is up (before, old versions crash: pytorch#107330), and only to torch's
+own allocator: cudaMallocAsync calls none. It has run on torch's CUDA build over `fakecuda`, not on a real GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpumagic.dryrun import effects
+from gpumagic.memory import allocator
+from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.source import frames
 from gpumagic.source.lines import CellLineFinder
 
@@ -28,8 +37,15 @@ _of_cells: set[str] = set()
 """Files that guarded cells have made: what they do to these is their own business."""
 
 
-class Outside:
-    """What one cell does to other processes, machines and files that no guarded cell has made.
+class Refusal(NamedTuple):
+    """What torch's allocator said when it gave up: the bytes asked for, and the figures at that instant."""
+
+    requested: int
+    figures: AllocatorStats
+
+
+class CellWatch:
+    """What one cell does to other processes, machines and files that no guarded cell has made, and is refused.
 
     Args:
         namespace: the notebook's variables.
@@ -37,19 +53,24 @@ class Outside:
 
     Attributes:
         effects: each in words, with the line of the cell that has it; None in a thread.
+        refusals: the last one of each device in the latest run. Some are of what torch recovers from by itself, such as
+            cuDNN's trials.
     """
 
     def __init__(self, namespace: Mapping[str, object], *, is_running: bool = False) -> None:
         self.effects: dict[str, int | None] = {}
+        self.refusals: dict[str, Refusal] = {}
         self._namespace, self._is_running = namespace, is_running
 
     def open(self) -> None:
         """Begin to look, also at a further run of the cell."""
         self._finder = CellLineFinder(self._namespace, is_running=self._is_running)
         self._threads = frozenset(sys._current_frames())
-        if not _is_added:
-            _is_added.append(True)
+        self.refusals = {}
+        if not _hooks:
+            _hooks.append(_hook)
             sys.addaudithook(_hook)
+        _attach_observer()
         _watching.append(self)
 
     def close(self) -> None:
@@ -112,9 +133,10 @@ def _changed(event: str, args: tuple[Any, ...]) -> Iterator[bool]:
             yield path not in _of_cells
 
 
-_watching: list[Outside] = []
+_watching: list[CellWatch] = []
 """The innermost last."""
-_is_added: list[bool] = []
+_hooks: list[object] = []
+"""What has been added to Python and to torch."""
 
 
 def _hook(event: str, args: tuple[Any, ...]) -> None:
@@ -123,3 +145,24 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
 
 
 _EVENTS = {"open", "sqlite3.connect"} | effects.PROGRAMS | effects.CHANGES | effects.REACHES.keys()
+
+
+def _attach_observer() -> None:
+    torch = sys.modules.get("torch")
+    attach = getattr(getattr(torch, "_C", None), "_cuda_attach_out_of_memory_observer", None)
+    if torch is None or attach is None or _observe in _hooks or not torch.cuda.is_initialized():
+        return
+    if torch.cuda.memory.get_allocator_backend() == "native":
+        _hooks.append(_observe)
+        attach(_observe)
+
+
+def _observe(index: int, requested: int, _total: int, _free: int) -> None:
+    """Note a refusal of torch's allocator; it must not allocate, and torch would raise what it raises in its place."""
+    with contextlib.suppress(Exception):
+        device = f"cuda:{index}"
+        refusals = _watching[-1].refusals
+        refusals.pop(device, None)
+        figures = allocator.device_stats(device)
+        if figures is not None:
+            refusals[device] = Refusal(requested, figures)
