@@ -16,8 +16,8 @@ from typing import Any
 
 from gpumagic.gpus import nvml
 from gpumagic.gpus.nvml import NvmlFailure, Readings
-from gpumagic.gpus.processes import DriverProcess, list_processes, total_memory, with_utilization
-from gpumagic.gpus.report import FIGURES, call, text_of
+from gpumagic.gpus.processes import list_processes, total_memory
+from gpumagic.gpus.report import FIGURES, ProcessRow, call, text_of
 from gpumagic.gpus.torch_devices import HOST_MEMORY, bare_uuid, cuda_devices
 from gpumagic.memory import devices
 
@@ -31,7 +31,7 @@ class Card:
     values: Mapping[str, Any]
     """Figures by the names of `GpuRow`'s fields."""
     reasons: Mapping[str, str]
-    processes: tuple[DriverProcess, ...] | None = None
+    processes: tuple[ProcessRow, ...] | None = None
     instances: tuple[Card, ...] = ()
     mig: bool = False
     """Whether the card is in MIG mode: CUDA then uses its instances, never the card itself."""
@@ -52,8 +52,6 @@ class NvmlSnapshot:
     driver_version: str | None
     cuda_version: tuple[int, int] | None = None
     """The newest CUDA that the driver knows."""
-    shadowed: bool = False
-    """Whether the deprecated package `pynvml` hides nvidia-ml-py."""
 
     @property
     def flat(self) -> list[Card]:
@@ -61,17 +59,12 @@ class NvmlSnapshot:
         return [each for card in self.cards for each in (card, *card.instances)]
 
 
-def read_cards(*, processes: bool = False, everything: bool = False) -> NvmlSnapshot | NvmlFailure:
-    """Read every card, even if some fail; or return why NVML does not answer.
-
-    Args:
-        processes: also read how busy each process keeps its card; the processes are listed in any case.
-        everything: also read the figures that are only shown on request.
-    """
-    return nvml.within_time(partial(_read_cards, processes, everything))
+def read_cards() -> NvmlSnapshot | NvmlFailure:
+    """Read every card, even if some fail; or return why NVML does not answer."""
+    return nvml.within_time(_read_cards)
 
 
-def _read_cards(processes: bool, everything: bool) -> NvmlSnapshot | NvmlFailure:
+def _read_cards() -> NvmlSnapshot | NvmlFailure:
     answer = nvml.connect()
     if isinstance(answer, NvmlFailure):
         return answer
@@ -86,20 +79,18 @@ def _read_cards(processes: bool, everything: bool) -> NvmlSnapshot | NvmlFailure
         if reason is not None:
             cards.append(Card(index, {}, {"all": reason}))
             continue
-        cards.append(_read_card(Readings(binding, handle), index, processes, everything))
+        cards.append(_read_card(Readings(binding, handle), index))
     newest = None if cuda is None else (cuda // 1000, cuda % 1000 // 10)
-    return NvmlSnapshot(tuple(cards), driver, newest, nvml.is_shadowed(binding))
+    return NvmlSnapshot(tuple(cards), driver, newest)
 
 
-def _read_card(card: Readings, index: int, utilization: bool, everything: bool) -> Card:
+def _read_card(card: Readings, index: int) -> Card:
     mode, _ = card.ask(*call("MigMode"))
     mig = bool(mode and mode[0])
     for name, figure in FIGURES.items():
-        if figure.read and (everything or not figure.on_request):
+        if figure.read:
             card.take(name, *figure.read, to=figure.to)
     processes = list_processes(card)
-    if processes and (utilization or everything):
-        processes = with_utilization(processes, card)
     if is_unified(card):
         _use_host_memory(card, processes)
     if mig:
@@ -122,7 +113,6 @@ def _read_instance(binding: ModuleType, handle: Any, index: int) -> Card:
 
 
 UNIFIED_MEMORY_NAMES = re.compile(r"\b(GB10|N1X|Orin|Xavier|Thor|Tegra|Jetson)\b", re.IGNORECASE)
-BY_NAME = "judged by its name"
 
 
 def is_unified(card: Readings) -> bool:
@@ -131,13 +121,10 @@ def is_unified(card: Readings) -> bool:
     integrated = getattr(properties, "is_integrated", None)
     if integrated is not None:
         return bool(integrated)
-    by_name = UNIFIED_MEMORY_NAMES.search(card.values.get("name") or "") is not None
-    if by_name:
-        card.reasons["unified"] = BY_NAME
-    return by_name
+    return UNIFIED_MEMORY_NAMES.search(card.values.get("name") or "") is not None
 
 
-def _use_host_memory(card: Readings, processes: Sequence[DriverProcess] | None) -> None:
+def _use_host_memory(card: Readings, processes: Sequence[ProcessRow] | None) -> None:
     """Replace the figures by the host's total and free memory, and by the sum that is charged to GPU processes."""
     for name in ("memory_total", "memory_used", "memory_free", "memory_reserved"):
         card.values.pop(name, None)

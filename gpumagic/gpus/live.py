@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpumagic.gpus.report import CellChange, GPUReport
@@ -161,21 +161,13 @@ def terminal_display() -> Callable[[GPUReport, bool], None]:
     return show
 
 
-@dataclass(frozen=True)
-class _RunningCell:
-    """A cell that is running, and the counters before it."""
-
-    info: ExecutionInfo
-    started: float
-    before: Mapping[str, allocator.AllocatorStats]
-
-
 class CellMonitor:
     """Reads the allocators before and after each cell of a shell; nested cells have their own line."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
-        self._open: list[_RunningCell] = []
+        self._open: list[tuple[ExecutionInfo, float, Mapping[str, allocator.AllocatorStats]]] = []
+        """The cells that run, each with its start and the counters before it."""
         self.is_on = False
 
     def switch(self, on: bool) -> None:
@@ -193,18 +185,18 @@ class CellMonitor:
             self.is_on = False
 
     def _pre_run_cell(self, info: ExecutionInfo) -> None:
-        self._open.append(_RunningCell(info, time.perf_counter(), allocator.all_device_stats()))
+        self._open.append((info, time.perf_counter(), allocator.all_device_stats()))
 
     def _post_run_cell(self, result: ExecutionResult | None) -> None:
         now = time.perf_counter()
-        places = [place for place, each in enumerate(self._open) if result is None or each.info is result.info]
+        places = [place for place, each in enumerate(self._open) if result is None or each[0] is result.info]
         if not places:
             return
-        cell = self._open[places[-1]]
+        info, started, before = self._open[places[-1]]
         del self._open[places[-1] :]  # with any cells inside it whose end was not reported
-        if not cell.info.silent:
-            changes = _changes(cell.before, allocator.all_device_stats())
-            print(cell_line(now - cell.started, changes))  # noqa: T201  # what is asked for
+        if not info.silent:
+            changes = _changes(before, allocator.all_device_stats())
+            print(cell_line(now - started, changes))  # noqa: T201  # what is asked for
 
 
 def _changes(
@@ -214,16 +206,13 @@ def _changes(
 
     The peak is the cell's own only where the counter rose above its earlier value; the counter is never reset here.
     """
-    nothing = allocator.AllocatorStats(0, 0, 0)
-    pairs = {device: (before.get(device, nothing), now) for device, now in after.items()}
-    return [
-        CellChange(
-            device, now.allocated - then.allocated, now.allocated,
-            now.peak if (now.peak or 0) > (then.peak or 0) else None,
-        )
-        for device, (then, now) in pairs.items()
-        if now != then
-    ]  # fmt: skip
+    changes = []
+    for device, now in after.items():
+        then = before.get(device, allocator.AllocatorStats(0, 0, 0))
+        if now != then:
+            peak = now.peak if (now.peak or 0) > (then.peak or 0) else None
+            changes.append(CellChange(device, now.allocated - then.allocated, now.allocated, peak))
+    return changes
 
 
 def cell_monitor(shell: InteractiveShell) -> CellMonitor:

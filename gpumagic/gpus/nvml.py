@@ -37,7 +37,8 @@ TIME_LIMIT = 5.0
 """Seconds that one reading of all GPUs may take."""
 
 _initialised: set[int] = set()  # pids: a forked child finds its parent's here
-_hanging: _Reading | None = None
+_hanging: tuple[Future[Any], int, float] | None = None
+"""The answer that has not come, the process that asked (a forked child has no such thread), and when."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +114,12 @@ def connect(*, again: bool = True) -> tuple[ModuleType, int] | NvmlFailure:
 
     Other code in this process may have shut NVML down since; it is initialised ``again``, once.
     """
-    binding = _import_pynvml()
-    if binding is None:
+    try:
+        with warnings.catch_warnings():
+            # The deprecated PyPI package `pynvml` blames whoever imports the module of that name.
+            warnings.simplefilter("ignore", FutureWarning)
+            import pynvml as binding
+    except Exception:  # a broken installation is no installation
         return NvmlFailure("no binding")
     try:
         if os.getpid() not in _initialised:
@@ -132,20 +137,6 @@ def connect(*, again: bool = True) -> tuple[ModuleType, int] | NvmlFailure:
         return NvmlFailure(_PROBLEMS.get(error_code(error), "error"), message)
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """One reading, in a daemon thread: a process whose driver hangs must be able to end."""
-
-    answer: Future[Any]
-    """What is waited for: a thread's `join` that Ctrl-C ends takes the thread for ended (bpo-45274)."""
-    process: int = field(default_factory=os.getpid)
-    began: float = field(default_factory=time.monotonic)
-
-    def hangs(self) -> bool:
-        """Return whether it has not ended; in a forked child there is no such thread."""
-        return not self.answer.done() and self.process == os.getpid()
-
-
 def within_time(read: Callable[[], T | NvmlFailure]) -> T | NvmlFailure:
     """Return what a function reads from the driver, or that the driver does not answer.
 
@@ -153,9 +144,9 @@ def within_time(read: Callable[[], T | NvmlFailure]) -> T | NvmlFailure:
         read: runs in another thread, where Ctrl-C does not reach it; it ends the wait all the same.
     """
     global _hanging  # noqa: PLW0603  of this process, as the driver is
-    if _hanging is not None and _hanging.hangs():
-        return NvmlFailure("no answer", f"{time.monotonic() - _hanging.began:.0f} s")
-    answer: Future[T | NvmlFailure] = Future()
+    if _hanging is not None and not _hanging[0].done() and _hanging[1] == os.getpid():
+        return NvmlFailure("no answer", f"{time.monotonic() - _hanging[2]:.0f} s")
+    answer: Future[T | NvmlFailure] = Future()  # a thread's `join` that Ctrl-C ends takes it for ended (bpo-45274)
 
     def run() -> None:
         try:
@@ -163,19 +154,14 @@ def within_time(read: Callable[[], T | NvmlFailure]) -> T | NvmlFailure:
         except BaseException as error:
             answer.set_exception(error)
 
-    _hanging = _Reading(answer)
-    thread = threading.Thread(target=run, name="gpumagic driver", daemon=True)
+    _hanging = answer, os.getpid(), time.monotonic()
+    thread = threading.Thread(target=run, name="gpumagic driver", daemon=True)  # else a process could not end meanwhile
     thread.start()
     if not wait([answer], TIME_LIMIT).done:
         return NvmlFailure("no answer", f"{TIME_LIMIT:g} s")
     thread.join()
     _hanging = None
     return answer.result()
-
-
-def is_shadowed(binding: ModuleType) -> bool:
-    """Return whether `pynvml` is the deprecated package of that name, which hides nvidia-ml-py's module."""
-    return hasattr(binding, "__path__")
 
 
 def error_code(error: Exception) -> int:
@@ -200,14 +186,3 @@ def reason_of(error: Exception) -> str:
     if number == -1:
         return f"unreadable ({type(error).__name__})"
     return _REASONS.get(number) or f"driver error {number}"
-
-
-def _import_pynvml() -> ModuleType | None:
-    try:
-        with warnings.catch_warnings():
-            # The deprecated PyPI package `pynvml` blames whoever imports the module of that name.
-            warnings.simplefilter("ignore", FutureWarning)
-            import pynvml
-    except Exception:  # a broken installation is no installation
-        return None
-    return pynvml if isinstance(pynvml, ModuleType) else None

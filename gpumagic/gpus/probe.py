@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from gpumagic.errors import DeviceNotFound
 from gpumagic.gpus import cards, torch_devices, visibility
-from gpumagic.gpus.cards import BY_NAME, Card, NvmlSnapshot
+from gpumagic.gpus.cards import Card, NvmlSnapshot
 from gpumagic.gpus.nvml import NvmlFailure
-from gpumagic.gpus.processes import attribute_processes
-from gpumagic.gpus.report import FIGURES, NOT_KNOWN, NULLABLE, GPUReport, GpuRow
+from gpumagic.gpus.processes import ESTIMATED, attribute_processes
+from gpumagic.gpus.report import NOT_KNOWN, NULLABLE, GPUReport, GpuRow
 from gpumagic.gpus.torch_devices import TorchBuild, torch_build
 from gpumagic.gpus.visibility import TorchName, Visibility
 from gpumagic.memory.devices import Device, DriverFigures
@@ -70,23 +70,20 @@ def _matches(name: str, row: GpuRow, rows: Sequence[GpuRow]) -> bool:
     return lowered in (row.device, Device.parse(row.device).backend, "gpu")
 
 
-ESTIMATED = "estimated"
-
-
 def read_gpus(devices: Sequence[str] = (), *, processes: bool = False, everything: bool = False) -> GPUReport:
     """Return the state of every GPU, or why there is none.
 
     Args:
         devices: only these, written as anywhere else (``"cuda:1"``, ``"1"``, ``"cuda"``, ``"auto"``) or as the
             beginning of a UUID; by default all.
-        processes: whether the report shows the processes; they are read in any case.
-        everything: whether to read and show every field: clocks, fan, bus...
+        processes: whether the report shows the processes.
+        everything: whether it shows every field.
 
     Raises:
         DeviceNotFound: one of ``devices`` is not here, or names no GPU; where there is no GPU, the report says why.
     """
     build = torch_build()
-    answer = cards.read_cards(processes=processes, everything=everything)
+    answer = cards.read_cards()
     rows, notes, view = _nvidia_rows(answer, build)
     rows += torch_devices.torch_rows(build, known=rows, reason=_why_not_listed(answer))
     cause = visibility.explain(answer, build, view) if not any(row.device is not None for row in rows) else None
@@ -123,13 +120,16 @@ def _nvidia_rows(
     if isinstance(answer, NvmlFailure):
         return [], [], None
     flat = answer.flat
-    view = visibility.read_visibility(answer)
+    view = visibility.visible_cards(
+        os.environ.get("CUDA_VISIBLE_DEVICES"), [card.uuid for card in answer.cards],
+        [instance.uuid for card in answer.cards for instance in card.instances],
+    )  # fmt: skip
     names = visibility.torch_names(answer, flat, build, view)
     rows = [_gpu_row(each, names.get(position), build, answer) for position, each in enumerate(flat)]
     # By torch's index; instances follow their card.
     first = {row.nvml_index: _sort_key(row) for row in sorted(rows, key=_sort_key, reverse=True)}
     rows.sort(key=lambda row: first[row.nvml_index])
-    return rows, _notes(answer, rows, view), view
+    return rows, _notes(rows, view), view
 
 
 def _sort_key(row: GpuRow) -> tuple[bool, int, int]:
@@ -137,20 +137,20 @@ def _sort_key(row: GpuRow) -> tuple[bool, int, int]:
 
 
 def _gpu_row(card: Card, name: TorchName | None, build: TorchBuild, answer: NvmlSnapshot) -> GpuRow:
-    used = card.values.get("memory_used") if "memory_reserved" in card.values else None
-    listed = None if card.processes is None else attribute_processes(card.processes, used)
     reasons = dict(card.reasons)
     if name is None:
         reasons["device"] = _why_unusable(card, build, answer)
-    if listed is None:
-        reasons["other_processes"] = reasons.get("processes") or reasons.get("all", "")
-    elif listed.reason or listed.estimated:
-        reasons["other_processes"] = listed.reason or ESTIMATED
+    if card.processes is None:
+        processes, others, reason = None, None, reasons.get("processes") or reasons.get("all")
+    else:
+        used = card.values.get("memory_used") if "memory_reserved" in card.values else None
+        processes, others, reason = attribute_processes(card.processes, used)
+    if reason:
+        reasons["other_processes"] = reason
     row = GpuRow(
         device=f"cuda:{name.ordinal}" if name else None, nvml_index=card.index,
         predicted=name is not None and name.predicted, **card.values, reasons=reasons,
-        processes=None if listed is None else listed.rows,
-        other_processes=None if listed is None else listed.others,
+        processes=processes, other_processes=others,
     )  # fmt: skip
     return torch_devices.with_kernel_memory(row)
 
@@ -162,7 +162,7 @@ def _why_unusable(card: Card, build: TorchBuild, answer: NvmlSnapshot) -> str:
         return "split into MIG instances"
     if build.version is None:
         return "torch is not installed"
-    if build.known and build.cuda is None:
+    if build.cuda is None:
         return "torch is not built for it"
     if visibility.driver_is_too_old(answer, build):
         return "torch's CUDA is newer than the driver"
@@ -171,28 +171,20 @@ def _why_unusable(card: Card, build: TorchBuild, answer: NvmlSnapshot) -> str:
 
 def with_reasons(row: GpuRow) -> GpuRow:
     """Return the row with a reason for exactly those fields that are None."""
-    known, every = row.reasons, row.reasons.get("all")
-
-    def why(name: str) -> str:
-        if reason := known.get(name) or every:
-            return reason
-        return "only read with -a" if name in FIGURES and FIGURES[name].on_request else NOT_KNOWN
-
-    return replace(row, reasons={name: why(name) for name in NULLABLE if getattr(row, name) is None})
+    known, every = row.reasons, row.reasons.get("all") or NOT_KNOWN
+    return replace(row, reasons={name: known.get(name) or every for name in NULLABLE if getattr(row, name) is None})
 
 
-def _notes(answer: NvmlSnapshot, rows: Sequence[GpuRow], view: Visibility) -> list[str]:
-    predicted, unified = any(row.predicted for row in rows), any(row.unified for row in rows)
-    by_name = any(row.reasons.get("unified") == BY_NAME for row in rows)
+def _notes(rows: Sequence[GpuRow], view: Visibility) -> list[str]:
     candidates = {
         "Names marked ? are predicted: until CUDA is in use in this process only it knows how it numbers these "
-        "GPUs. CUDA_DEVICE_ORDER=PCI_BUS_ID makes it number them as nvidia-smi does.": predicted,
+        "GPUs. CUDA_DEVICE_ORDER=PCI_BUS_ID makes it number them as nvidia-smi does.": any(
+            row.predicted for row in rows
+        ),
         f"CUDA_VISIBLE_DEVICES {view.problem}.": view.problem and any(row.device for row in rows),
-        "The old package `pynvml` hides nvidia-ml-py; repair with: pip uninstall -y pynvml; pip install "
-        "--force-reinstall nvidia-ml-py": answer.shadowed,
         "Unified memory is the host's: total is all of it, free is what the host can still give, used is what the "
-        "driver charges to processes on the GPU.": unified,
-        "That a GPU has unified memory is judged by its name until CUDA, which knows, is in use here.": by_name,
+        "driver charges to processes on the GPU. Until CUDA, which knows, is in use here, a GPU's name tells whether "
+        "it has unified memory.": any(row.unified for row in rows),
         "In this container the driver may hide others' processes: what they use is estimated, as memory used "
         "less this kernel's.": any(row.reasons.get("other_processes") == ESTIMATED for row in rows),
     }

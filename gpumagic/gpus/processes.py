@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
 
@@ -19,25 +18,15 @@ from gpumagic.gpus.nvml import Readings
 from gpumagic.gpus.report import Call, ProcessRow, call
 
 MAX_PID = 2**22 if sys.platform != "win32" else 2**32
-MAX_SAMPLE_AGE = 1_000_000
-"""Microseconds; without a limit the driver returns outdated samples (nvitop#91)."""
 
 
-@dataclass(frozen=True, slots=True)
-class DriverProcess:
-    """A process as the driver lists it; its pid may belong to another pid namespace."""
+def list_processes(card: Readings) -> tuple[ProcessRow, ...] | None:
+    """Return the processes on a card as the driver lists them, or None and add the reason to the readings.
 
-    pid: int
-    memory: int | None
-    kind: str
-    utilization: float | None = None
-    """Percent of the last second in which its kernels ran; None without a sample."""
-
-
-def list_processes(card: Readings) -> tuple[DriverProcess, ...] | None:
-    """Return the processes on a card, or None and add the reason to the readings."""
+    Their pids may belong to another pid namespace.
+    """
     total = card.values.get("memory_total")
-    found: dict[int, DriverProcess] = {}
+    found: dict[int, ProcessRow] = {}
     mps = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps").exists()  # noqa: S108  # NVIDIA's choice
     # Clients of the Multi-Process Service (MPS) are listed separately.
     for name in ("Graphics", *["MPSCompute"] * mps, "Compute"):
@@ -48,7 +37,7 @@ def list_processes(card: Readings) -> tuple[DriverProcess, ...] | None:
             return None
         for pid, memory in processes or ():  # one that is in several lists is charged the same memory in each
             known = found[pid].memory if memory is None and pid in found else memory
-            found[pid] = DriverProcess(pid, known, "graphics" if name == "Graphics" else "compute")
+            found[pid] = ProcessRow(pid, None, None, known, kind="graphics" if name == "Graphics" else "compute")
     return tuple(found.values())
 
 
@@ -61,59 +50,50 @@ def _sane_list(listed: Call, total: int | None, card: Readings) -> list[tuple[in
     return pairs
 
 
-def with_utilization(processes: Iterable[DriverProcess], card: Readings) -> tuple[DriverProcess, ...]:
-    """Return the processes with their share of the last second, where the driver has a sample."""
-    samples, _ = card.ask(*call("ProcessUtilization", time.time_ns() // 1000 - MAX_SAMPLE_AGE))
-    latest = {int(each.pid): each for each in sorted(samples or (), key=lambda each: int(each.timeStamp))}
-    busy = {pid: float(each.smUtil) for pid, each in latest.items() if each.smUtil <= 100}
-    return tuple(replace(each, utilization=busy.get(each.pid)) for each in processes)
-
-
 PROC = Path("/proc")
 INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 """Linux's fixed number of the host's own pid namespace (PROC_PID_INIT_INO)."""
 CUDA_FILES = ("/dev/nvidia-uvm", "/dev/dxg")
 """Opened by CUDA and not by NVML; the second is WSL's."""
-HIDDEN_BY_CONTAINER = "this container hides whose they are"
+HIDDEN_BY_CONTAINER, ESTIMATED = "this container hides whose they are", "estimated"
 WSL = Path("/dev/dxg")
 
 
-@dataclass(frozen=True, slots=True)
-class Attribution:
-    """The processes on one card, and the memory of those other than this kernel."""
-
-    rows: tuple[ProcessRow, ...]
-    others: int | None
-    reason: str | None = None
-    """Why ``others`` is None."""
-    estimated: bool = False
-    """Whether ``others`` is the used memory less this kernel's, because the list may be incomplete."""
-
-
-def attribute_processes(listed: Sequence[DriverProcess], used: int | None) -> Attribution:
+def attribute_processes(
+    listed: Sequence[ProcessRow], used: int | None
+) -> tuple[tuple[ProcessRow, ...], int | None, str | None]:
     """Return the driver's list for one card with names and users, as far as they are processes of this namespace.
 
-    ``used`` are the bytes in use on the card without those that the driver reserves, None if not known.
+    With it the memory of those other than this kernel, and why that is None or an estimate, if it is: the used memory
+    less this kernel's, where the list may be incomplete. ``used`` are the bytes in use on the card without those that
+    the driver reserves, None if not known.
     """
     contained = in_container()
-    local = {each.pid for each in listed if not contained or uses_cuda(each.pid)}
-    rows = [_row(each) for each in listed if each.pid in local]
-    outside = [each for each in listed if each.pid not in local]
+    rows, outside = [], []
+    for each in listed:
+        pid, reason = each.pid or 0, None if each.memory is not None else why_memory_unknown()
+        if contained and not uses_cuda(pid):
+            outside.append(each)
+            continue
+        own = pid == os.getpid()
+        rows.append(replace(each, name=program_name(pid), user=_user(pid), this_kernel=own, reason=reason))
     if outside:
-        rows.append(_outside_row(outside))
+        memory, several = total_memory([each.memory for each in outside]), "es" * (len(outside) > 1)
+        name, reason = f"{len(outside)} process{several} outside this container", why_memory_unknown()
+        rows.append(
+            replace(outside[0], pid=None, name=name, memory=memory, reason=None if memory is not None else reason)
+        )
     rows.sort(key=lambda row: (not row.this_kernel, row.pid is None, -(row.memory or 0)))
+    mine = [row.memory for row in rows if row.this_kernel]
+    others = total_memory([row.memory for row in rows if not row.this_kernel])
     # A list with pids from outside is the host's, and complete; any other may be limited to this container.
-    incomplete = contained and not (outside and not uses_cuda(os.getpid()))
-    own = [row.memory for row in rows if row.this_kernel]
-    others, reason = total_memory([row.memory for row in rows if not row.this_kernel]), None
-    if incomplete and (used is None or (not own and uses_cuda(os.getpid()))):
-        others, reason = None, HIDDEN_BY_CONTAINER  # this kernel is among those outside, or left out of the list
-    elif incomplete:
-        mine = total_memory(own)
-        others = None if mine is None or used is None else max(0, used - mine)
-    if others is None and reason is None:
-        reason = why_memory_unknown()
-    return Attribution(tuple(rows), others, reason, estimated=incomplete and others is not None)
+    if contained and not (outside and not uses_cuda(os.getpid())):
+        if used is None or (not mine and uses_cuda(os.getpid())):
+            return tuple(rows), None, HIDDEN_BY_CONTAINER  # this kernel is outside, or left out of the list
+        if (held := total_memory(mine)) is not None:
+            return tuple(rows), max(0, used - held), ESTIMATED
+        others = None
+    return tuple(rows), others, why_memory_unknown() if others is None else None
 
 
 def total_memory(figures: Sequence[int | None]) -> int | None:
@@ -150,51 +130,20 @@ def _link_target(link: Path) -> str:
         return ""
 
 
-def _row(process: DriverProcess) -> ProcessRow:
-    return ProcessRow(
-        pid=process.pid, name=program_name(process.pid), user=_user(process.pid), memory=process.memory,
-        this_kernel=process.pid == os.getpid(), kind=process.kind,
-        utilization=process.utilization, reason=why_memory_unknown() if process.memory is None else None,
-    )  # fmt: skip
-
-
-def _outside_row(processes: Sequence[DriverProcess]) -> ProcessRow:
-    memory, several = total_memory([each.memory for each in processes]), "es" * (len(processes) > 1)
-    return ProcessRow(
-        pid=None, name=f"{len(processes)} process{several} outside this container", user=None, memory=memory,
-        kind=processes[0].kind, reason=why_memory_unknown() if memory is None else None,
-    )  # fmt: skip
-
-
 def program_name(pid: int) -> str | None:
     """Return a process's program and, of an interpreter, its script or module; never arguments."""
     try:
-        raw = (PROC / str(pid) / "cmdline").read_bytes()
+        raw = (PROC / str(pid) / "cmdline").read_bytes() or (PROC / str(pid) / "comm").read_bytes().strip()
     except OSError:
         return None
-    words = [os.fsdecode(word) for word in raw.split(b"\0") if word]
-    if not words:
-        return _command_name(pid)
-    name = PurePath(words[0]).name
-    return f"{name} {script}" if name.startswith("python") and (script := _script(words[1:])) else name
-
-
-def _script(words: Sequence[str]) -> str | None:
-    for position, word in enumerate(words):
-        if word == "-m":
-            return f"-m {words[position + 1]}" if position + 1 < len(words) else None
-        if word == "-c":
-            return "-c"
-        if not word.startswith("-"):
-            return PurePath(word).name
-    return None
-
-
-def _command_name(pid: int) -> str | None:
-    try:
-        return (PROC / str(pid) / "comm").read_text(errors="replace").strip() or None
-    except OSError:
-        return None
+    program, *words = [os.fsdecode(word) for word in raw.split(b"\0") if word] or [""]
+    name = PurePath(program).name
+    if not name.startswith("python"):
+        return name or None
+    script = next((place for place, word in enumerate(words) if word in ("-m", "-c") or not word.startswith("-")), None)
+    if script is None:
+        return name
+    return f"{name} {' '.join(words[script : script + 2]) if words[script] == '-m' else PurePath(words[script]).name}"
 
 
 def _user(pid: int) -> str | None:

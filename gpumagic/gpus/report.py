@@ -55,8 +55,6 @@ class Figure:
     """What the table's sentences call it where it is absent; by default its column's title."""
     most: str = ""
     """The name of the field that has its maximum."""
-    on_request: bool = False
-    """Whether it is only read with ``-a``."""
     of_instance: bool = False
     """Whether it is read of MIG instances too; all else the driver has for the whole card only (nvitop#5)."""
 
@@ -66,11 +64,6 @@ def figure(label: str, show: Callable[..., str] = str, **declared: Any) -> Any:
     column: Column[Any] | None = declared.get("column")
     title = {"title": column.title} if column is not None else {}
     return field(default=None, metadata={"figure": Figure(label, show, **{**title, **declared})})
-
-
-def figures_of(row_type: type[Any]) -> dict[str, Figure]:
-    """Return the figures that a row declares, by the names of their fields."""
-    return {each.name: each.metadata["figure"] for each in fields(row_type) if "figure" in each.metadata}
 
 
 # Numbers of NVML's ABI that the declarations use.
@@ -113,13 +106,6 @@ def throttle_reasons(mask: int) -> tuple[str, ...]:
     return (*words, f"unknown reason {unknown:#x}") if unknown else tuple(words)
 
 
-def performance_state(number: int) -> str:
-    """Return ``"P0"`` to ``"P15"``; NVML says 32 where it does not know."""
-    if not 0 <= number <= 15:
-        raise ValueError("unknown performance state")
-    return f"P{number}"
-
-
 def watts(milliwatts: int) -> float:
     """Return milliwatts, as NVML has power, as watts."""
     return milliwatts / 1000
@@ -127,10 +113,6 @@ def watts(milliwatts: int) -> float:
 
 def _clock(now: int, most: int | None) -> str:
     return f"{now} MHz" if most is None else f"{now} / {most} MHz"
-
-
-def _of_most(now: int, most: int | None) -> str:
-    return str(now) if most is None else f"{now} of {most}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +128,6 @@ class ProcessRow:
     this_kernel: bool = False
     kind: str = "compute"
     """``"compute"`` or ``"graphics"``."""
-    utilization: float | None = None
-    """Percent of the last second in which its kernels ran, where the driver has a sample; read with ``processes``."""
     reason: str | None = None
     """Why ``memory`` is None."""
 
@@ -220,37 +200,14 @@ class GpuRow:
     )  # fmt: skip
     """MHz."""
     clock_sm_max: int | None = figure("", read=call("MaxClockInfo", SM_CLOCK), to=int)
-    performance_state: str | None = figure(
-        "State (P0 is fastest)", read=(*call("PerformanceState"), *call("PowerState")), to=performance_state,
-        column=Column("State", align="right", priority=9), extra=True,
-    )  # fmt: skip
-    """``"P0"`` (fastest) to ``"P15"``."""
     ecc_errors: int | None = figure(
         "Uncorrected memory errors", read=call("TotalEccErrors", UNCORRECTED, SINCE_LOADED), to=int
     )
     """Uncorrected memory errors since the driver was loaded."""
     compute_mode: str | None = figure(
-        "Compute mode", read=call("ComputeMode"), on_request=True,
-        to=("shared", "one thread", "prohibited", "one process").__getitem__,
-    )  # fmt: skip
-    """Who may use it: ``"shared"``, ``"one process"``, ``"prohibited"``; a second process then fails with "busy"."""
-    bus_id: str | None = figure("PCI bus", read=call("PciInfo"), to=lambda pci: text_of(pci.busId), on_request=True)
-    compute_capability: str | None = figure(
-        "Compute capability", read=call("CudaComputeCapability"), to=lambda parts: "{}.{}".format(*parts),
-        on_request=True,
-    )  # fmt: skip
-    fan: float | None = figure("Fan", percent, read=call("FanSpeed"), to=float, on_request=True)
-    """Percent."""
-    pcie_generation: int | None = figure(
-        "PCIe generation", _of_most, read=call("CurrPcieLinkGeneration"), to=int, most="pcie_generation_max",
-        on_request=True,
-    )  # fmt: skip
-    pcie_generation_max: int | None = figure("", read=call("MaxPcieLinkGeneration"), to=int, on_request=True)
-    pcie_width: int | None = figure(
-        "PCIe lanes", _of_most, read=call("CurrPcieLinkWidth"), to=int, most="pcie_width_max", on_request=True
+        "Compute mode", read=call("ComputeMode"), to=("shared", "one thread", "prohibited", "one process").__getitem__
     )
-    """Lanes."""
-    pcie_width_max: int | None = figure("", read=call("MaxPcieLinkWidth"), to=int, on_request=True)
+    """Who may use it: ``"shared"``, ``"one process"``, ``"prohibited"``; a second process then fails with "busy"."""
     unified: bool = False
     """True where the device has no memory of its own: ``memory_total`` and ``memory_free`` are then the host's, and
     ``memory_used`` is what the driver charges to processes on it."""
@@ -272,7 +229,9 @@ class GpuRow:
         return self.device or f"NVML {self.nvml_index}" + " MIG" * self.is_instance
 
 
-FIGURES = figures_of(GpuRow)
+FIGURES: dict[str, Figure] = {
+    each.name: each.metadata["figure"] for each in fields(GpuRow) if "figure" in each.metadata
+}
 NULLABLE = tuple(each.name for each in fields(GpuRow) if str(each.type).endswith("None"))
 """The fields that may be absent, and then have a reason."""
 NOT_KNOWN, SIMULATED = "not known", "simulated"

@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,8 +30,6 @@ class TorchBuild:
     cuda: str | None = None
     hip: str | None = None
     xpu: str | None = None
-    known: bool = True
-    """False if torch is installed but its build could not be read."""
 
     @property
     def label(self) -> str | None:
@@ -54,31 +51,15 @@ def torch_build() -> TorchBuild:
 def _installed() -> TorchBuild:
     try:
         spec = importlib.util.find_spec("torch")
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None or not spec.submodule_search_locations:
+        folders = spec.submodule_search_locations if spec is not None else None
+        text = Path(folders[0], "version.py").read_text(encoding="utf-8") if folders else ""
+    except (ImportError, ValueError, OSError):
         return TorchBuild()
-    try:
-        text = Path(spec.submodule_search_locations[0], "version.py").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return TorchBuild(_distribution(), known=False)
-    found = {name: _assigned(name, text) for name in ("__version__", "cuda", "hip", "xpu")}
-    return TorchBuild(
-        found["__version__"] or _distribution(), found["cuda"], found["hip"], found["xpu"],
-        known=re.search(r"^cuda\b", text, re.MULTILINE) is not None,
-    )  # fmt: skip
-
-
-def _assigned(name: str, text: str) -> str | None:
-    match = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-    return match[1] if match else None
-
-
-def _distribution() -> str | None:
-    try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return None
+    found = {
+        name: re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+        for name in ("__version__", "cuda", "hip", "xpu")
+    }
+    return TorchBuild(*(match and match[1] for match in found.values()))
 
 
 def cuda_devices() -> dict[str, tuple[int, Any]]:
@@ -127,9 +108,9 @@ def simulated_rows() -> list[GpuRow]:
 
     found = []
     for name in _names("simgpu", torch.simgpu):
-        row = _row_of_properties(name, torch.simgpu, SIMULATED)
         free, total = torch.simgpu.mem_get_info(Device.parse(name).index)
-        found.append(replace(row, simulated=True, memory_total=total, memory_free=free, memory_used=total - free))
+        row = _row_of_properties(name, torch.simgpu, SIMULATED)
+        found.append(replace(row, simulated=True, memory_free=free, memory_used=total - free))
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from gpumagic.gpus.report import (
@@ -23,7 +22,6 @@ from gpumagic.report.units import (
     NOT_AVAILABLE,
     count,
     duration,
-    percent,
     printable,
     size,
     size_of,
@@ -83,10 +81,8 @@ def _who_fills(row: GpuRow) -> str:
     others, own = row.other_processes or 0, row.kernel_reserved or 0
     if own > others:
         return f"this kernel holds {size(own)}, %devices lists it"
-    largest = max(
-        (each for each in row.processes or () if not each.this_kernel and each.memory), default=None,
-        key=lambda each: each.memory or 0,
-    )  # fmt: skip
+    listed = [each for each in row.processes or () if not each.this_kernel and each.memory]
+    largest = max(listed, default=None, key=lambda each: each.memory or 0)
     if largest is None or largest.pid is None:
         return f"other processes hold {size(others) if others else 'the rest'}, %gpuinfo -p lists them"
     user = f" of {largest.user}" if largest.user else ""
@@ -122,7 +118,11 @@ def table_blocks(rows: Sequence[GpuRow], *, explained: bool, elsewhere: str) -> 
         if row.ecc_errors:
             errors = count(row.ecc_errors, "uncorrected memory error")
             found.append(Paragraph(f"{row.label} has had {errors} since its driver was loaded."))
-    missing = [*([] if explained else _unusable_gpus(rows)), *_missing_figures(rows)]
+    missing = _missing_figures(rows)
+    unusable = grouped((row.reasons.get("device", NOT_KNOWN), row.label) for row in rows if row.device is None)
+    if unusable and not explained:
+        parts = [f"{', '.join(names)} ({reason})" for reason, names in unusable.items()]
+        missing.insert(0, f"Not usable in torch here: {'; '.join(parts)}.")
     return found + ([Paragraph(" ".join(missing), muted=True)] if missing else [])
 
 
@@ -133,26 +133,8 @@ def shown(row: GpuRow, name: str) -> str:
     return figure.show(getattr(row, name), *most)
 
 
-def _figure_cell(name: str, row: GpuRow) -> Cell | str:
-    if getattr(row, name) is None:
-        return _reason_cell(row.reasons.get(name, ""))
-    return CELLS[name](row) if name in CELLS else shown(row, name)
-
-
-def _has(name: str, row: GpuRow) -> bool:
-    return getattr(row, name) is not None
-
-
 def _reason_cell(reason: str) -> Cell:
     return Cell(reason if reason.startswith(NOT_AVAILABLE) else NOT_AVAILABLE, muted=True, title=reason)
-
-
-def _unusable_gpus(rows: Sequence[GpuRow]) -> list[str]:
-    """Return which of the driver's GPUs have no name in torch, and why."""
-    unnamed = [row for row in rows if row.device is None]
-    reasons = grouped((row.reasons.get("device", NOT_KNOWN), row.label) for row in unnamed)
-    parts = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items()]
-    return [f"Not usable in torch here: {'; '.join(parts)}."] if parts else []
 
 
 def _missing_figures(rows: Sequence[GpuRow]) -> list[str]:
@@ -247,14 +229,16 @@ CELLS: Mapping[str, Callable[[GpuRow], Cell | str]] = {
 """The cells that show more than their own figure."""
 
 
-COLUMNS = (
-    Column("Device", _device),
-    *(
-        replace(figure.column, value=partial(_figure_cell, name), when=partial(_has, name))
-        for name, figure in FIGURES.items()
-        if figure.column is not None
-    ),
-)
+def _column(name: str, column: Column[Any]) -> Column[GpuRow]:
+    def cell(row: GpuRow) -> Cell | str:
+        if getattr(row, name) is None:
+            return _reason_cell(row.reasons.get(name, ""))
+        return CELLS[name](row) if name in CELLS else shown(row, name)
+
+    return replace(column, value=cell, when=lambda row: getattr(row, name) is not None)
+
+
+COLUMNS = (Column("Device", _device), *(_column(name, each.column) for name, each in FIGURES.items() if each.column))
 Listed = tuple[GpuRow, ProcessRow]
 PROCESS_COLUMNS: tuple[Column[Listed], ...] = (
     Column("Device", lambda each: each[0].label),
@@ -262,10 +246,6 @@ PROCESS_COLUMNS: tuple[Column[Listed], ...] = (
     Column(
         "Memory", lambda each: size(each[1].memory) if each[1].memory is not None
         else _reason_cell(each[1].reason or "the driver does not say"), "right",
-    ),
-    Column(
-        "Util", lambda each: _or_dash(each[1].utilization, percent, "no sample"), "right", 2,
-        when=lambda each: each[1].utilization is not None,
     ),
     Column("User", lambda each: _or_dash(each[1].user), priority=1),
     Column("Process", lambda each: _process_name(each[1]), shrinks=True),
@@ -289,8 +269,8 @@ def process_blocks(rows: Sequence[GpuRow]) -> list[Block]:
     return found
 
 
-def _or_dash(value: object, show: Callable[[Any], str] = str, title: str = "") -> Cell | str:
-    return Cell("-", muted=True, title=title) if value is None else show(value)
+def _or_dash(value: object) -> Cell | str:
+    return Cell("-", muted=True) if value is None else str(value)
 
 
 def _process_name(each: ProcessRow) -> Cell:
@@ -311,12 +291,10 @@ def details_blocks(row: GpuRow) -> list[Block]:
 
 def cell_line(seconds: float, changes: Sequence[CellChange]) -> str:
     """Return ``"1.24 s · cuda:0 +1.2 GiB to 3.4 GiB, peak 5.0 GiB"``."""
-    parts = [duration(seconds), *(map(_device_change, changes) if changes else ["no device memory used"])]
-    text = truncate_words(printable(" · ".join(parts)))
+    parts = [duration(seconds)]
+    for device, growth, allocated, peak in changes:
+        sign = "+" if growth > 0 else "-" if growth < 0 else "±"
+        highest = "" if peak is None else f", peak {size(peak)}"
+        parts.append(f"{device} {sign}{size(abs(growth))} to {size(allocated)}{highest}")
+    text = truncate_words(printable(" · ".join(parts if changes else [*parts, "no device memory used"])))
     return text if terminal_has_unicode() else to_ascii(text)
-
-
-def _device_change(change: CellChange) -> str:
-    sign = "+" if change.growth > 0 else "-" if change.growth < 0 else "±"
-    peak = "" if change.peak is None else f", peak {size(change.peak)}"
-    return f"{change.device} {sign}{size(abs(change.growth))} to {size(change.allocated)}{peak}"

@@ -48,44 +48,29 @@ def visible_cards(
     """
     if variable is None:
         return Visibility(tuple(range(len(uuids))))
-    if variable.startswith("GPU-"):
-        return _by_uuid(list(takewhile(lambda entry: entry.startswith("GPU-"), variable.split(","))), uuids)
+    entries = [entry.strip() for entry in variable.split(",")]
+    by_uuid = variable.startswith(("GPU-", "MIG-"))
     if variable.startswith("MIG-"):
-        entry = variable.split(",")[0]
-        index = _match_uuid(entry, instance_uuids)
-        return Visibility(instance=index, by_uuid=True, problem=_ended_by(entry) if index is None else None)
-    return _by_number(variable, len(uuids))
-
-
-def _by_number(variable: str, count: int) -> Visibility:
-    numbers: list[int] = []
-    invalid = None
-    for entry in variable.split(","):
-        number = parse_ordinal(entry.strip())
-        if number in numbers:
-            return Visibility(problem=f"names {number} twice, which hides every GPU")
-        if number < 0:
-            invalid = entry.strip()
-            break
-        numbers.append(number)
-    beyond = next((position for position, number in enumerate(numbers) if number >= count), None)
-    if beyond is not None:
-        invalid, numbers = str(numbers[beyond]), numbers[:beyond]
-    return Visibility(tuple(numbers), problem=_ended_by(invalid))
-
-
-def _by_uuid(entries: Sequence[str], uuids: Sequence[str | None]) -> Visibility:
-    if len(set(entries)) < len(entries):
-        return Visibility(by_uuid=True, problem="names a UUID twice, which hides every GPU")
+        index = _match_uuid(entries[0], instance_uuids)
+        return Visibility(instance=index, by_uuid=True, problem=_ended_by(entries[0]) if index is None else None)
+    if by_uuid:
+        entries = list(takewhile(lambda entry: entry.startswith("GPU-"), entries))
     found: list[int] = []
+    problem = None
     for entry in entries:
-        index = _match_uuid(entry, uuids)
-        if index is None:
-            return Visibility(tuple(found), by_uuid=True, problem=_ended_by(entry))
+        index = _match_uuid(entry, uuids) if by_uuid else parse_ordinal(entry)
         if index in found:
-            return Visibility(by_uuid=True, problem=f"names GPU {index} twice, which hides every GPU")
+            return Visibility(by_uuid=by_uuid, problem=f"names {entry} twice, which hides every GPU")
+        if index is None:
+            problem = _ended_by(entry)
+            break
         found.append(index)
-    return Visibility(tuple(found), by_uuid=True)
+    if by_uuid and len(set(entries)) < len(entries):  # also behind an invalid one
+        return Visibility(by_uuid=True, problem="names a UUID twice, which hides every GPU")
+    there = list(takewhile(lambda index: index < len(uuids), found))
+    if len(there) < len(found):
+        problem = _ended_by(str(found[len(there)]))
+    return Visibility(tuple(there), by_uuid=by_uuid, problem=problem)
 
 
 def _match_uuid(entry: str, uuids: Sequence[str | None]) -> int | None:
@@ -94,15 +79,13 @@ def _match_uuid(entry: str, uuids: Sequence[str | None]) -> int | None:
     return found[0] if len(found) == 1 else None
 
 
-def parse_ordinal(text: str) -> int:
-    """Return the leading number of a text, such as 1 for ``"1gpu"``; -1 if there is none."""
-    match = re.match(r"[+-]?[0-9]{1,18}", text)
-    return int(match[0]) if match else -1
+def parse_ordinal(text: str) -> int | None:
+    """Return the leading number of a text, such as 1 for ``"1gpu"``; None if there is none, or a negative one."""
+    match = re.match(r"[+]?[0-9]{1,18}", text)
+    return int(match[0]) if match else None
 
 
-def _ended_by(entry: str | None) -> str | None:
-    if entry is None:
-        return None
+def _ended_by(entry: str) -> str:
     return f"names no GPU with {entry!r}, and CUDA stops at the first such entry" if entry else "is empty"
 
 
@@ -113,18 +96,11 @@ class TorchName(NamedTuple):
     predicted: bool
 
 
-def read_visibility(answer: NvmlSnapshot) -> Visibility:
-    """Return what CUDA_VISIBLE_DEVICES leaves visible of these cards."""
-    instances = [instance.uuid for card in answer.cards for instance in card.instances]
-    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible_cards(variable, [card.uuid for card in answer.cards], instances)
-
-
 def torch_names(
     answer: NvmlSnapshot, flat: Sequence[Card], build: TorchBuild, view: Visibility
 ) -> dict[int, TorchName]:
     """Return the names of those positions in ``flat`` that torch can use."""
-    if build.version is None or (build.known and build.cuda is None):
+    if build.cuda is None:
         return {}
     in_use = cuda_devices()
     if in_use:
@@ -145,7 +121,11 @@ def _predicted_names(answer: NvmlSnapshot, flat: Sequence[Card], view: Visibilit
     if view.instance is not None:
         instances = [position for position, each in enumerate(flat) if each.is_instance]
         return {instances[view.instance]: TorchName(0, predicted=False)}
-    unsure = _order_is_unsure(answer, view)
+    # By default CUDA puts the fastest card first, whatever its slot.
+    names = [card.values.get("name") for card in answer.cards]
+    is_certain = view.by_uuid or len(names) == 1 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    differ = None in names or len(set(names)) > 1
+    unsure = any(card.mig for card in answer.cards) or (differ and not is_certain)
     named = {}
     for ordinal, index in enumerate(view.cards):
         card = answer.cards[index]
@@ -154,16 +134,6 @@ def _predicted_names(answer: NvmlSnapshot, flat: Sequence[Card], view: Visibilit
             target = card.instances[0] if card.mig else card
             named[next(i for i, each in enumerate(flat) if each is target)] = TorchName(ordinal, predicted=unsure)
     return named
-
-
-def _order_is_unsure(answer: NvmlSnapshot, view: Visibility) -> bool:
-    """Return whether CUDA may number differently: by default it puts the fastest card first, whatever its slot."""
-    if any(card.mig for card in answer.cards):
-        return True
-    if view.by_uuid or len(answer.cards) == 1 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
-        return False
-    names = [card.values.get("name") for card in answer.cards]
-    return None in names or len(set(names)) > 1
 
 
 ROOT = Path("/")
@@ -201,7 +171,7 @@ def explain(
         return _on_hosted_notebook(here) or _NOT_LISTED["container" in here]
     if build.version is None:
         return "PyTorch is not installed in this environment, so nothing here can use the GPU: pip install torch."
-    if build.known and build.cuda is None:
+    if build.cuda is None:
         return f"torch {build.version} is a CPU-only build and cannot use the GPU: {INSTALL_TORCH}."
     return _hidden_from_cuda(answer, build, view)
 
@@ -256,7 +226,7 @@ _CAUSES = (
      "NVIDIA Container Toolkit and NVIDIA_DRIVER_CAPABILITIES=compute,utility.")),
     ("no library", "driver",
      ("The NVIDIA driver is loaded, but its library libnvidia-ml.so.1 is not found: reinstall the driver's user-space "
-     "package of the same version.")),
+     "package.")),
     ("no library", "wsl",
      "WSL shows no NVIDIA driver: install NVIDIA's driver in Windows (not in WSL), then wsl --shutdown."),
     ("no library", "card container",
@@ -287,14 +257,10 @@ def _exists(*names: str) -> bool:
 
 def _has_nvidia_card() -> bool:
     try:
-        devices = list((ROOT / "sys/bus/pci/devices").iterdir())
-    except OSError:
-        return False
-    return any(_is(device / "vendor", NVIDIA_VENDOR) and _is(device / "class", DISPLAY_CLASS) for device in devices)
-
-
-def _is(path: Path, start: str) -> bool:
-    try:
-        return path.read_text().startswith(start)
+        return any(
+            (device / "vendor").read_text().startswith(NVIDIA_VENDOR)
+            and (device / "class").read_text().startswith(DISPLAY_CLASS)
+            for device in (ROOT / "sys/bus/pci/devices").iterdir()
+        )
     except OSError:
         return False

@@ -48,5 +48,4 @@ def test_gpuinfo_reads_the_sensors() -> None:
 def test_gpuinfo_reads_every_field_or_says_why() -> None:
     for row in gpumagic.gpuinfo(everything=True, processes=True):
         assert all(row.reasons.values())
-        assert row.pcie_generation is not None or row.reasons["pcie_generation"]
         assert row.clock_sm_max is not None or row.reasons["clock_sm_max"]

@@ -30,33 +30,15 @@ def test_a_healthy_gpu_has_every_figure_of_the_driver(machine: MakeMachine) -> N
     expected = {
         "device": "cuda:0", "nvml_index": 0, "name": "NVIDIA A100-SXM4-80GB", "memory_total": 80 * GIB,
         "memory_used": 9 * GIB, "memory_free": 70 * GIB, "memory_reserved": GIB // 2, "utilization": 30.0,
-        "temperature": 60.0, "power": 250.5, "power_limit": 400.0, "throttle_reasons": [], "fan": 40.0,
-        "performance_state": "P0", "clock_sm": 1410, "clock_sm_max": 1980, "compute_capability": "8.0",
-        "bus_id": "00000000:01:00.0", "processes": [], "other_processes": 0, "predicted": False, "reasons": {},
-        "memory_utilization": 12.0, "ecc_errors": 0,
-        "pcie_generation": 3, "pcie_generation_max": 4, "pcie_width": 8, "pcie_width_max": 16,
-        "unified": False,
+        "temperature": 60.0, "power": 250.5, "power_limit": 400.0, "throttle_reasons": [],
+        "clock_sm": 1410, "clock_sm_max": 1980, "processes": [], "other_processes": 0, "predicted": False,
+        "memory_utilization": 12.0, "ecc_errors": 0, "unified": False, "reasons": {},
     }  # fmt: skip
     assert {name: row[name] for name in expected} == expected
     report = answer["report"]
     assert (report["torch_version"], report["cuda_build"], report["driver_version"]) == ("2.13.0", "12.8", "570.86")
     assert report["best"] == "cuda:0"
     assert report["cause"] is None
-
-
-def test_what_the_table_does_not_show_is_asked_on_request_only(machine: MakeMachine) -> None:
-    row = only(machine().probe())
-    assert row["fan"] is None
-    assert row["reasons"]["fan"] == "only read with -a"
-
-
-def test_processes_have_their_latest_sample_and_no_false_zero(machine: MakeMachine) -> None:
-    """One without a sample may have been idle, or the driver may have looked away."""
-    shared = machine()
-    shared.say(f"0.compute 4711 {GIB}", f"0.compute 4712 {GIB}", "0.busy 4711 10", "0.busy 4711 35")
-    answer = shared.probe("processes=True")
-    assert {each["pid"]: each["utilization"] for each in only(answer)["processes"]} == {4711: 35.0, 4712: None}
-    assert "35%" in answer["text"]
 
 
 def test_uncorrected_memory_errors_are_told_without_being_asked_for(machine: MakeMachine) -> None:
@@ -87,7 +69,7 @@ def test_unified_memory_is_labelled_and_the_hosts_use_is_not_the_gpus(machine: M
     assert row["memory_used"] == 2 * GIB
     assert row["reasons"]["memory_reserved"] == "the host's memory, shared"
     assert "unified" in answer["text"]
-    assert "judged by its name until CUDA" in " ".join(answer["text"].split())
+    assert "Until CUDA, which knows, is in use here, a GPU's name tells" in " ".join(answer["text"].split())
 
 
 def test_torch_is_not_imported(machine: MakeMachine) -> None:

@@ -205,19 +205,19 @@ def test_no_process_and_no_list_of_processes_are_told_apart() -> None:
 
 def test_all_fields_have_a_value_or_a_reason() -> None:
     """The long form says of each field what is known."""
-    full = dataclasses.replace(FIRST, clock_sm=1410, clock_sm_max=1980, reasons={"fan": "not supported"})
+    full = dataclasses.replace(FIRST, clock_sm=1410, clock_sm_max=1980, reasons={"ecc_errors": "not supported"})
     text = shown(full, show_all=True)
     assert re.search(r"^SM clock +1410 / 1980 MHz$", text, re.MULTILINE)
-    assert "\nFan: n/a (not supported).\n" in text
+    assert "\nUncorrected memory errors: n/a (not supported).\n" in text
     assert re.search(r"^Memory, driver's own +512\.0 MiB$", text, re.MULTILINE)
 
 
 def test_what_a_gpu_lacks_is_named_in_a_line_for_each_reason() -> None:
     """A row of n/a each would hide what is there."""
-    lacks = {"fan": "not supported", "pcie_width": "not supported", "bus_id": "no permission"}
+    lacks = {"ecc_errors": "not supported", "clock_sm": "not supported", "compute_mode": "no permission"}
     lines = shown(dataclasses.replace(FIRST, reasons=lacks), show_all=True).splitlines()
-    assert "PCIe lanes: n/a (not supported)." in " ".join(line for line in lines if "Fan" in line)
-    assert "PCI bus: n/a (no permission)." in lines
+    assert "SM clock; Uncorrected memory errors: n/a (not supported)." in lines
+    assert "Compute mode: n/a (no permission)." in lines
 
 
 def test_a_few_bytes_of_a_large_gpu_are_no_part_of_its_bar() -> None:

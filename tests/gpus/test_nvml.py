@@ -68,24 +68,14 @@ def test_a_missing_binding_is_tolerated(monkeypatch: pytest.MonkeyPatch) -> None
     assert nvml.connect() == NvmlFailure("no binding")
 
 
-def test_the_package_of_that_name_is_recognised(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyPI's `pynvml` 11.5 is a package that hides nvidia-ml-py's module."""
-    assert not nvml.is_shadowed(pynvml)
-    monkeypatch.setattr(pynvml, "__path__", ["somewhere"], raising=False)
-    snapshot = cards.read_cards()
-    assert isinstance(snapshot, cards.NvmlSnapshot)
-    assert snapshot.shadowed
-
-
 def test_a_warning_about_the_package_does_not_reach_the_user(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     """Newer packages of that name blame whoever imports the module."""
-    (tmp_path / "pynvml.py").write_text("import warnings; warnings.warn('deprecated', FutureWarning)\nhere = 1\n")
+    (tmp_path / "pynvml.py").write_text("import warnings; warnings.warn('deprecated', FutureWarning)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "pynvml")
-    binding = nvml._import_pynvml()
-    assert getattr(binding, "here", None) == 1
+    assert isinstance(nvml.connect(), NvmlFailure)
     assert not recwarn.list
 
 
@@ -200,7 +190,6 @@ def test_without_a_fault_the_truth_is_whole() -> None:
     """So that the property below cannot pass by saying nothing."""
     for row in read(FullLibrary(CARDS, {}, set()), None):
         assert {name: getattr(row, name) for name in TRUTH} == TRUTH
-        assert [each.utilization for each in row.processes or ()] == [35.0]
 
 
 @given(faults=FAULTS, missing=MISSING, variable=VISIBLE)

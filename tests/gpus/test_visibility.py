@@ -113,7 +113,9 @@ def test_any_text_yields_distinct_cards_that_exist(variable: str, count: int) ->
     assert all(0 <= card < count for card in cards)
 
 
-@pytest.mark.parametrize(("text", "number"), [("12ab", 12), ("-3", -3), ("+", -1), ("", -1), ("x1", -1), ("²", -1)])
-def test_strtoul_reads_the_leading_number(text: str, number: int) -> None:
-    """A text that begins with no number is negative, as an invalid ordinal is."""
+@pytest.mark.parametrize(
+    ("text", "number"), [("12ab", 12), ("-3", None), ("+", None), ("", None), ("x1", None), ("²", None)]
+)
+def test_strtoul_reads_the_leading_number(text: str, number: int | None) -> None:
+    """A text that begins with no number, or with a negative one, is none."""
     assert parse_ordinal(text) == number

@@ -219,7 +219,7 @@ HANGS = """
 import threading, time
 
 def wait_until_it_hangs():
-    while nvml._hanging is None or time.monotonic() - nvml._hanging.began < 0.3:
+    while nvml._hanging is None or time.monotonic() - nvml._hanging[2] < 0.3:
         time.sleep(0.01)
     print("ready", flush=True)
 """

@@ -81,12 +81,10 @@ def install(monkeypatch: pytest.MonkeyPatch, library: FakeLibrary) -> FakeLibrar
 
 
 NUMBERS = {
-    "nvmlDeviceGetPowerUsage": 250_500, "nvmlDeviceGetEnforcedPowerLimit": 400_000, "nvmlDeviceGetFanSpeed": 40,
-    "nvmlDeviceGetClockInfo": 1410, "nvmlDeviceGetMaxClockInfo": 1980, "nvmlDeviceGetPerformanceState": 2,
-    "nvmlDeviceGetPowerState": 2, "nvmlDeviceGetCurrentClocksEventReasons": 0x4,
+    "nvmlDeviceGetPowerUsage": 250_500, "nvmlDeviceGetEnforcedPowerLimit": 400_000,
+    "nvmlDeviceGetClockInfo": 1410, "nvmlDeviceGetMaxClockInfo": 1980,
+    "nvmlDeviceGetCurrentClocksEventReasons": 0x4,
     "nvmlDeviceGetCurrentClocksThrottleReasons": 0x4, "nvmlDeviceGetTotalEccErrors": 3,
-    "nvmlDeviceGetCurrPcieLinkGeneration": 3, "nvmlDeviceGetMaxPcieLinkGeneration": 4,
-    "nvmlDeviceGetCurrPcieLinkWidth": 8, "nvmlDeviceGetMaxPcieLinkWidth": 16,
     "nvmlDeviceGetTemperature": 55, "nvmlDeviceGetComputeMode": 3,
 }  # fmt: skip
 """Functions whose last argument takes one number."""
@@ -95,8 +93,7 @@ INSTANCES = 2
 SYMBOLS = (
     "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetName", "nvmlDeviceGetUUID", "nvmlDeviceGetMemoryInfo",
     "nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetTemperatureV",
-    "nvmlDeviceGetPciInfo_v3",
-    "nvmlDeviceGetCudaComputeCapability", "nvmlDeviceGetMigMode", "nvmlDeviceGetProcessUtilization",
+    "nvmlDeviceGetMigMode",
     "nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetMigDeviceHandleByIndex",
     "nvmlSystemGetDriverVersion", "nvmlDeviceGetComputeRunningProcesses_v3",
     "nvmlDeviceGetComputeRunningProcesses_v2", "nvmlDeviceGetGraphicsRunningProcesses_v3",
@@ -105,11 +102,8 @@ SYMBOLS = (
 TRUTH = {
     "name": "NVIDIA Fake", "memory_total": 8 * GIB, "memory_used": 3 * GIB, "memory_free": 5 * GIB,
     "memory_reserved": GIB // 4, "utilization": 30.0, "memory_utilization": 12.0, "temperature": 55.0, "power": 250.5,
-    "power_limit": 400.0, "throttle_reasons": ("power cap",), "bus_id": "0000:01:00.0", "performance_state": "P2",
-    "fan": 40.0, "clock_sm": 1410, "clock_sm_max": 1980,
-    "compute_capability": "8.6", "ecc_errors": 3,
-    "pcie_generation": 3, "pcie_generation_max": 4, "pcie_width": 8, "pcie_width_max": 16,
-    "compute_mode": "one process", "other_processes": GIB,
+    "power_limit": 400.0, "throttle_reasons": ("power cap",), "clock_sm": 1410, "clock_sm_max": 1980,
+    "ecc_errors": 3, "compute_mode": "one process", "other_processes": GIB,
 }  # fmt: skip
 """What a report must say of every card, if it says anything."""
 
@@ -151,12 +145,6 @@ class FullLibrary(FakeLibrary):
     def _nvmlDeviceGetUtilizationRates(self, handle: Any, rates: Any) -> None:  # noqa: N802
         rates._obj.gpu, rates._obj.memory = 30, 12
 
-    def _nvmlDeviceGetPciInfo_v3(self, handle: Any, pci: Any) -> None:  # noqa: N802
-        pci._obj.busId = b"0000:01:00.0"
-
-    def _nvmlDeviceGetCudaComputeCapability(self, handle: Any, major: Any, minor: Any) -> None:  # noqa: N802
-        major._obj.value, minor._obj.value = 8, 6
-
     def _nvmlDeviceGetMigMode(self, handle: Any, now: Any, pending: Any) -> None:  # noqa: N802
         now._obj.value = _number(handle) in self.mig
 
@@ -183,13 +171,6 @@ class FullLibrary(FakeLibrary):
     def _nvmlDeviceGetGraphicsRunningProcesses_v3(self, handle: Any, size: Any, found: Any) -> None: ...  # noqa: N802
 
     _nvmlDeviceGetGraphicsRunningProcesses_v2 = _nvmlDeviceGetGraphicsRunningProcesses_v3  # noqa: N815
-
-    def _nvmlDeviceGetProcessUtilization(self, handle: Any, found: Any, size: Any, since: Any) -> int:  # noqa: N802
-        size._obj.value = 1
-        if found is None:
-            return 7
-        found[0].pid, found[0].smUtil, found[0].timeStamp = 4711, 35, 1
-        return 0
 
 
 def _give(target: Any, number: int) -> int:
