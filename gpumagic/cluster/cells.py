@@ -13,21 +13,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpumagic.cluster.connection import (
-    CELL_DEVICE,
-    Connection,
-    ask_all,
-    ask_each,
-    assign_devices,
-    check_options,
-    connect,
-)
-from gpumagic.cluster.report import ANSWERED, ClusterReport, EngineAnswer, engines_label
+from gpumagic.cluster.connection import ask, check_options, connect
+from gpumagic.cluster.report import ANSWERED, ClusterReport, EngineAnswer
 from gpumagic.errors import OptionError
 from gpumagic.options import PARSERS
+from gpumagic.report.base import grouped
 
 REPORT_NAME = "_gpumagic_report"
 """The variable in which an engine keeps its report until it is collected."""
+_COLLECT = "collect", {"name": REPORT_NAME}
 OUT_OF_MEMORY = "out of memory"
 _INTERRUPT_TIMEOUT = 10.0
 """Seconds that engines have to end their cells after an interrupt."""
@@ -43,7 +37,7 @@ def prepare(magic: str, options: Namespace, body: str | None, timeout: float, de
         options: of its line.
         body: the cell below; None where there is none.
         timeout: seconds to wait until the engines are ready.
-        device: the device of `%%ondevice`, as `assign_devices` takes it.
+        device: the device of `%%ondevice`; one without a number is dealt out to the engines of a host.
 
     Raises:
         OptionError: there is no cell, an option is about one process, or an engine cannot run the cell or has no such
@@ -52,52 +46,51 @@ def prepare(magic: str, options: Namespace, body: str | None, timeout: float, de
     if body is None:
         raise OptionError(f"--engines takes all of a cell: write %%{magic} on its first line")
     check_options(magic, options, "%%px, and below it %%")
-    words = [] if device is None else [f"{{{CELL_DEVICE}}}"]  # which IPython replaces by its value
-    words += [word for name in PARSERS[magic].forwarded for word in _words(name, getattr(options, name))]
-    code = f"%%{magic} {' '.join(words)} -q -o {REPORT_NAME}\n{body}"
-    connection = connect(options.engines, gone=False)
-    ready = ask_all(connection, ("prepare", {}), timeout)
-    try:
-        _check(ready)
-        if device is not None:
-            origins = {int(answer.engine): answer.origin for answer in ready}
-            wanted = {
-                engine: ("choose", {"name": name, "fallback": options.fallback, "local_rank": local_rank})
-                for engine, (name, local_rank) in assign_devices(device, origins).items()
-            }
-            _check(ask_each(connection, wanted, timeout))
-    except OptionError:
-        able = tuple(int(answer.engine) for answer in ready if answer.state == ANSWERED)
-        ask_all(replace(connection, engines=able), ("collect", {"name": REPORT_NAME}), timeout)
-        raise
-    return EngineCell(connection, magic, code, timeout, magic == "oomguard" and options.keep_going)
+    client, engines = connect(options.engines)
+    wanted = {"device": device, "fallback": getattr(options, "fallback", None)}
+    ready = ask(client, dict.fromkeys(engines, ("prepare", wanted)), timeout)
+    able = [int(each.engine) for each in ready if each.state == ANSWERED]
+    for each in ready:
+        if each.state != ANSWERED:
+            ask(client, dict.fromkeys(able, _COLLECT), timeout)
+            leave = f"; without it: --engines {','.join(map(str, able))}" if able else ""
+            raise OptionError(f"the cell ran nowhere: engine {each.engine}: {each.state}, {each.detail}{leave}")
+    devices = assign_devices(ready)
+    words = [_word(name, value) for name in PARSERS[magic].forwarded if (value := getattr(options, name))]
+    line = " ".join([*words, f"-q -o {REPORT_NAME}"])
+    code = {engine: f"%%{magic} {own} {line}\n{body}" for engine, own in devices.items()}
+    return EngineCell(client, magic, code, timeout, magic == "oomguard" and options.keep_going)
 
 
-def _words(name: str, value: object) -> list[str]:
-    """Return an option as it is typed; nothing where it is not given."""
+def _word(name: str, value: object) -> str:
+    """Return an option as it is typed."""
     option = f"--{name.replace('_', '-')}"
-    if value is True:
-        return [option]
-    return [f"{option}={','.join(value) if isinstance(value, list) else value}"] if value else []
+    return option if value is True else f"{option}={','.join(value) if isinstance(value, list) else value}"
 
 
-def _check(answers: Sequence[EngineAnswer]) -> None:
-    for answer in answers:
-        if answer.state != ANSWERED:
-            others = ",".join(str(each.engine) for each in answers if each.state == ANSWERED)
-            leave = f"; without it: --engines {others}" if others else ""
-            raise OptionError(
-                f"the cell ran nowhere: {engines_label([answer]).lower()}: {answer.state}, {answer.detail}{leave}"
-            )
+def assign_devices(ready: Sequence[EngineAnswer]) -> dict[int, str]:
+    """Return the device of each engine: of those that it may have, the one of its number on its host.
+
+    That number is the launcher's where the host's engines have one each, and else their order: engines that a batch
+    script starts without a launcher all inherit the script's own.
+    """
+    found = {}
+    for engines in grouped((each.origin.host, each) for each in ready).values():
+        ranks = [each.origin.local_rank for each in engines]
+        is_told = None not in ranks and len(set(ranks)) == len(ranks)
+        for place, each in enumerate(engines):
+            rank = each.origin.local_rank if is_told else place
+            found[int(each.engine)] = each.report[(rank or 0) % len(each.report)]
+    return found
 
 
 @dataclass(frozen=True)
 class EngineCell:
-    """A cell ready to run on engines."""
+    """A cell ready to run on engines: its magic, and what each of them runs."""
 
-    connection: Connection
+    client: Any
     magic: str
-    code: str
+    code: Mapping[int, str]
     timeout: float
     keep_going: bool = False
 
@@ -113,8 +106,8 @@ class EngineCell:
         sent: dict[int, Any] = {}
         with ExitStack() as streams:  # labelled as `%%px` labels outputs
             try:
-                for engine in self.connection.engines:
-                    sent[engine] = self.connection.client[engine].execute(self.code, silent=False, block=False)
+                for engine, code in self.code.items():
+                    sent[engine] = self.client[engine].execute(code, silent=False, block=False)
                     streams.enter_context(sent[engine].stream_output())
                 for each in sent.values():
                     while not (each.wait(_CHECK_INTERVAL) and each.wait_for_output(_CHECK_INTERVAL)):
@@ -131,21 +124,20 @@ class EngineCell:
         self._raise(sent, report)
 
     def _interrupt(self, sent: Mapping[int, Any]) -> None:
-        alive = self.connection.alive
-        running = [engine for engine, each in sent.items() if engine in alive and not each.done()]
+        running = [engine for engine, each in sent.items() if engine in self.client.ids and not each.done()]
         if not running:
             return
-        client = self.connection.client
-        client.abort([message for engine in running for message in sent[engine].msg_ids], targets=running, block=False)
-        client.send_signal("SIGINT", targets=running, block=False)
+        messages = [message for engine in running for message in sent[engine].msg_ids]
+        self.client.abort(messages, targets=running, block=False)
+        self.client.send_signal("SIGINT", targets=running, block=False)
         deadline = time.monotonic() + _INTERRUPT_TIMEOUT
         for engine in running:
             sent[engine].wait(max(0.0, deadline - time.monotonic()))
 
     def _report(self, sent: Mapping[int, Any], elapsed: float) -> ClusterReport:
         """Collect the reports of the engines whose cells have ended."""
-        ended = replace(self.connection, engines=tuple(engine for engine, each in sent.items() if each.done()))
-        answers = ask_all(ended, ("collect", {"name": REPORT_NAME}), self.timeout)
+        ended = [engine for engine, each in sent.items() if each.done()]
+        answers = ask(self.client, dict.fromkeys(ended, _COLLECT), self.timeout)
         ready = {answer.engine: _with_outcome(answer, sent[int(answer.engine)].exception()) for answer in answers}
         running = EngineAnswer(-1, state="interrupted", detail="but its cell is still running")
         found = [ready.get(engine) or replace(running, engine=engine) for engine in sent]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpumagic.errors import OptionError
 from gpumagic.gpus.report import GPUReport, GpuRow
@@ -43,12 +43,6 @@ class EngineAnswer:
     """How long the request took in the engine."""
     report: Any = None
     """Its report, or the result of another request."""
-
-    @property
-    def label(self) -> str:
-        """Return its name in a table: ``"3"``, or ``"3 (rank 1)"`` where its rank is another number."""
-        rank = self.origin.rank
-        return str(self.engine) if rank in (None, self.engine) else f"{self.engine} (rank {rank})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,62 +129,51 @@ def merge(reports: Mapping[Any, object] | Sequence[object]) -> ClusterReport:
         raise OptionError(f"merge() takes reports of one kind; {found}")
     magic = magics.pop()
     if magic in {"gpuinfo", "devices"}:  # of a process as it is now: a worker of Ray runs many tasks
-        origins = enumerate(answer.origin for answer in answers)
-        last = {(each.host, each.pid) if each.pid is not None else place: place for place, each in origins}
-        answers = [answers[place] for place in sorted(last.values())]
+        answers = list(
+            {(each.origin.host, each.origin.pid or place): each for place, each in enumerate(answers)}.values()
+        )
     return ClusterReport(magic, tuple(answers))
 
 
-class EngineGpu(NamedTuple):
-    """A GPU as one engine sees it."""
+@dataclass(frozen=True)
+class SharedGpu(GpuRow):
+    """What the last of its engines read of a GPU, milliseconds after the others; ``kernel_*`` are sums over all."""
 
-    answer: EngineAnswer
-    row: GpuRow
-
-
-@dataclass(frozen=True, slots=True)
-class SharedGpu:
-    """One GPU, and the engines that see it."""
-
-    host: str
-    engines: tuple[EngineGpu, ...]
-
-    @property
-    def row(self) -> GpuRow:
-        """What the last of its engines read, milliseconds after the others; ``kernel_*`` are sums over all of them."""
-        rows = [each.row for each in self.engines]
-        return replace(
-            rows[-1], kernel_allocated=sum(each.kernel_allocated or 0 for each in rows),
-            kernel_reserved=sum(each.kernel_reserved or 0 for each in rows),
-        )  # fmt: skip
+    host: str = ""
+    engines: tuple[EngineAnswer, ...] = ()
+    users: tuple[EngineAnswer, ...] = ()
+    """Those that hold memory on it."""
 
 
 def shared_gpus(report: ClusterReport) -> tuple[SharedGpu, ...]:
     """Return the GPUs of a merged `%gpuinfo`, by host and then in the order in which their engines list them."""
-    found: dict[tuple[object, ...], dict[tuple[str, int | None, int | str], EngineGpu]] = {}
+    found: dict[tuple[str, object], dict[object, tuple[EngineAnswer, GpuRow]]] = {}
     for answer in report.engines:
-        process = (answer.origin.host, answer.origin.pid, "" if answer.origin.pid else answer.engine)
+        process = answer.origin.pid or answer.engine
         for row in answer.report.devices if isinstance(answer.report, GPUReport) else ():
-            own = (*process, row.device) if row.simulated else ()  # a simulated GPU is its process's own
-            gpu = (answer.origin.host, *(own or (row.uuid or row.device or row.nvml_index,)))
-            found.setdefault(gpu, {})[process] = EngineGpu(answer, row)
-    gpus = [SharedGpu(str(key[0]), tuple(engines.values())) for key, engines in found.items()]
+            # A simulated GPU is its process's own.
+            own = (process, row.device) if row.simulated else row.uuid or row.device or row.nvml_index
+            found.setdefault((answer.origin.host, own), {})[process] = answer, row
+    gpus = []
+    for (host, _), seen in found.items():
+        engines, rows = zip(*seen.values(), strict=True)
+        figures = {
+            **{each.name: getattr(rows[-1], each.name) for each in fields(GpuRow)},
+            "kernel_allocated": sum(each.kernel_allocated or 0 for each in rows),
+            "kernel_reserved": sum(each.kernel_reserved or 0 for each in rows),
+        }
+        users = tuple(answer for answer, each in seen.values() if each.kernel_reserved)
+        gpus.append(SharedGpu(**figures, host=host, engines=engines, users=users))
     return tuple(sorted(gpus, key=lambda gpu: gpu.host))
 
 
-def engines_label(answers: Sequence[EngineAnswer]) -> str:
-    """Return ``"Engine 2"``, ``"Engines 0-3, 7"``."""
-    return f"{'Engine' if len(answers) == 1 else 'Engines'} {engine_ranges(answers)}"
-
-
 def engine_ranges(answers: Sequence[EngineAnswer]) -> str:
-    """Return ``"0-3, 7"``; one or two engines with their ranks where these differ."""
-    if len(answers) <= 2 or not all(isinstance(answer.engine, int) for answer in answers):
-        return ", ".join(answer.label for answer in answers)
+    """Return ``"0-3, 7"``."""
     spans: list[list[int]] = []
-    for number in sorted({int(answer.engine) for answer in answers}):
+    for number in sorted({each.engine for each in answers if isinstance(each.engine, int)}):
         if spans and number == spans[-1][-1] + 1:
             spans[-1].append(number)
         else:
             spans.append([number])
-    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
+    numbers = [", ".join(map(str, span)) if len(span) < 3 else f"{span[0]}-{span[-1]}" for span in spans]
+    return ", ".join([*numbers, *(each.engine for each in answers if isinstance(each.engine, str))])

@@ -298,7 +298,6 @@ def _position(cells: list[ExecutionInfo], result: ExecutionResult | None) -> int
     return None
 
 
-_RANK = re.compile(r"(?<!\{)\{(rank|local_rank)\}(?!\})")
 # These must show their help and not run the body.
 _HELP = {"-h", "--help"}
 
@@ -327,7 +326,7 @@ class PromoteCellMagics:
         if not lines or not lines[0].startswith("%%"):
             return lines
         if not self._is_promoted(lines):
-            return self._spared(lines)
+            return lines
         return [lines[0][1:], *self._below(lines[1:])]
 
     def _is_promoted(self, lines: list[str]) -> bool:
@@ -342,12 +341,6 @@ class PromoteCellMagics:
         if header[1] in self._lets_run:
             return _HELP.isdisjoint(options) and not options.isdisjoint(self._lets_run[header[1]])
         return self._needs_body[header[1]].isdisjoint(options)
-
-    def _spared(self, lines: list[str]) -> list[str]:
-        """Keep IPython from taking `cuda:{rank}` for a variable here: each engine has its own rank."""
-        if self._header.match(lines[0]) is None or "--engines" not in lines[0]:
-            return lines
-        return [_RANK.sub(r"{{\1}}", lines[0]), *lines[1:]]
 
     def _below(self, lines: list[str]) -> list[str]:
         """Do with the body what IPython does with a cell: `%%time` may stand in it, prompts, an indent."""

@@ -173,5 +173,6 @@ def test_one_engine_that_runs_out_of_memory(first_line, bare_shell) -> None:
     first_line("%%oomguard -o report\nx = take(3)\nprint(x.nbytes)", "old = take(2)")
     line = str(gpumagic.merge({0: bare_shell.user_ns["report"]})).partition("\n")[0]
     assert line == (
-        "Out of memory on engine 0. Delete 1 name that earlier cells left (del old): fits (dry run: 3.0 of 4.0 GiB)"
+        "Out of memory on simgpu:0, line 2. "
+        "Delete 1 name that earlier cells left (del old): fits (dry run: 3.0 of 4.0 GiB)"
     )
