@@ -45,9 +45,6 @@ PART_OF_KIND = {part.kind: part.name for part in PARTS if part.kind}
 
 BASE = "before the cell"
 """The operator of what was alive already."""
-FROM_HOST = "copy from the host"
-_UNMARKED = {BASE: "earlier cells", FROM_HOST: "other"}
-"""What a block that came into the cell counts as, where nothing tells what it is."""
 REST = ""
 """The name of the module of what belongs to none."""
 _CERTAIN = frozenset({"parameters", "buffers", "library workspaces"})
@@ -83,9 +80,9 @@ class Life:
     def mark(self, kind: str) -> None:
         """Say what it is; the first word holds, except where a later one is certain: see `_CERTAIN`.
 
-        What came into the cell is no activation, also where a graph keeps it.
+        What was there before the cell is no activation, also where a graph keeps it.
         """
-        is_input = kind == "activations" and self.operator in _UNMARKED
+        is_input = kind == "activations" and self.operator == BASE
         if self.kind == GATHERED or (self.kind == BUCKETS and kind != "gradients"):
             return
         if kind in _CERTAIN or self.kind == BUCKETS or not (self.kind or is_input):
@@ -93,7 +90,7 @@ class Life:
 
     def part(self) -> str:
         """Return what it counts as, which is final only when the cell has ended."""
-        return self.kind or _UNMARKED.get(self.operator, "temporaries")
+        return self.kind or ("earlier cells" if self.operator == BASE else "temporaries")
 
 
 class Peak(NamedTuple):

@@ -13,7 +13,7 @@ from stages import examples
 
 import gpumagic
 from gpumagic.dryrun import targets
-from gpumagic.dryrun.worker.fake.allocator import Allocator, Pool
+from gpumagic.dryrun.worker.fake.allocator import Allocator
 from gpumagic.memory import allocator, segments
 from gpumagic.memory.allocator import AllocatorStats
 
@@ -157,7 +157,8 @@ def test_what_awaits_another_stream_is_neither_free_nor_a_storages(snapshot) -> 
 
 def test_what_another_stream_has_free_serves_no_request_but_is_given_back() -> None:
     allocator = Allocator(40 * MIB, cuts_to_size=False)
-    allocator.lay_out(0, Pool.CLOSED, [(20 * MIB, True)])
+    free = segments.MemoryBlock(0, 20 * MIB, is_free=True, is_owned=False)
+    allocator.lay_out(segments.Segment(0, is_small=False, is_open=False, blocks=[free]))
     allocator.take(15 * MIB)
     assert allocator.reserved == 36 * MIB
     allocator.take(12 * MIB)

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import pickle
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -46,7 +47,7 @@ class CudaRun(Run):
         self._before: list[Block] = []
         self._allocated: list[int] = []
         self._objects: ranks.Objects | None = None
-        self._threads = False
+        self._is_racy = False
         """Whether threads of DataParallel's ran side by side."""
 
     def run(self) -> None:
@@ -106,7 +107,11 @@ class CudaRun(Run):
         parallel, apply = torch.nn.parallel.data_parallel, torch.nn.parallel.parallel_apply
 
         def in_threads(modules: Any, *args: Any, **kwargs: Any) -> Any:
-            self._threads |= len(modules) > 1
+            if len(modules) > 1:
+                self._is_racy = True
+                self.notes.not_known(
+                    "how the threads of DataParallel take turns, by which its peak differs from run to run"
+                )
             return apply(modules, *args, **kwargs)
 
         vars(sys.modules[parallel.__module__])["parallel_apply"] = in_threads
@@ -144,15 +149,11 @@ class CudaRun(Run):
         devices = [self._device(device, failed) for device in range(len(self._allocated))]
         unknown = fakecuda.unknown_sizes()
         communicators = unknown.pop("NCCL communicator", 0)
-        libraries = sorted(set(map(_library_of, unknown)))
-        for library in libraries:
+        written = {"cudnn": "cuDNN", "cusolver": "cuSOLVER", "cusparse": "cuSPARSE", "cufft": "cuFFT"}
+        for library in sorted({written.get(re.split("[^a-z]", name)[0], name) for name in unknown}):
             self.notes.not_known(f"what {library} takes for itself, which only a real GPU tells")
-        if self._threads:
-            self.notes.not_known(
-                "how the threads of DataParallel take turns, by which its peak differs from run to run"
-            )
         others: Outcome = {
-            "lacks": bool(libraries) or self._threads, "is_racy": self._threads, "versions": _versions(),
+            "lacks": bool(unknown) or self._is_racy, "is_racy": self._is_racy, "versions": _versions(),
             "communicators": communicators,
             "rank": None if self._objects is None else {"said": self._objects.said, "stages": ranks.stages()},
             **({"error": None} if failed else {}),
@@ -214,9 +215,3 @@ def _versions() -> dict[str, str]:
 
 _ATTENTION = {"flash": "flash_fwd", "memory-efficient": "fmha_cutlassF"}
 """By what the names of their kernels have in them; torch's own mathematics has no kernel of its own."""
-
-
-def _library_of(function: str) -> str:
-    """Return how a library is written of which a function's name tells."""
-    known = {"cudnn": "cuDNN", "cusolver": "cuSOLVER", "cusparse": "cuSPARSE", "cufft": "cuFFT"}
-    return next((name for prefix, name in known.items() if function.startswith(prefix)), function)

@@ -7,12 +7,11 @@ cuts every block to size, where CUDA leaves a remainder below 1 MiB with a large
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
 from gpumagic.memory.allocator import MIN_BLOCK, SEGMENT_ROUNDING, SMALL, rounded, segment_size
-from gpumagic.memory.ledger import FROM_HOST, Account, Ledger, Life, Peak
+from gpumagic.memory.ledger import Account, Ledger, Life, Peak
 from gpumagic.memory.segments import Segment
 
 
@@ -34,10 +33,6 @@ class Block:
     previous: Block | None = None
     next: Block | None = None
     cached: bool = False
-
-    def is_whole_segment(self) -> bool:
-        """Return whether nothing else of its segment is in use or cached."""
-        return self.previous is None and self.next is None
 
 
 @dataclass
@@ -70,27 +65,27 @@ class Allocator:
         self._split(block, size)
         return block
 
-    def lay_out(self, address: int, pool: Pool, stretches: Iterable[tuple[int, bool]]) -> list[Block]:
-        """Take over a segment as it stands on the real device, and return its blocks.
+    def lay_out(self, segment: Segment) -> dict[int, Block]:
+        """Take over a segment as it stands on the real device; return its blocks that storages own, by their addresses.
 
-        Args:
-            address: where it begins; segments that are made later lie beyond all of these.
-            pool: what it serves.
-            stretches: size and whether it is free of each of its blocks, in order.
+        Segments that are made later lie beyond all of these.
         """
-        blocks: list[Block] = []
-        for size, is_free in stretches:
-            block = Block(address, size, pool, blocks[-1] if blocks else None)
-            if block.previous is not None:
-                block.previous.next = block
-            blocks.append(block)
-            if is_free:
+        pool = (Pool.SMALL if segment.is_small else Pool.LARGE) if segment.is_open else Pool.CLOSED
+        address, previous, owned = segment.address, None, {}
+        for each in segment.blocks:
+            block = Block(address, each.size, pool, previous)
+            if previous is not None:
+                previous.next = block
+            previous = block
+            if each.is_free:
                 self._cache(block)
-            address += size
-            self.reserved += size
+            elif each.is_owned:
+                owned[each.address] = block
+            address += each.size
+        self.reserved += address - segment.address
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         self._next_address = max(self._next_address, address)
-        return blocks
+        return owned
 
     def give_back(self, block: Block) -> None:
         """Cache a block, grown by its cached neighbours."""
@@ -102,22 +97,21 @@ class Allocator:
     def release_cached(self) -> None:
         """Give every segment without a live block back to the device."""
         for pool, blocks in self._cached.items():
-            self.reserved -= sum(size for size, _, each in blocks if each.is_whole_segment())
-            self._cached[pool] = [entry for entry in blocks if not entry[2].is_whole_segment()]
+            kept = [entry for entry in blocks if entry[2].previous or entry[2].next]
+            self.reserved -= sum(size for size, _, _ in blocks) - sum(size for size, _, _ in kept)
+            self._cached[pool] = kept
 
     def _new_segment(self, size: int, pool: Pool) -> Block:
         nbytes = segment_size(size)
-        if self._is_too_much(nbytes):
-            self.release_cached()
-        self.failed = self.failed or self._is_too_much(nbytes)
+        if self.capacity is not None and not self.failed:
+            if self.reserved + nbytes > self.capacity:
+                self.release_cached()
+            self.failed = self.reserved + nbytes > self.capacity
         block = Block(self._next_address, nbytes, pool)
         self._next_address += nbytes
         self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return block
-
-    def _is_too_much(self, nbytes: int) -> bool:
-        return self.capacity is not None and not self.failed and nbytes > self.capacity - self.reserved
 
     def _split(self, block: Block, size: int) -> None:
         remainder = block.size - size
@@ -160,16 +154,6 @@ class FakeAccount(Account):
     """Blocks that were in use before, by the address that storages there tell, until a storage claims them."""
     traffic: int = 0
     """Bytes that were allocated in all."""
-
-    def lay_out(self, segments: Iterable[Segment]) -> None:
-        """Begin where the real device's allocator stands."""
-        for segment in segments:
-            pool = (Pool.SMALL if segment.is_small else Pool.LARGE) if segment.is_open else Pool.CLOSED
-            blocks = self.allocator.lay_out(
-                segment.address, pool, [(each.size, each.is_free) for each in segment.blocks]
-            )
-            preexisting = zip(segment.blocks, blocks, strict=True)
-            self.preexisting |= {told.address: block for told, block in preexisting if told.is_owned}
 
 
 @dataclass
@@ -227,9 +211,3 @@ class FakeLedger(Ledger):
         self.settle()
         for account in self.accounts:
             account.allocator.release_cached()
-
-    def came_from_host(self, key: int) -> None:
-        """Say that a live storage holds what was copied from the host."""
-        life = self.blocks.get(key)
-        if life is not None and life.operator in _MAKE_ROOM | {"_copy_from"}:
-            life.operator = FROM_HOST

@@ -14,24 +14,19 @@ from typing import Any
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 
-
-def _listed(names: str) -> list[str]:
-    return names.split()
-
-
-LOWER = _listed("""
+LOWER = """
     _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
     conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm
     baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell
     rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention
-""")
-FLOAT32_RESULT = _listed("""
+"""
+FLOAT32_RESULT = """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
     linalg_matrix_norm.str_ord sum sum.dim_IntList
-""")
-WIDEST = _listed("""
+"""
+WIDEST = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add stack cat
-""")
+"""
 
 _BELOW = DispatchKeySet(getattr(DispatchKey, "AutocastPrivateUse1"))  # noqa: B009  # missing from torch's own stubs
 
@@ -53,17 +48,20 @@ class Autocast:
         rest = torch.library.Library("_", "IMPL")
         rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         listed = torch.library.Library("aten", "IMPL")
-        in_float32 = functools.partial(self._in, torch.float32)
-        all_names = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
-        ours = (each.removeprefix("aten::") for each in all_names if not each.startswith("aten::cudnn"))
-        others = set(ours) - {*LOWER, *FLOAT32_RESULT, *WIDEST, "binary_cross_entropy"}
-        policies = ((LOWER, self._in_lower), (others, in_float32), (FLOAT32_RESULT, self._to_float32),
-                    (WIDEST, self._in_widest))  # fmt: skip
-        for names, policy in policies:
-            for name in names:
-                self._impl(listed, name, policy)
-        self._impl(listed, "binary_cross_entropy", _refuse)
         self._libraries += [rest, listed]
+        ours = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+        in_float32 = functools.partial(self._in, torch.float32)
+        policies = {name.removeprefix("aten::"): in_float32 for name in ours if not name.startswith("aten::cudnn")} | {
+            name: policy
+            for names, policy in ((LOWER, self._in_lower), (FLOAT32_RESULT, self._to_float32),
+                                  (WIDEST, self._in_widest), ("binary_cross_entropy", _refuse))
+            for name in names.split()
+        }  # fmt: skip
+        for name, policy in policies.items():
+            base, _, overload = name.partition(".")
+            op = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
+            if op is not None:  # torch's lists grow; this torch may be older
+                listed.impl(op, functools.partial(_under_autocast, policy, op), "AutocastPrivateUse1")
         clear = torch.clear_autocast_cache
 
         def clear_autocast_cache() -> None:
@@ -71,17 +69,6 @@ class Autocast:
             self._cache.clear()
 
         torch.clear_autocast_cache = clear_autocast_cache
-
-    def _impl(self, library: Any, name: str, policy: Callable[..., Any]) -> None:
-        op = _op(name)
-        if op is None:
-            return  # torch's lists grow; this torch is older
-
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            with torch._C._ExcludeDispatchKeyGuard(_BELOW):
-                return policy(op, args, kwargs)
-
-        library.impl(op, kernel, "AutocastPrivateUse1")
 
     def _in_lower(self, op: Any, args: Any, kwargs: Any) -> Any:
         return self._in(torch.get_autocast_dtype(self._type), op, args, kwargs)
@@ -116,23 +103,19 @@ class Autocast:
         if not self._is_eligible(value) or value.dtype == dtype:
             return value
         is_lower = dtype != torch.float32 and value.dtype == torch.float32
-        is_weight = is_lower and value.requires_grad and value.is_leaf and not value._is_view()
-        return self._cached(value, dtype) if is_weight else value.to(dtype)
-
-    def _cached(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a weight in lower precision, made once until the outermost autocast ends."""
-        known = self._cache.get(id(weight))
-        if known is not None and known[0]() is weight:
-            return known[1]
-        made = weight.to(dtype)
-        if torch.is_autocast_cache_enabled():
-            self._cache[id(weight)] = weakref.ref(weight), made
+        if not (is_lower and value.requires_grad and value.is_leaf and not value._is_view()):
+            return value.to(dtype)
+        alive, made = self._cache.get(id(value), (None, None))  # a weight's, until the outermost autocast ends
+        if alive is None or alive() is not value:
+            made = value.to(dtype)
+            if torch.is_autocast_cache_enabled():
+                self._cache[id(value)] = weakref.ref(value), made
         return made
 
 
-def _op(name: str) -> Any:
-    base, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
+def _under_autocast(policy: Callable[..., Any], op: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(_BELOW):
+        return policy(op, args, kwargs)
 
 
 def _refuse(*_: Any) -> Any:

@@ -21,7 +21,7 @@ from gpumagic.dryrun.worker.fake.backend import FakeModule
 from gpumagic.dryrun.worker.fake.calls import Call, Operands, Operator, Plan
 from gpumagic.dryrun.worker.fake.contents import Contents
 from gpumagic.dryrun.worker.fake.scratch import scratch
-from gpumagic.dryrun.worker.fake.storages import CPU, Form, Storages, key_of
+from gpumagic.dryrun.worker.fake.storages import CPU, Form, Storages
 
 aten = torch.ops.aten
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -40,7 +40,6 @@ VIEWS = ("as_strided", "view", "view.dtype", "_reshape_alias", "alias", "unfold"
 """Kernels of the CPU's that look at sizes only and give a view of the tensor they get."""
 
 _FINITE = "gradients are taken to be finite, so that a gradient scaler steps"
-_KNOWN = frozenset({"aten", "prims"})
 WHOLE = ("record_stream", "equal", "convolution_overrideable", "convolution_backward_overrideable", "native_layer_norm",
          "native_group_norm", "native_channel_shuffle", "silu_backward", "mish_backward", "all.dims", "all.dims_out",
          "any.dims", "any.dims_out", "linalg__powsum", "conj_physical_", "mode.values", "_linalg_solve_ex",
@@ -99,10 +98,9 @@ class Operators:
         self.seen: set[str] = set()
         """The operators that were answered."""
         self.is_running = False
+        """Whether an operator runs, whose blocks are not all accounted for."""
         self.give_up: Callable[[Exception], None] = lambda _: None
         """Called before a kernel's error leaves into a backward pass, where torch's guard would end the process."""
-        self.give_up_after: Callable[[], None] | None = None
-        """Called when the operator that runs has ended."""
 
     def register(self) -> None:
         """Make these the device's kernels, for the life of the process."""
@@ -114,7 +112,7 @@ class Operators:
 
     def _fallback(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Answer an operator for the first time; from then on torch finds its kernel, which is quicker."""
-        if op.namespace not in _KNOWN:
+        if op.namespace not in {"aten", "prims"}:
             raise CannotDryRun(f"it calls {op._name}, an operator whose memory is not known")
         return self._kernel(Operator(op))(*args, **kwargs)
 
@@ -140,8 +138,6 @@ class Operators:
                 raise
             finally:
                 self.is_running = False
-                if self.give_up_after is not None:
-                    self.give_up_after()
 
     # ---- Making tensors
 
@@ -191,12 +187,7 @@ class Operators:
     # ---- Copies
 
     def _copy_from(self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        if target.device.type != self._name:
-            self._contents.fetch(source, target)
-            return target
-        self._contents.copy(source, target)
-        if source.device.type == "cpu":
-            self._ledger.came_from_host(key_of(target))
+        (self._contents.copy if target.device.type == self._name else self._contents.fetch)(source, target)
         return target
 
     def _copy_from_and_resize(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -304,17 +295,13 @@ def lstm_cell_backward(dhy: Any, dcy: Any, cx: Any, _cy: Any, workspace: Any, ha
     return gates, torch.empty_like(cx), workspace.new_empty(workspace.shape[1]) if has_bias else None
 
 
-def attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+def attention(*args: Any, **kwargs: Any) -> int:
     """Let the CPU's kernel choose, which reads sizes only: tensors never written to cost no memory."""
 
-    def host(tensor: Any) -> Any:
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").requires_grad_(
-            tensor.requires_grad and tensor.is_floating_point()
-        )
+    def host(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+        return made.requires_grad_(value.requires_grad)
 
-    choice: int = torch._fused_sdp_choice(
-        host(query), host(key), host(value), *map(host, args), **{k: host(v) for k, v in kwargs.items()}
-    )
-    return choice
+    return int(torch._fused_sdp_choice(*map(host, args), **{name: host(value) for name, value in kwargs.items()}))

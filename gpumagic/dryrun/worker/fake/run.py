@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
+import signal
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -20,10 +20,12 @@ from gpumagic.dryrun.worker.fake.names import Names
 from gpumagic.dryrun.worker.fake.operators import Operators
 from gpumagic.dryrun.worker.fake.scratch import without_rule
 from gpumagic.dryrun.worker.fake.storages import Storages, key_of
-from gpumagic.dryrun.worker.run import Outcome, Run, failure, lines_of
+from gpumagic.dryrun.worker.run import Outcome, Run, failure
 from gpumagic.memory.ledger import Place
 
 IN_TREE = frozenset({"cuda", "xpu", "mps"})
+_LATER = 0.001
+"""Seconds."""
 
 
 class FakeRun(Run):
@@ -33,7 +35,8 @@ class FakeRun(Run):
         super().__init__(request, send)
         accounts = [FakeAccount(allocator=Allocator(each, request["cuts_to_size"])) for each in request["capacities"]]
         for account, segments in zip(accounts, request["segments"], strict=True):
-            account.lay_out(segments or ())
+            for segment in segments or ():
+                account.preexisting |= account.allocator.lay_out(segment)
         self.ledger = FakeLedger(accounts)
         known = request["backend"]
         self._name = name = backend.OURS if known in IN_TREE else known
@@ -82,11 +85,10 @@ class FakeRun(Run):
 
     def out_of_time(self, frame: FrameType | None) -> None:
         """Tell how far it came; an operator that runs ends first."""
-        running = lines_of(traceback.extract_stack(frame))
         if self._operators.is_running:
-            self._operators.give_up_after = lambda: self.stop(running)
+            signal.setitimer(signal.ITIMER_REAL, _LATER)
         else:
-            self.stop(running)
+            super().out_of_time(frame)
 
     def failure(self, error: BaseException) -> dict[str, Any]:
         """Return how the cell failed."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from gpumagic.dryrun.worker.fake.backend import OURS, PROCESSORS
 from gpumagic.dryrun.worker.fake.calls import Call
 
 THREADS_A_PROCESSOR = 2048
-_HALF = (torch.float16, torch.bfloat16)
 _VECTOR, _MOST_THREADS, _WARP = 4, 512, 32
 _LEAST_VALUES, _MOST_VALUES = 16, 256
 """A thread's, between which the input is divided among blocks."""
@@ -35,8 +33,6 @@ _PARTS = {
     **dict.fromkeys(("std", "var", "std_mean", "var_mean"), "moments"),
 }
 """What a block leaves in memory, by operator."""
-_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_addmm_activation"})
-_FACTORS = frozenset({"mat1", "mat2", "batch1", "batch2"})
 _UNKNOWN = (
     "linalg_", "_linalg", "cholesky", "_cholesky", "_fft", "geqrf", "ormqr", "triangular_solve", "lu_", "sort", "msort",
     "argsort", "topk", "kthvalue", "median", "nanmedian", "mode", "unique", "_unique", "multinomial", "randperm",
@@ -55,15 +51,14 @@ def without_rule(names: Iterable[str]) -> list[str]:
 def scratch(call: Call) -> list[int]:
     """Return the bytes that an operator's kernel allocates for itself on CUDA, in order; nothing for most."""
     name = call.op._schema.name.removeprefix("aten::").rstrip("_")
-    if name in _PRODUCTS:
-        return [
-            each.numel() * each.itemsize
-            for argument, each in call.tensors()
-            if argument.name in _FACTORS or (argument.name == "self" and name in {"mm", "bmm"})
-            if _is_copied(each)
-        ]
-    given = {argument.name: value for argument, value in call.named()}
-    return _reducing(name, given)
+    if name not in {"mm", "addmm", "bmm", "baddbmm", "_addmm_activation"}:
+        return _reducing(name, {argument.name: value for argument, value in call.named()})
+    factors = {"mat1", "mat2", "batch1", "batch2", *(["self"] if name in {"mm", "bmm"} else [])}
+    return [
+        each.numel() * each.itemsize
+        for argument, each in call.tensors()
+        if argument.name in factors and _is_copied(each)
+    ]
 
 
 def _is_copied(matrix: torch.Tensor) -> bool:
@@ -80,14 +75,17 @@ def _reducing(name: str, given: dict[str, Any]) -> list[int]:
     if name not in _PARTS or not isinstance(whole, torch.Tensor) or not whole.numel():
         return []
     part = "value" if _PARTS[name] == "place" and name in {"max", "min"} and "dim" not in given else _PARTS[name]
-    dims = given.get("dim")
-    dims = [dims] if isinstance(dims, int) else list(dims or range(whole.dim()))
     dtype = _summed_in(name, whole.dtype, given.get("dtype"))
+    wide = max(4, dtype.itemsize) if dtype.is_floating_point or dtype.is_complex else dtype.itemsize
+    sizes = {"sum": wide, "value": dtype.itemsize, "truth": 1, "place": 16, "moments": 4 * wide}
     copied = [whole.numel() * dtype.itemsize] if dtype != whole.dtype else []
-    stride = tuple(math.prod(whole.shape[each + 1 :]) for each in range(whole.dim())) if copied else whole.stride()
-    walk = _Walk.of(whole.shape, stride, {each % max(1, whole.dim()) for each in dims})
-    offset = 0 if copied else whole.storage_offset()
-    return copied + _Launch(walk, dtype.itemsize, _part_size(part, dtype), offset).global_memory()
+    dims = given.get("dim")
+    dims = {each % max(1, whole.dim()) for each in ([dims] if isinstance(dims, int) else dims or range(whole.dim()))}
+    steps = [math.prod(whole.shape[each + 1 :]) for each in range(whole.dim())] if copied else whole.stride()
+    walk = list(zip(whole.shape, steps, strict=True))
+    reduced = _merged(sorted((walk[each] for each in dims if walk), key=lambda pair: pair[1]))
+    kept = _merged([walk[each] for each in reversed(range(len(walk))) if each not in dims])
+    return copied + _part_sums(reduced, kept, sizes[part], 0 if copied else whole.storage_offset())
 
 
 def _summed_in(name: str, dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -100,28 +98,13 @@ def _summed_in(name: str, dtype: torch.dtype, wanted: torch.dtype | None) -> tor
     return dtype if dtype.itemsize == 2 and wanted == torch.float32 else wanted
 
 
-def _part_size(part: str, dtype: torch.dtype) -> int:
-    wide: int = max(4, dtype.itemsize) if dtype.is_floating_point or dtype.is_complex else dtype.itemsize
-    sizes: dict[str, int] = {"sum": wide, "value": dtype.itemsize, "truth": 1, "place": 16, "moments": 4 * wide}
-    return sizes[part]
+Walk = list[tuple[int, int]]
+"""How a kernel goes through dimensions, the innermost first: extents and strides."""
 
 
-@dataclass(frozen=True)
-class _Walk:
-    """How a kernel goes through its input: extents and strides, the reduced dimensions first, neighbours merged."""
-
-    reduced: list[tuple[int, int]]
-    kept: list[tuple[int, int]]
-
-    @staticmethod
-    def of(shape: torch.Size, stride: tuple[int, ...], dims: set[int]) -> _Walk:
-        reduced = sorted(((shape[each], stride[each]) for each in dims if shape), key=lambda pair: pair[1])
-        kept = [(shape[each], stride[each]) for each in reversed(range(len(shape))) if each not in dims]
-        return _Walk(_merged(reduced), _merged(kept))
-
-
-def _merged(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
+def _merged(pairs: Walk) -> Walk:
+    """Return a walk with neighbours that lie one after the other as one."""
+    merged: Walk = []
     for extent, step in pairs:
         if merged and merged[-1][0] * merged[-1][1] == step:
             merged[-1] = merged[-1][0] * extent, merged[-1][1]
@@ -130,48 +113,33 @@ def _merged(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """A kernel's launch, as `setReduceConfig` decides it."""
+def _part_sums(reduced: Walk, kept: Walk, part: int, offset: int) -> list[int]:
+    """Return the bytes of the part sums and of the blocks' counters; nothing where one block does it all.
 
-    walk: _Walk
-    itemsize: int
-    part: int
-    """Bytes of what a block leaves in memory for an output."""
-    offset: int
-
-    def global_memory(self) -> list[int]:
-        """Return the bytes of the part sums and of the blocks' counters; nothing where one block does it all."""
-        inputs = math.prod(extent for extent, _ in self.walk.reduced)
-        outputs = math.prod(extent for extent, _ in self.walk.kept)
-        along = not self.walk.kept or (bool(self.walk.reduced) and self.walk.reduced[0][1] < self.walk.kept[0][1])
-        across, down = (inputs, outputs) if along else (outputs, inputs)
-        vector = 1
-        if along:
-            if self.walk.reduced and self.walk.reduced[0][1] == 1 and across >= 128 and len(self.walk.reduced) == 1:
-                across //= _VECTOR
-        elif self.walk.kept[0][1] == 1:
-            vector = self._vector()
-            across //= vector
-        width, height = _block(across, down, _MOST_THREADS // vector)
-        values = -(-inputs // width) if along else inputs
-        columns = 1 if along else width
-        if values < min(height * 16, _MOST_VALUES):
-            return []
-        values = -(-values // height)
-        grid = -(-(outputs // vector) // columns)
-        target = PROCESSORS * (THREADS_A_PROCESSOR // (width * height))
-        if values < _MOST_VALUES or grid > target:
-            return []
-        blocks = max(min(-(-target // grid), -(-values // _LEAST_VALUES)), -(-values // _MOST_VALUES))
-        if blocks <= 1:
-            return []
-        return [self.part * outputs * blocks * (1 if along else width * vector), 4 * grid]
-
-    def _vector(self) -> int:
-        """Return how many neighbouring outputs a thread works on."""
-        steps = [step for _, step in (*self.walk.reduced, *self.walk.kept[1:])]
-        return math.gcd(_VECTOR, self.offset, self.walk.kept[0][0], *steps)
+    It is `setReduceConfig`'s choice of blocks for an input that begins at an offset. A part has so many bytes.
+    """
+    inputs, outputs = (math.prod(extent for extent, _ in walk) for walk in (reduced, kept))
+    along = not kept or (bool(reduced) and reduced[0][1] < kept[0][1])
+    across, down = (inputs, outputs) if along else (outputs, inputs)
+    vector = 1
+    """How many neighbouring outputs a thread works on."""
+    if along:
+        if reduced and reduced[0][1] == 1 and across >= 128 and len(reduced) == 1:
+            across //= _VECTOR
+    elif kept[0][1] == 1:
+        vector = math.gcd(_VECTOR, offset, kept[0][0], *(step for _, step in (*reduced, *kept[1:])))
+        across //= vector
+    width, height = _block(across, down, _MOST_THREADS // vector)
+    values = -(-inputs // width) if along else inputs
+    if values < min(height * 16, _MOST_VALUES):
+        return []
+    values = -(-values // height)
+    grid = -(-(outputs // vector) // (1 if along else width))
+    target = PROCESSORS * (THREADS_A_PROCESSOR // (width * height))
+    if values < _MOST_VALUES or grid > target:
+        return []
+    blocks = max(min(-(-target // grid), -(-values // _LEAST_VALUES)), -(-values // _MOST_VALUES))
+    return [part * outputs * blocks * (1 if along else width * vector), 4 * grid] if blocks > 1 else []
 
 
 def _block(across: int, down: int, most: int) -> tuple[int, int]:
@@ -193,8 +161,9 @@ def attention(
     if len({query.dtype, key.dtype, value.dtype} | masks) > 1:
         raise RuntimeError("Expected query, key, value and a mask that is not of truths to have the same dtype")
     options: dict[str, Any] = {} if scale is None else {"scale": scale}
-    width = query.shape[-1]
-    if query.dim() == 4 and _takes_flash(query, key, attn_mask, is_causal):
+    width, is_square = query.shape[-1], query.shape[-2] == key.shape[-2]
+    is_half = query.dtype in {torch.float16, torch.bfloat16}
+    if query.dim() == 4 and is_half and attn_mask is None and width <= 256 and (is_square or not is_causal):
         options.setdefault("scale", width**-0.5)  # which is not that of what is padded
         parts = [torch.nn.functional.pad(each, (0, -width % 8)) if width % 8 else each for each in (query, key, value)]
         return torch.ops.aten._scaled_dot_product_flash_attention(*parts, dropout_p, is_causal, False, **options)[0][
@@ -202,22 +171,12 @@ def attention(
         ]
     if query.dim() == 4 and not enable_gqa and width * query.itemsize % 16 == 0:
         wanted = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-        mask = _additive(attn_mask, query, key)
+        mask = attn_mask
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+        if mask is not None:
+            mask = mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
         return torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, mask, wanted, dropout_p, is_causal, **options
         )[0]
     return composite(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-
-
-def _takes_flash(query: Any, key: Any, mask: Any, is_causal: bool) -> bool:
-    is_half = query.dtype in _HALF
-    same = query.shape[-2] == key.shape[-2]
-    return is_half and mask is None and query.shape[-1] <= 256 and (same or not is_causal)
-
-
-def _additive(mask: Any, query: Any, key: Any) -> Any:
-    if mask is None:
-        return None
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-    return mask.to(query.dtype).expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
