@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gpumagic.errors import GpuMagicError
@@ -24,15 +24,28 @@ def cache_folder(name: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpumagic" / name
 
 
-@contextlib.contextmanager
-def only_process(home: Path, what: str, unavailable: type[GpuMagicError]) -> Iterator[None]:
-    """Let one process at a time make a folder; the folder above it is made for the user alone.
+def load_folder(home: Path, what: str, unavailable: type[GpuMagicError], is_there: Callable[[], bool],
+                make: Callable[[], object]) -> None:  # fmt: skip
+    """Have a folder made that is not there yet, by one process at a time, and refuse what others may have written.
 
     Args:
-        home: the folder that is to be made.
+        home: the folder.
         what: whose it is, as a sentence about it begins.
-        unavailable: what is raised where nothing can be kept.
+        unavailable: what is raised where nothing can be kept or loaded.
+        is_there: tells whether it is made.
+        make: makes it.
     """
+    if not is_there():
+        with only_process(home, what, unavailable):
+            _refuse_what_others_write(what, unavailable, home.parent)
+            if not is_there():
+                make()
+    _refuse_what_others_write(what, unavailable, home.parent, home)
+
+
+@contextlib.contextmanager
+def only_process(home: Path, what: str, unavailable: type[GpuMagicError]) -> Iterator[None]:
+    """Let one process at a time make a folder; the folder above it is made for the user alone."""
     # The kernel drops this lock with its process, so an interrupted compile leaves none behind, unlike the file
     # that torch.utils.cpp_extension waits for.
     try:
@@ -72,14 +85,14 @@ def unfinished(home: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def refuse_what_others_write(what: str, unavailable: type[GpuMagicError], *folders: Path) -> None:
+def _refuse_what_others_write(what: str, unavailable: type[GpuMagicError], *folders: Path) -> None:
     """Raise an error where other users could have written what lies in these folders: it would be loaded as code."""
-    unsafe = next(filter(None, map(who_else_writes, folders)), None)
+    unsafe = next(filter(None, map(_who_else_writes, folders)), None)
     if unsafe is not None:
         raise unavailable(f"{what} loads no code that others may have written: {unsafe}")
 
 
-def who_else_writes(folder: Path) -> str | None:
+def _who_else_writes(folder: Path) -> str | None:
     """Return why a folder is not safe to load code from, as the end of a sentence, or None if it is.
 
     A folder that other users can write to, or replace, is not: they would choose what this user's process runs.

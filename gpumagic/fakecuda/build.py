@@ -22,7 +22,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpumagic.compiled import cache_folder, only_process, refuse_what_others_write, unfinished
+from gpumagic.compiled import cache_folder, load_folder, unfinished
 from gpumagic.errors import FakecudaUnavailable
 
 NATIVE = Path(__file__).parent / "native"
@@ -136,13 +136,7 @@ def libraries() -> Path:
             f"fakecuda cannot be loaded from {home.parent}: LD_PRELOAD takes no path with a space or a colon; "
             "set XDG_CACHE_HOME to one without"
         )
-    if not home.exists():
-        compiler = _compiler()
-        with only_process(home, "fakecuda", FakecudaUnavailable):
-            refuse_what_others_write("fakecuda", FakecudaUnavailable, home.parent)
-            if not home.exists():
-                _build(torch, compiler, home)
-    refuse_what_others_write("fakecuda", FakecudaUnavailable, home.parent, home)
+    load_folder(home, "fakecuda", FakecudaUnavailable, home.exists, lambda: _build(torch, _compiler(), home))
     return home
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import ModuleType
 
 from gpumagic import compiled
-from gpumagic.compiled import only_process, refuse_what_others_write, unfinished
 from gpumagic.errors import SimgpuUnavailable
 from gpumagic.report import progress
 
@@ -35,18 +34,16 @@ def load() -> ModuleType:
     Raises:
         SimgpuUnavailable: there is no compiler, no ninja or no setuptools, it does not compile, or cannot be kept.
     """
-    built = library()
-    home = built.parent
-    if not built.exists():
-        with only_process(home, WHAT, SimgpuUnavailable):
-            refuse_what_others_write(WHAT, SimgpuUnavailable, home.parent)
-            if not built.exists():
-                try:
-                    return _compile(home)
-                except (OSError, subprocess.SubprocessError) as error:
-                    raise SimgpuUnavailable(f"{WHAT} cannot be compiled in {home.parent}: {error}") from error
-    refuse_what_others_write(WHAT, SimgpuUnavailable, home.parent, home)
-    return _import(built)
+    built, made = library(), []
+
+    def make() -> None:
+        try:
+            made.append(_compile(built.parent))
+        except (OSError, subprocess.SubprocessError) as error:
+            raise SimgpuUnavailable(f"{WHAT} cannot be compiled in {built.parent.parent}: {error}") from error
+
+    compiled.load_folder(built.parent, WHAT, SimgpuUnavailable, built.exists, make)
+    return made[0] if made else _import(built)
 
 
 def library() -> Path:
@@ -82,7 +79,7 @@ def _import(library: Path) -> ModuleType:
 def _compile(home: Path) -> ModuleType:
     _check_tools()
     telling = progress.waiting("gpumagic: compiling the simulated GPU, once, about 30 s ...")
-    with telling, unfinished(home) as folder:
+    with telling, compiled.unfinished(home) as folder:
         module = _build_in(str(folder))
         home.mkdir(mode=0o700, exist_ok=True)
         (folder / f"{NAME}.so").replace(library())
@@ -111,18 +108,16 @@ def _build_in(folder: str) -> ModuleType:
 
 def _check_tools() -> None:
     compiler = os.environ.get("CXX", "c++").split()[0]
-    if shutil.which(compiler) is None:
-        raise SimgpuUnavailable(
-            f"the simulated GPU is compiled on first use and there is no C++ compiler ({compiler}) here; "
-            "install one, e.g. `apt install g++`"
-        )
     with _ninja_on_path():
-        has_ninja = shutil.which("ninja") is not None
-    for tool, is_here in (("setuptools", importlib.util.find_spec("setuptools") is not None), ("ninja", has_ninja)):
-        if not is_here:
+        tools = {
+            f"C++ compiler ({compiler})": (shutil.which(compiler), "apt install g++"),
+            "setuptools": (importlib.util.find_spec("setuptools"), "pip install setuptools"),
+            "ninja": (shutil.which("ninja"), "pip install ninja"),
+        }
+    for tool, (found, how) in tools.items():
+        if found is None:
             raise SimgpuUnavailable(
-                f"the simulated GPU is compiled on first use and torch needs {tool} for that; "
-                f"install it, e.g. `pip install {tool}`"
+                f"the simulated GPU is compiled on first use and there is no {tool} here; install it, e.g. `{how}`"
             )
 
 

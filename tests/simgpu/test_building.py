@@ -110,7 +110,7 @@ def test_no_compiler_is_one_sentence_with_the_remedy(tmp_path: Path, refusal: Ca
     """With an empty PATH."""
     told = refusal(tmp_path / "cache", tmp_path)
     assert "C++ compiler" in told
-    assert told.endswith("install one, e.g. `apt install g++`")
+    assert told.endswith("install it, e.g. `apt install g++`")
     assert "\n" not in told
 
 
