@@ -40,7 +40,11 @@ def load(shell: InteractiveShell) -> None:
     attach(shell, GPUMagic, NEEDING_BODY, LETTING_RUN)
     if os.environ.get("GPUMAGIC_SIMGPU"):
         try:
-            _enable_simgpu()
+            from gpumagic import simgpu
+
+            simgpu.enable_from_environment()
+        except GpuMagicError as error:
+            print(f"gpumagic: {error}", file=sys.stderr)  # noqa: T201  # a cell is there to read it
         except BaseException:  # Ctrl-C while it compiles: IPython takes the extension for not loaded
             unload(shell)
             raise
@@ -86,7 +90,9 @@ def attach(
     try:
         sessions = CellSessions(shell)
         _register(shell, magics(shell, sessions), wiring.undo)
-        _add(shell.input_transformers_cleanup, PromoteCellMagics(needs_body, lets_run), wiring.undo)
+        promote = PromoteCellMagics(needs_body, lets_run)
+        wiring.undo.append(lambda: _remove(shell.input_transformers_cleanup, promote))
+        shell.input_transformers_cleanup.append(promote)
         completion.install(shell, devices.completions, wiring.undo)
         wiring.undo.append(sessions.uninstall)
         sessions.install()
@@ -95,11 +101,6 @@ def attach(
         del shell.configurables[configurables:]  # magics enter themselves when they are made
         raise
     wiring.is_whole = True
-
-
-def _add(them: list[Any], one: object, undo: list[Callable[[], object]]) -> None:
-    undo.append(lambda: _remove(them, one))
-    them.append(one)
 
 
 def _remove(them: list[Any], one: object) -> None:
@@ -114,28 +115,14 @@ def _register(shell: InteractiveShell, magics: Magics, undo: list[Callable[[], o
 
     def restore() -> None:
         for kind, ours in magics.magics.items():
-            for name, method in ours.items():
-                _restore(registered.magics[kind], name, method, before[kind])
+            table = registered.magics[kind]
+            for name in (name for name, method in ours.items() if table.get(name) == method):  # else it was taken since
+                if name in before[kind]:
+                    table[name] = before[kind][name]
+                else:
+                    del table[name]
         registered.registry.pop(type(magics).__name__, None)
         _remove(shell.configurables, magics)
 
     undo.append(restore)
     registered.register(magics)
-
-
-def _restore(table: dict[str, Any], name: str, ours: Any, before: dict[str, Any]) -> None:
-    if table.get(name) != ours:  # someone took the name since
-        return
-    if name in before:
-        table[name] = before[name]
-    else:
-        del table[name]
-
-
-def _enable_simgpu() -> None:
-    from gpumagic import simgpu
-
-    try:
-        simgpu.enable_from_environment()
-    except GpuMagicError as error:
-        print(f"gpumagic: {error}", file=sys.stderr)  # noqa: T201  # a cell is there to read it

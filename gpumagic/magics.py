@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from argparse import Namespace
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from gpumagic.cluster.report import ClusterReport
-    from gpumagic.gpus.report import GPUReport
     from gpumagic.notebook.cells import CellSessions
     from gpumagic.tensors.report import TensorReport
 
@@ -77,11 +76,23 @@ class GPUMagic(Magics):
     @_magic
     def gpuinfo(self, options: Namespace) -> object:
         """Return the state of the GPUs, or follow it."""
-        if options.each_cell or options.watch is not None:
-            return self._follow(options)
         if options.engines is not None:
             return self._on_engines("gpuinfo", options)
-        return _ask_gpus(options)
+        ask = functools.partial(api.gpuinfo, *options.devices, processes=options.processes, everything=options.all)
+        if not options.each_cell and options.watch is None:
+            return ask()
+        from gpumagic.gpus import live
+
+        if options.each_cell:
+            live.cell_monitor(self.shell).switch(options.each_cell == "on")
+        if options.watch == 0:
+            live.stop_watching(self.shell)
+        if not options.watch:
+            return None
+        report = ask()
+        if not report.rows:  # why there is none does not change by the second
+            return report
+        return live.watch(self.shell, ask, options.watch)
 
     @line_magic
     @_magic
@@ -152,7 +163,12 @@ class GPUMagic(Magics):
             seconds=self.advice_seconds,
         )  # fmt: skip
         if options.state:
-            self._guard_every_cell(options.state, cell, guard)
+            from gpumagic.oom import shell
+
+            if cell is not None:
+                alone = f"write %oomguard {options.state} in a cell of its own"
+                raise OptionError(f"{options.state} is for every cell, not for this one: {alone}")
+            print(shell.switch(self.shell, options.state, self._sessions, guard))  # noqa: T201  # how it stands
             return None
         if not runs_again:
             return self._run(guard(is_running=cell is None), cell)
@@ -174,32 +190,6 @@ class GPUMagic(Magics):
             return lambda: report
         cells.show_and_check(report)
         return None if cell is None else self._sessions.ready_body(BodyRuns(), cell)
-
-    def _guard_every_cell(self, state: str, cell: str | None, guard: Callable[[], Any]) -> None:
-        from gpumagic.oom import shell
-
-        if cell is not None:
-            raise OptionError(
-                f"{state} is for every cell, not for this one: write %oomguard {state} in a cell of its own"
-            )
-        print(shell.switch(self.shell, state, self._sessions, guard))  # noqa: T201  # how it stands
-
-    def _follow(self, options: Namespace) -> object:
-        from gpumagic.gpus import live
-
-        if options.engines is not None:
-            return self._on_engines("gpuinfo", options)  # which says that these are about one process
-        if options.each_cell:
-            live.cell_monitor(self.shell).switch(options.each_cell == "on")
-        if options.watch is None:
-            return None
-        if options.watch == 0:
-            live.stop_watching(self.shell)
-            return None
-        report = _ask_gpus(options)
-        if not report.rows:  # why there is none does not change by the second
-            return report
-        return live.watch(self.shell, functools.partial(_ask_gpus, options), options.watch)
 
     def _run(self, guard: Guard, cell: str | None) -> object:
         if cell is None:
@@ -235,7 +225,3 @@ class GPUMagic(Magics):
 
     def _store(self, name: str | None) -> Callable[[object], None] | None:
         return None if name is None else functools.partial(self.shell.user_ns.__setitem__, name)
-
-
-def _ask_gpus(options: Namespace) -> GPUReport:
-    return api.gpuinfo(*options.devices, processes=options.processes, everything=options.all)

@@ -19,7 +19,7 @@ from gpumagic.dryrun.report import DryRunReport, Search, Trial, peak_of, reserve
 from gpumagic.options import PER_NODE, Ranks, number_of_ranks
 from gpumagic.report import progress
 from gpumagic.report.units import count
-from gpumagic.source import settings
+from gpumagic.source import cell_code
 
 if TYPE_CHECKING:
     from gpumagic.dryrun.script import Script
@@ -60,9 +60,9 @@ def largest(script: Script, name: str, namespace: Mapping[str, Any], target: Tar
         )
     names = dict(namespace)
     if script.source is None:
-        setting = settings.find_in_arguments(name, names, "fit")
+        setting = cell_code.find_in_arguments(name, names, "fit")
     else:
-        setting = settings.find_in_cell(script.source, name, names, "--fit")
+        setting = cell_code.find_in_cell(script.source, name, names, "--fit")
 
     def dry_run(value: int, only: Any = None) -> DryRunReport:
         text, values = setting.with_value(value)

@@ -22,8 +22,8 @@ from gpumagic.dryrun.targets import Target
 from gpumagic.errors import DryRunUnavailable, OptionError
 from gpumagic.memory import segments
 from gpumagic.options import Ranks, number_of_ranks
+from gpumagic.source.cell_code import sizes_in
 from gpumagic.source.frames import is_library
-from gpumagic.source.settings import sizes_in
 
 TIME_LIMIT = 60.0
 _PRELOADED = frozenset({

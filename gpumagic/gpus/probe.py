@@ -13,9 +13,8 @@ from dataclasses import replace
 
 from gpumagic.errors import DeviceNotFound
 from gpumagic.gpus import cards, torch_devices, visibility
-from gpumagic.gpus.cards import Card, NvmlSnapshot
+from gpumagic.gpus.cards import ESTIMATED, Card, NvmlSnapshot, attribute_processes
 from gpumagic.gpus.nvml import NvmlFailure
-from gpumagic.gpus.processes import ESTIMATED, attribute_processes
 from gpumagic.gpus.report import NOT_KNOWN, NULLABLE, GPUReport, GpuRow
 from gpumagic.gpus.torch_devices import TorchBuild, torch_build
 from gpumagic.gpus.visibility import TorchName, Visibility

@@ -89,10 +89,10 @@ def _gpus() -> Collection[str]:
 
 def numbers(namespace: Mapping[str, object], cell: str) -> Collection[str]:
     """Return the names of the ints among some variables and in the text of a cell."""
-    from gpumagic.source import settings
+    from gpumagic.source import cell_code
 
     variables = {name for name, value in namespace.items() if type(value) is int and not name.startswith("_")}
-    return sorted(variables | settings.names_in_text(cell))
+    return sorted(variables | cell_code.names_in_text(cell))
 
 
 def _is_of_no_cell(action: Action, line: str) -> bool:

@@ -22,8 +22,7 @@ from gpumagic.report import base
 from gpumagic.report.base import Holder
 from gpumagic.report.units import LARGE, size
 from gpumagic.source import cell_code
-from gpumagic.source.cell_code import is_batch_name
-from gpumagic.source.settings import names_used
+from gpumagic.source.cell_code import is_batch_name, names_used
 from gpumagic.source.text import names_in
 from gpumagic.tensors import scan
 
@@ -154,7 +153,7 @@ def _batches(facts: Facts, used: set[str], namespace: Mapping[str, object]) -> t
     if facts.cell is None:
         return ()
     text = facts.failing
-    other = cell_code.read_text(text).batches if text is not None and text.cell else ()
+    other = cell_code.batches_in(text.tree) if text is not None and text.cell else ()
     # Those that the cell writes, then those of variables that it uses
     found = [BatchSize(literal.name, literal.value, literal.line) for literal in facts.cell.batches]
     for name in sorted(used - {each.name for each in found}):

@@ -21,7 +21,7 @@ from gpumagic.notebook.guards import BodyOutcome, Guard, Outcome
 from gpumagic.oom.guard import raise_alone
 from gpumagic.oom.report import Try
 from gpumagic.oom.rollback import Rollback
-from gpumagic.source import settings
+from gpumagic.source import cell_code
 from gpumagic.transfers.run import DeviceRun
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Rerun(guards.BodyRuns):
         plan.check()
         self._plan, self._guard, self._namespace, self._shell = plan, guard, namespace, shell
         self._function = function
-        self._setting: settings.Setting | None = None
+        self._setting: cell_code.Setting | None = None
         self._tries: list[Try] = []
         self._size: int | None = None
         self._elsewhere: DeviceRun | None = None
@@ -71,9 +71,9 @@ class Rerun(guards.BodyRuns):
         """Find the setting and remember the state; raises `OptionError` where there is no such int."""
         name, self._source = self._plan.shrink, source
         if name is not None and self._function is not None:
-            self._setting = settings.find_in_arguments(name, self._namespace, "--shrink")
+            self._setting = cell_code.find_in_arguments(name, self._namespace, "--shrink")
         elif name is not None:
-            self._setting = settings.find_in_cell(source, name, self._namespace, "--shrink")
+            self._setting = cell_code.find_in_cell(source, name, self._namespace, "--shrink")
         self._size = self._setting.value if self._setting is not None else None
         self._rollback = Rollback(self._namespace, source, self._shell)
         return source
@@ -117,7 +117,7 @@ class Rerun(guards.BodyRuns):
     def end(self) -> None:
         """Restore the setting, unless the code passed with another value."""
         if self._setting is not None and not self._fits:
-            self._setting.restore()
+            self._namespace.update(self._setting.with_value(self._setting.value)[1])
         del self._rollback
 
     def finish(self, outcome: Outcome) -> list[tuple[Guard, object]]:
@@ -137,13 +137,11 @@ class Rerun(guards.BodyRuns):
 
     def _code(self) -> str:
         """Give the setting its value for the coming run, and return the code to run."""
-        setting = self._setting
-        if setting is None or self._size is None:
+        if self._setting is None or self._size is None:
             return self._source
-        if self._size == setting.value:
-            setting.restore()
-            return self._source
-        return setting.apply(self._size) or self._source
+        text, variables = self._setting.with_value(self._size)
+        self._namespace.update(variables)
+        return text or self._source
 
     def _run_on(self, device: str) -> DeviceRun:
         if self._function is None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gpumagic.report.document import Block, Column, Fold, Table
 from gpumagic.report.units import count, size
@@ -14,47 +15,31 @@ OUTSIDE = "(no module)"
 """Stands for what belongs to no path."""
 
 
-@dataclass
-class Branch:
-    """A path, its own bytes by kind, and the paths below it."""
+class Branch(NamedTuple):
+    """A path below the one that it is part of, how deep it is, and its bytes by kind with those of all below it."""
 
     name: str
-    depth: int = 0
-    own: dict[str, int] = field(default_factory=dict)
-    below: dict[str, Branch] = field(default_factory=dict)
-
-    @property
-    def total(self) -> dict[str, int]:
-        """The bytes by kind, those below it included."""
-        found = dict(self.own)
-        for each in self.below.values():
-            for kind, nbytes in each.total.items():
-                found[kind] = found.get(kind, 0) + nbytes
-        return found
-
-    @property
-    def nbytes(self) -> int:
-        """All its bytes."""
-        return sum(self.total.values())
-
-    def walk(self) -> Iterator[Branch]:
-        """Yield this branch and those below it, in order."""
-        yield self
-        for each in self.below.values():
-            yield from each.walk()
+    depth: int
+    parts: Counter[str]
 
 
 def tree_of(found: Mapping[str, Mapping[str, int]]) -> list[Branch]:
-    """Return the branches at the top; what has only one branch below it, and nothing itself, is one with that."""
-    root = Branch("")
+    """Return the branches in order; what has only one branch below it, and nothing itself, is one with that."""
+    totals: dict[str, Counter[str]] = {}
     for path, parts in sorted(found.items(), key=lambda item: _natural(item[0])):
-        at = root
-        for step in path.split(".") if path else [OUTSIDE]:
-            at = at.below.setdefault(step, Branch(step))
-        at.own = {kind: nbytes for kind, nbytes in parts.items() if nbytes}
-    for each in root.below.values():
-        _settle(each, 0)
-    return list(root.below.values())
+        steps = path.split(".") if path else [OUTSIDE]
+        for depth in range(1, len(steps) + 1):
+            totals.setdefault(".".join(steps[:depth]), Counter()).update(parts)
+    below = Counter(path.rpartition(".")[0] for path in totals)
+    branches, above = [], [""]
+    for path, parts in totals.items():
+        if below[path] == 1 and not any(found.get(path, {}).values()):
+            continue
+        while above[-1] and not path.startswith(above[-1]):
+            above.pop()
+        branches.append(Branch(path.removeprefix(above[-1]), len(above) - 1, parts))
+        above.append(f"{path}.")
+    return branches
 
 
 def _natural(path: str) -> list[tuple[int, str]]:
@@ -62,22 +47,12 @@ def _natural(path: str) -> list[tuple[int, str]]:
     return [(int(step), "") if step.isdecimal() else (-1, step) for step in (path or "~").split(".")]
 
 
-def _settle(branch: Branch, depth: int) -> None:
-    while len(branch.below) == 1 and not branch.own:
-        (only,) = branch.below.values()
-        branch.name, branch.own, branch.below = f"{branch.name}.{only.name}", only.own, only.below
-    branch.depth = depth
-    for each in branch.below.values():
-        _settle(each, depth + 1)
-
-
 def tree_blocks(found: Mapping[str, Mapping[str, int]], kinds: Sequence[str], caption: str) -> Iterator[Block]:
     """Yield a table of the largest branches with a column for each kind, and the whole tree behind a summary."""
-    top = tree_of(found)
-    everything = [each for branch in top for each in branch.walk()]
-    largest = sorted(everything, key=lambda each: (-each.nbytes, each.depth))[:SHOWN]
-    chosen = {id(each) for each in largest}
-    whole = sum(each.nbytes for each in top) or 1
+    everything = tree_of(found)
+    largest = sorted(everything, key=lambda each: (-each.parts.total(), each.depth))[:SHOWN]
+    chosen = set(map(id, largest))
+    whole = sum(each.parts.total() for each in everything if not each.depth) or 1
     yield _table([each for each in everything if id(each) in chosen], kinds, whole, caption)
     if len(everything) > len(chosen):
         every = f"All {count(len(everything), 'branch', 'branches')}"
@@ -86,15 +61,15 @@ def tree_blocks(found: Mapping[str, Mapping[str, int]], kinds: Sequence[str], ca
 
 def _table(branches: Sequence[Branch], kinds: Sequence[str], whole: int, caption: str) -> Table:
     def of_kind(kind: str) -> Column[Branch]:
-        return Column(kind.capitalize(), lambda each: size(n) if (n := each.total.get(kind)) else "", "right", 1)
+        return Column(kind.capitalize(), lambda each: size(n) if (n := each.parts[kind]) else "", "right", 1)
 
     columns = (
         Column[Branch](
             "Module", lambda each: "  " * each.depth + each.name, shrinks=True, cut="middle", code=True
         ),
         Column[Branch](
-            "Size", lambda each: size(each.nbytes), "right",
-            bar=lambda each: {kind: n for kind in kinds if (n := each.total.get(kind))},
+            "Size", lambda each: size(each.parts.total()), "right",
+            bar=lambda each: {kind: n for kind in kinds if (n := each.parts[kind])},
         ),
         *map(of_kind, kinds),
     )  # fmt: skip

@@ -3,8 +3,7 @@
 Start with `text`, which parses a cell and makes edits to it, and `frames`, which decides whose code a frame runs.
 
     text.py        a cell's text with its syntax tree, and edits that keep every other character
-    cell_code.py   facts in a cell's text: its loops, batch sizes and copies
-    settings.py    the number that a cell's memory depends on, such as a batch size
+    cell_code.py   facts in a cell's text: its loops, batch sizes and copies, and the number that its memory goes with
     frames.py      frames and exceptions: whose code they run, their variables, chained exceptions
     lines.py       which lines a cell has, as the user typed them, which one runs, and which ran between two moments
 """

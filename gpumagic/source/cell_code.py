@@ -1,7 +1,10 @@
-"""Facts in a cell's text: its loops, batch sizes and copies. Pure: text in, frozen records out.
+"""Facts in a cell's text: its loops, batch sizes and copies, and the int that its memory goes with.
 
 Nothing here is advice yet: a literal called ``batch_size`` becomes a suggestion only where live objects or counts
 confirm it.
+
+The int of a setting stands in the cell's own text, as ``batch_size = 256`` or ``DataLoader(data, batch_size=256)``, and
+is changed there; or in a variable of the notebook; or it is a parameter of a decorated function.
 """
 
 from __future__ import annotations
@@ -9,13 +12,16 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import FunctionType
 from typing import cast
 
+from gpumagic.errors import OptionError, nearest
 from gpumagic.source import text as texts
-from gpumagic.source.text import CellText
+from gpumagic.source.frames import names_looked_up
+from gpumagic.source.text import CellText, apply_changes, names_in
 
 _BATCH = re.compile(r"^(per_device_)?((train|eval|val|test|micro|mini)_?)?(batch(_?size)?|bs|bsz)$", re.IGNORECASE)
 _NO_GRAD = frozenset({"no_grad", "inference_mode", "set_grad_enabled"})
@@ -62,11 +68,8 @@ class CellCode:
 def read_cell(source: str) -> CellCode | None:
     """Return what the text of a cell says, or None if it cannot be parsed."""
     text = texts.parse(source)
-    return None if text is None else read_text(text)
-
-
-def read_text(text: CellText) -> CellCode:
-    """Return what a text says."""
+    if text is None:
+        return None
     tree = text.tree
     nodes = list(ast.walk(tree))
     names = [node for node in nodes if isinstance(node, ast.Name)]
@@ -76,13 +79,15 @@ def read_text(text: CellText) -> CellCode:
         bound_first=_names_bound_first(tree),
         attributes=frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute))
         | frozenset(node.id for node in names),
-        batches=tuple(
-            BatchLiteral(name, number.value, number.lineno)
-            for name, number in ints_named(tree)
-            if is_batch_name(name) and number.value > 1
-        ),
+        batches=batches_in(tree),
         text=text,
     )
+
+
+def batches_in(tree: ast.AST) -> tuple[BatchLiteral, ...]:
+    """Return the batch sizes that code writes as numbers."""
+    found = ((name, number) for name, number in ints_named(tree) if is_batch_name(name) and number.value > 1)
+    return tuple(BatchLiteral(name, number.value, number.lineno) for name, number in found)
 
 
 def is_batch_name(name: str) -> bool:
@@ -112,7 +117,7 @@ def _uses(node: ast.AST, *, certain: bool) -> Iterator[tuple[str, bool]]:
         yield node.id, certain and isinstance(node.ctx, ast.Store)
         return
     if isinstance(node, _OWN_NAMES):
-        yield from ((each, False) for each in texts.names_in(node))
+        yield from ((each, False) for each in names_in(node))
         return
     parts, branches = list(ast.iter_child_nodes(node)), list[ast.AST]()
     if isinstance(node, ast.Assign):
@@ -269,3 +274,115 @@ def _creates(node: ast.expr) -> bool:
         return False
     name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
     return name in _FACTORIES and not any(each.arg in _EXPLICIT_PLACEMENT for each in node.keywords)
+
+
+def names_used(reads: Iterable[str], namespace: Mapping[str, object]) -> set[str]:
+    """Return the names that code reading these names uses, itself or through functions and classes of the notebook."""
+    used: set[str] = set()
+    waiting = list(reads)
+    while waiting:
+        name = waiting.pop()
+        if name not in used and name in namespace:
+            used.add(name)
+            own = [each for each in _functions_of(namespace[name]) if each.__globals__ is namespace]
+            waiting += [each for function in own for each in names_looked_up(function.__code__)]
+    return used
+
+
+def _functions_of(value: object) -> Iterator[FunctionType]:
+    value = getattr(value, "__func__", value) if type(value).__name__ == "method" else value
+    if isinstance(value, FunctionType):
+        yield value
+        return
+    for base in (value if isinstance(value, type) else type(value)).__mro__:
+        if base.__module__ == "__main__":
+            yield from (each for each in vars(base).values() if isinstance(each, FunctionType))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An int that can be changed: a variable, or numbers of one name in the cell's text, which change in proportion."""
+
+    name: str
+    value: int
+    text: CellText | None = None
+    numbers: Sequence[Int] = ()
+
+    def with_value(self, value: int) -> tuple[str | None, dict[str, object]]:
+        """Return the code, where it is in it and changes, and the variables that a value comes with."""
+        if self.text is None or value == self.value:
+            return None, {self.name: value} if self.text is None else {}
+        changes = [self.text.replace(node, str(self._scaled(node.value, value))) for node in self.numbers]
+        return apply_changes(changes, self.text.source), {}
+
+    def place(self, value: int) -> str:
+        """Return where it stands and how one writes it: ``"line 3: batch_size = 64"``."""
+        if self.text is None:
+            return f"{self.name} = {value}"
+        written = (f"line {each.lineno}: {self.name} = {self._scaled(each.value, value)}" for each in self.numbers)
+        return "; ".join(written)
+
+    def _scaled(self, number: int, value: int) -> int:
+        return max(1, number * value // self.value)
+
+
+def find_in_cell(source: str, name: str, namespace: Mapping[str, object], option: str) -> Setting:
+    """Return the int of a name in a cell's text, else the notebook's variable; ``option`` is named in the error.
+
+    Raises:
+        OptionError: there is no such int, or the cell does not use it.
+    """
+    tree = ast.parse(source)
+    found = [node for written, node in ints_named(tree) if written == name]
+    if found:
+        return Setting(name, max(node.value for node in found), CellText(source, tree=tree), found)
+    value = namespace.get(name)
+    bound = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    line = next((node.lineno for node in bound if node.id == name), None)
+    if line is not None:
+        raise OptionError(f"{option} {name}: line {line} computes {name}; write it as a number there: {name} = 64")
+    if type(value) is not int:
+        raise OptionError(_no_such_int(option, name, tree, namespace))
+    if name not in names_used(names_in(tree), namespace):
+        raise OptionError(
+            f"{option} {name}: the cell does not use {name}; it must read the variable, itself or in what it calls"
+        )
+    if value < 1:
+        raise OptionError(f"{option} {name}: {name} is {value}; it must be at least 1")
+    return Setting(name, value)
+
+
+def find_in_arguments(name: str, arguments: Mapping[str, object], option: str) -> Setting:
+    """Return the int that a function is called with under a parameter's name, or raise `OptionError`."""
+    value = arguments.get(name)
+    if type(value) is not int or value < 1:
+        raise OptionError(f"{option.strip('-')}={name!r}: {name} must be an int of at least 1, not {value!r:.40}")
+    return Setting(name, value)
+
+
+def names_in_text(source: str) -> set[str]:
+    """Return the names under which code writes ints that can be changed; none of code that is not Python yet."""
+    tree = texts.parse_tree(source)
+    return set() if tree is None else {name for name, _ in ints_named(tree)}
+
+
+_SIZES = re.compile(r"batch|size|length|^(n|bs|seq|seq_len|tokens)$", re.IGNORECASE)
+
+
+def sizes_in(source: str) -> tuple[str, ...]:
+    """Return the variables that code sets to a number and that by their names say how much it works on at once."""
+    tree = texts.parse_tree(source) or ast.Module([], [])
+    assignments = (node for node in ast.walk(tree) if isinstance(node, ast.Assign))
+    numbers = (name for node in assignments for name, _ in ints_named(node))
+    return tuple(dict.fromkeys(name for name in numbers if _SIZES.search(name)))
+
+
+def _no_such_int(option: str, name: str, tree: ast.AST, namespace: Mapping[str, object]) -> str:
+    if name in namespace:
+        kind = type(namespace[name]).__name__
+        return f"{option} {name}: {name} is a {kind}, not an int; name the number that its size goes with"
+    used = names_used(names_in(tree), namespace)
+    there = {written for written, _ in ints_named(tree)} | {each for each in used if type(namespace[each]) is int}
+    near = nearest(name, there)
+    hint = f"did you mean {near}?" if near else f"it has {', '.join(sorted(there))}" if there else "it has none"
+    return f"{option} {name}: the cell has no int called {name}; {hint}"

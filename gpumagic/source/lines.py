@@ -18,9 +18,9 @@ import linecache
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NamedTuple
 
 from gpumagic.source import frames
@@ -177,7 +177,6 @@ class WatchedCode:
     namespace: Mapping[str, Any]
     filename: str | None = None
     line: int | None = None
-    _variables: dict[str, Any] = field(default_factory=dict)
 
     def lines(self) -> tuple[tuple[int, str], ...]:
         """Return the code's numbered lines, without their common indentation."""
@@ -192,20 +191,13 @@ class WatchedCode:
         """Return the variables that the code names, in order of appearance."""
         return _read(lines_of(self.filename), self.line).names
 
-    def keep_variables(self, frame: FrameType) -> None:
-        """Keep what the names are bound to in the frame of a `with` block that ends."""
-        if frames.is_function_frame(frame) and frame.f_globals is self.namespace:
-            self._variables = frames.resolve_names(frame, set(self.names()))
-
-    def variables(self) -> Mapping[str, Any]:
-        """Return what the names may be bound to; those that `keep_variables` kept are released."""
-        own, self._variables = self._variables, {}
-        return {**{name: self.namespace[name] for name in self.names() if name in self.namespace}, **own}
-
-
-def watch_function(code: CodeType, namespace: Mapping[str, Any]) -> WatchedCode:
-    """Return the code of a decorated function."""
-    return WatchedCode(namespace, code.co_filename, code.co_firstlineno)
+    def variables(self, frame: FrameType | None = None) -> Mapping[str, Any]:
+        """Return what the names are bound to, in the frame of a `with` block in a function too."""
+        names = self.names()
+        found = {name: self.namespace[name] for name in names if name in self.namespace}
+        if frame is not None and frames.is_function_frame(frame) and frame.f_globals is self.namespace:
+            found.update(frames.resolve_names(frame, set(names)))
+        return found
 
 
 class _Block(NamedTuple):

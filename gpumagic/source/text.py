@@ -330,7 +330,12 @@ def failing_node(step: TracebackType, lines: Sequence[str] = ()) -> ast.expr | a
                 return node
     statements = (node for node in nodes if isinstance(node, ast.stmt))
     around = [node for node in statements if node.lineno <= step.tb_lineno <= (node.end_lineno or node.lineno)]
-    return _evaluated_head(max(around, key=lambda node: node.lineno)) if around else None
+    if not around:
+        return None
+    statement: Any = max(around, key=lambda node: node.lineno)
+    # The body of a compound statement are statements of their own: what it evaluates itself is its head.
+    heads = [getattr(statement, name, None) for name in ("test", "iter")] if hasattr(statement, "body") else []
+    return next((head for head in heads if isinstance(head, ast.expr)), statement)
 
 
 def expression_at(code: CodeType, instruction: int, source: Sequence[str] | None = None) -> ast.expr | None:
@@ -358,12 +363,3 @@ def span_at(code: CodeType, instruction: int) -> Span | None:
     """Return the code that an instruction was compiled from; None where Python does not say, as before 3.11."""
     position: Any = next(itertools.islice(_compat.instruction_positions(code), max(instruction, 0) // 2, None), None)
     return None if instruction < 0 or position is None or None in position else position
-
-
-def _evaluated_head(statement: ast.stmt) -> ast.expr | ast.stmt:
-    """Return what a compound statement itself evaluates, since its body are statements of their own."""
-    for name in ("test", "iter"):
-        if hasattr(statement, "body") and isinstance(getattr(statement, name, None), ast.expr):
-            head: ast.expr = getattr(statement, name)
-            return head
-    return statement

@@ -206,7 +206,7 @@ class DeviceRun:
         )  # fmt: skip
         code = getattr(inspect.unwrap(func), "__code__", None)
         if code is not None:
-            run._code = lines.watch_function(code, self._namespace)
+            run._code = WatchedCode(self._namespace, code.co_filename, code.co_firstlineno)
             run._block = code
         return run
 
@@ -240,9 +240,7 @@ class DeviceRun:
 
     def _variables(self) -> Mapping[str, object]:
         self._code.filename = self._code.filename or self._sites.filename
-        if self._frame is not None:
-            self._code.keep_variables(self._frame)
-        return self._code.variables()
+        return self._code.variables(self._frame)
 
 
 def for_caller(

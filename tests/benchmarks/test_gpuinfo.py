@@ -43,8 +43,8 @@ print(json.dumps(dict(seconds=statistics.median(spent), calls=calls, events=even
 """
 PROBE = """
 import pandas
-from gpumagic.gpus import probe, processes
-processes.INITIAL_PID_NAMESPACE = os.readlink("/proc/self/ns/pid")  # on a host, so that each process is looked up
+from gpumagic.gpus import cards, probe
+cards.INITIAL_PID_NAMESPACE = os.readlink("/proc/self/ns/pid")  # on a host, so that each process is looked up
 def once():
     report = probe.read_gpus(processes=True)
 """

@@ -79,7 +79,7 @@ def test_process_memory_the_driver_does_not_say_is_not_a_zero(machine: MakeMachi
     """Then the sum over other processes is not known either."""
     silent = machine()
     silent.say("0.compute 4711 -1")
-    answer = silent.probe("processes=True", before="processes.WSL = Path('/nonexistent')")
+    answer = silent.probe("processes=True", before="cards.WSL = Path('/nonexistent')")
     row = only(answer)
     assert row["processes"][0]["memory"] is None
     assert row["other_processes"] is None
@@ -92,7 +92,7 @@ def test_windows_driver_model_is_named_where_it_hides_process_memory(machine: Ma
     wsl = machine()
     (wsl.folder / "dxg").touch()
     wsl.say("0.compute 4711 -1")
-    answer = wsl.probe("processes=True", before=f"processes.WSL = Path({str(wsl.folder / 'dxg')!r})")
+    answer = wsl.probe("processes=True", before=f"cards.WSL = Path({str(wsl.folder / 'dxg')!r})")
     assert only(answer)["reasons"]["other_processes"] == "n/a (WDDM)"
     assert "cuda:0  4711  n/a (WDDM)" in answer["text"]
 

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from nvml_stub.fake import GIB, SYMBOLS, TRUTH, FakeLibrary, FullLibrary, install
 
-from gpumagic.gpus import cards, nvml, probe, processes, report, torch_devices
+from gpumagic.gpus import cards, nvml, probe, report, torch_devices
 from gpumagic.gpus.nvml import NvmlFailure, Query, Readings
 from gpumagic.gpus.report import NULLABLE
 from gpumagic.gpus.torch_devices import TorchBuild
@@ -172,7 +172,7 @@ Faults = dict[tuple[str, int | None], int]
 def torch_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "torch_build", lambda: TorchBuild("2.13.0", "12.8"))
     monkeypatch.setattr(torch_devices, "simulated_rows", list)
-    monkeypatch.setattr(processes, "in_container", lambda: False)
+    monkeypatch.setattr(cards, "in_container", lambda: False)
 
 
 def read(library: FullLibrary, variable: str | None):

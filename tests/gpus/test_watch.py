@@ -164,7 +164,7 @@ def shell(bare_shell, two_devices):
 
 
 def test_where_there_is_no_gpu_it_says_why_and_watches_nothing(bare_shell, monkeypatch) -> None:
-    monkeypatch.setattr("gpumagic.magics._ask_gpus", lambda _: GPUReport((), "2.13.0", None, cause="no driver"))
+    monkeypatch.setattr("gpumagic.api.gpuinfo", lambda **_: GPUReport((), "2.13.0", None, cause="no driver"))
     bare_shell.run_line_magic("load_ext", "gpumagic")
     assert bare_shell.run_cell("%gpuinfo -w").result.cause == "no driver"  # in a terminal it would wait for Ctrl-C
     bare_shell.run_line_magic("unload_ext", "gpumagic")

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PROBE = """
 import json, os, sys, ctypes
 stub = ctypes.CDLL("libnvidia-ml.so.1")
-from gpumagic.gpus import probe, processes
+from gpumagic.gpus import cards, probe
 {before}
 before = stub.nvml_stub_calls()
 report = probe.read_gpus({arguments})
@@ -102,7 +102,7 @@ class Machine:
         **environment: str,
     ) -> dict[str, Any]:
         """Return the report as JSON, its text, the NVML calls it took and which heavy modules were imported."""
-        setup = f"from pathlib import Path; processes.PROC = Path({str(self.folder / 'proc')!r})\n{before}"
+        setup = f"from pathlib import Path; cards.PROC = Path({str(self.folder / 'proc')!r})\n{before}"
         code = PROBE.format(arguments=arguments, before=setup, extra=extra)
         result = subprocess.run(
             [sys.executable, "-c", code],

@@ -61,8 +61,12 @@ def test_a_module_that_fails_and_one_that_runs_another_again_are_told_apart() ->
 
 def test_the_tree_sums_its_branches_and_folds_all_of_them() -> None:
     found = {f"net.blocks.{number}.{name}": {"parameters": 10} for number in range(12) for name in ("up", "down")}
-    (net,) = tree_of(found)
-    assert (net.name, net.nbytes, list(net.below)[9:]) == ("net.blocks", 240, ["9", "10", "11"])
+    net, *below = tree_of(found)
+    assert (net.name, net.depth, net.parts) == ("net.blocks", 0, {"parameters": 240})
+    assert [each.name for each in below if each.depth == 1] == [str(number) for number in range(12)]
+    assert [tuple(each) for each in tree_of({"": {"a": 1}, "m": {"b": 2}, "m.k": {"a": 0}, "m.i.w": {"b": 3}})] == [
+        ("m", 0, {"b": 5, "a": 0}), ("i.w", 1, {"b": 3}), ("k", 1, {"a": 0}), ("(no module)", 0, {"a": 1})
+    ]  # fmt: skip
     report = traced_modules.traced_training("simgpu")[0].by_module
     assert report is not None
     assert "net.blocks" in to_text(report, 80)
