@@ -192,8 +192,7 @@ def _request(
         "capacities": [
             None if each is None else max(0, each - target.extra[1]) for each in target.capacities
         ],
-        "segments": target.segments, "follows": False,
-        "time_limit": time_limit, "path": list(sys.path), "folder": os.getcwd(),  # noqa: PTH109
+        "segments": target.segments, "time_limit": time_limit, "path": list(sys.path), "folder": os.getcwd(),  # noqa: PTH109
         "preload": [name for name in list(sys.modules) if name.partition(".")[0] in _PRELOADED],
         "random": random.getstate(), "torch_random": bytes(torch.get_rng_state().tolist()),
         "numpy_random": None if numpy is None else numpy.random.get_state(),

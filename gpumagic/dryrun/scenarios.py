@@ -8,14 +8,14 @@ comparison, a truth, a size. A loss that is printed does not, and one run tells 
 2. In a second run each place that decides goes the other way, but for one turn of a loop, so that what either outcome
    leaves behind is there together: a truth has its other outcome, a mask selects nothing, a number that went where
    nothing is noted falls. Where something may be sized by such a number, a third one takes it large.
-3. Runs whose memory went the same way end it, and so does it that only masks decide. Otherwise some places go the
-   other way and some do not, until nothing new decides or `_MOST_RUNS` were run.
+3. Runs whose memory went the same way end it. Otherwise each place of a library goes both ways in some run, and of the
+   notebook's own any mixture is run, as many as `_MOST_RUNS` and `_PATIENCE` allow.
 4. What needs most counts. Where the runs disagree on whether it fits, the verdict is open, and names the lines.
 """
 
 from __future__ import annotations
 
-import re
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,20 +29,18 @@ _ALIKE = 0.01
 _NEGLIGIBLE = 0.001
 """The share of its peak by which what two runs allocate in all may differ: the way by which a trainer sums its loss."""
 _PATIENCE = 5.0
-"""Seconds that runs may take in which places go different ways, as many as there are places."""
-_FEW, _MOST_RUNS = 3, 12
-"""Places of which every mixture is run; the runs of which the one that needs most is chosen."""
-_SELECTIONS: Key = (None, "selections", "")
-"""Stands for all masks, which go one way together."""
-_FOLLOWED: dict[str, None] = {}
-"""Cells that read back what the host put there: the next run of one follows values from the start."""
-_REMEMBERED = 100
+"""Seconds that mixtures may take."""
+_MOST_RUNS = 12
+"""The runs of which the one that needs most is chosen."""
+_MASKS: Key = (None, "masks", "")
+_LIBRARIES: Key = (None, "libraries", "")
+"""Stand for all masks and for all that libraries decide, which go one way together in mixtures."""
 
 Outcome = dict[str, Any]
 Request = dict[str, Any]
 Course = dict[str, Any]
-"""How what is read goes in a run: see `worker.guesses.Guesses`."""
-USUAL: Course = {"numbers": 0, "turned": (), "when": ALWAYS, "notes": True}
+"""How what is read goes in a run: see `worker.guesses.Guesses`; and whether values are followed."""
+USUAL: Course = {"numbers": 0, "turned": (), "when": ALWAYS, "notes": True, "follows": False}
 
 
 def run(request: Request, only: Course | None = None) -> Outcome:
@@ -65,12 +63,7 @@ def run(request: Request, only: Course | None = None) -> Outcome:
 
 @dataclass(frozen=True)
 class _Scenario:
-    """A scenario that was run.
-
-    Attributes:
-        course: how what is read goes in it.
-        outcome: its outcome.
-    """
+    """A scenario that was run: how what is read goes in it, and its outcome."""
 
     course: Course
     outcome: Outcome
@@ -81,11 +74,6 @@ class _Scenario:
         return [(tuple(place), kind, outcomes) for place, kind, outcomes in self.outcome.get("decides", ())]
 
     @property
-    def places(self) -> set[Key]:
-        """The places that decide, of masks one for all."""
-        return {_SELECTIONS if kind == SELECTION else place for place, kind, _ in self.decides}
-
-    @property
     def is_conclusive(self) -> bool:
         """Whether it tells anything: an error is what the made-up values caused."""
         return "ended" in self.outcome or self.outcome["error"] is None
@@ -93,33 +81,23 @@ class _Scenario:
     @property
     def fits(self) -> bool | None:
         """Whether it was seen to fit; None if it was not seen to its end."""
-        if "ended" in self.outcome or self.outcome["is_open"]:
-            return None
-        return not _fails(self.outcome)
+        return None if "ended" in self.outcome or self.outcome["is_open"] else not _fails(self.outcome)
 
     @property
     def peak(self) -> int:
         return max((device["peak"] for device in self.outcome.get("devices", ())), default=0)
 
     def did_the_same(self, other: _Scenario) -> bool:
-        """Return whether its memory went as in another run: all that is counted of it is the same, or nearly.
-
-        Where threads take turns, by which figures differ from run to run, they may differ a little.
-        """
-        share = _ALIKE if self.outcome.get("is_racy") else 0
+        """Return whether its memory went as in another run: all that is counted of it is the same, or nearly."""
         return all(
-            all(abs(one[name] - another[name]) <= share * one[name] for name in ("peak", "reserved", "after"))
-            and abs(one["traffic"] - another["traffic"]) <= max(_NEGLIGIBLE * one["peak"], share * one["traffic"])
+            all(one[name] == another[name] for name in ("peak", "reserved", "after"))
+            and abs(one["traffic"] - another["traffic"]) <= _NEGLIGIBLE * one["peak"]
             for one, another in zip(self.outcome.get("devices", ()), other.outcome.get("devices", ()), strict=False)
         )
 
 
 class _Scenarios:
-    """The scenarios of one cell.
-
-    Args:
-        request: of the first run.
-    """
+    """The scenarios of one cell, of which the first run's request is given."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -136,17 +114,12 @@ class _Scenarios:
 
     def first(self) -> Outcome:
         """Return the outcome of the first run; where it fails by a number that is none, of one with plain numbers."""
-        text = re.sub(r"\d+", "0", self._request["source"] or "")  # with other numbers it reads the same
-        self._request["follows"] = self._request["engine"] == targets.CUDA and text in _FOLLOWED
-        outcome = self._whole({})
+        outcome = self._whole(self.course)
         error = outcome.get("error") or {"kind": "", "text": ""}
         is_refused = error["kind"] == "TypeError" or "Noted" in error["text"] or "INTERNAL ASSERT" in error["text"]
         if is_refused and outcome["noted"]:  # it may come from a number that is none: `worker.noted`
             self._request["notes"] = False
-            outcome = self._whole({})
-        if text and self._request["follows"]:
-            _FOLLOWED[text] = None
-            _FOLLOWED.pop(next(iter(_FOLLOWED)) if len(_FOLLOWED) > _REMEMBERED else "", None)
+            outcome = self._whole(self.course)
         return outcome
 
     def _ask(self, variants: Sequence[Request]) -> list[Outcome]:
@@ -156,16 +129,18 @@ class _Scenarios:
         again = [number for number, each in enumerate(outcomes) if each.get("starts_again")]
         if again:
             self._request["follows"] = True
-            for number, outcome in zip(again, self._ask([variants[each] for each in again]), strict=True):
+            followed = self._ask([{**variants[each], "follows": True} for each in again])
+            for number, outcome in zip(again, followed, strict=True):
                 outcomes[number] = outcome
         return outcomes
 
-    def _whole(self, variant: Request) -> Outcome:
+    def _whole(self, course: Course) -> Outcome:
         """Return an outcome, of a run that ran out of memory on CUDA with what it needs where there is enough."""
-        outcome = self._ask([variant])[0]
+        outcome = self._ask([course])[0]
         if self._request["engine"] == targets.FAKE or not _fails(outcome):
             return outcome
-        more = self._ask([{**variant, "capacities": [None] * len(self._request["capacities"])}])[0]
+        unlimited = {"capacities": [None] * len(self._request["capacities"]), "follows": self._request["follows"]}
+        more = self._ask([{**course, **unlimited}])[0]
         if "ended" in more:
             return outcome
         for device, failed in zip(more["devices"], outcome["devices"], strict=True):
@@ -194,12 +169,10 @@ class _Scenarios:
         first = _Scenario(self.course, outcome)
         self._all = [first]
         kinds = {kind for _, kind, _ in first.decides}
-        only_masks = kinds == {SELECTION}
-        is_once = outcome["most_turns"] > 1 and not only_masks
+        is_loop = outcome["most_turns"] > 1 and kinds != {SELECTION}
         sizes = [{**first.course, "numbers": LARGE}] if NUMBER in kinds else []
-        self._run([self._turned(self._places(), BUT_ONCE if is_once else ALWAYS), *sizes])
-        if not (self._agree() or only_masks):
-            self._run_mixed()
+        self._run([self._turned(self._places(), BUT_ONCE if is_loop else ALWAYS), *sizes])
+        is_sure = self._agree() or kinds == {SELECTION} or self._run_mixed()
         conclusive = [each for each in self._all if each.is_conclusive]
         if not conclusive:
             return self._failed()
@@ -211,22 +184,17 @@ class _Scenarios:
         if most is not first and (most.fits is not False or first.fits is not False):
             whole = self._whole(most.course)
             outcome = most.outcome if "ended" in whole else whole
-        return self._judged(outcome, most, conclusive, grows)
+        return self._judged(outcome, most, conclusive, grows, is_sure)
 
     def _places(self) -> list[Key]:
-        return _sorted({place for each in self._all for place in each.places})
+        return _sorted({place for each in self._all for place, *_ in each.decides})
 
     def _turned(self, places: Iterable[Key], when: str) -> Course:
-        """Return the course in which some places go the other way.
-
-        Args:
-            places: which.
-            when: at which turns of a loop.
-        """
+        """Return the course in which some places, or those that one stands for, go the other way at some turns."""
         wanted = set(places)
         turned: dict[Key, bool | None] = {}  # of a truth not the last outcome in the first run that came there
         for place, kind, outcomes in (each for scenario in self._all for each in scenario.decides):
-            if (_SELECTIONS if kind == SELECTION else place) in wanted and turned.get(place) is None:
+            if {place, _group(place, kind)} & wanted and turned.get(place) is None:
                 turned[place] = None if outcomes is None else not outcomes[1]
         return {**self.course, "turned": list(turned.items()), "when": when}
 
@@ -234,7 +202,7 @@ class _Scenarios:
         """Return whether what was run tells that the values do not matter."""
         conclusive = [each for each in self._all if each.is_conclusive]
         fits = {each.fits for each in conclusive}
-        if len(fits) != 1 or None in fits or not _went_both_ways(conclusive):
+        if len(fits) != 1 or None in fits or _one_way(conclusive):
             return False
         is_one = len(self._places()) == 1
         if len(conclusive) > 1 and all(each.did_the_same(conclusive[0]) for each in conclusive):
@@ -242,18 +210,27 @@ class _Scenarios:
         peaks = [each.peak for each in conclusive]
         return is_one and max(peaks) <= min(peaks) * (1 + _ALIKE)
 
-    def _run_mixed(self) -> None:
-        """Run scenarios in which some places go one way and some the other, also those that only these come to."""
+    def _run_mixed(self) -> bool:
+        """Run scenarios in which some places go one way and some the other, also those that only these come to.
+
+        Return whether every mixture was run.
+        """
+        known: list[Key] = []
+        while self._places() != known and (missing := _one_way(self._all)):
+            known = self._places()
+            self._run([self._turned(missing, ALWAYS)])
         seen: list[Key] = []
-        while len(self._places()) > len(seen) and len(self._all) < _MOST_RUNS:
-            seen = self._places()
-            if len(seen) * self._all[0].outcome["seconds"] > _PATIENCE:
-                return
+        while (groups := _sorted({_group(*each[:2]) for run in self._all for each in run.decides})) != seen:
+            seen = groups
             in_loop = any(each.outcome.get("most_turns", 0) > 1 for each in self._all[1:])
-            courses = [self._turned(each, ALWAYS) for each in _parts(seen)] if in_loop or len(seen) > 1 else []
-            if in_loop and any(each and each[0] == each[1] for _, _, each in self._all[0].decides):
-                courses.append(self._turned(seen, ONCE))
-            self._run(courses)
+            seconds = self._all[0].outcome["seconds"] * len(groups)
+            if groups == [_LIBRARIES] or seconds > _PATIENCE or len(self._all) == _MOST_RUNS:
+                return False
+            sizes = range(1, len(groups) + 1) if in_loop or len(groups) > 1 else ()
+            parts = itertools.chain.from_iterable(itertools.combinations(groups, number) for number in sizes)
+            once = [self._turned(groups, ONCE)] if in_loop else []
+            self._run([*once, *(self._turned(each, ALWAYS) for each in itertools.islice(parts, _MOST_RUNS))])
+        return len(self._all) < _MOST_RUNS and _LIBRARIES not in groups
 
     def _grows(self, conclusive: list[_Scenario]) -> bool:
         """Return whether the larger a number is that is read, the more is needed: it sizes something."""
@@ -273,7 +250,9 @@ class _Scenarios:
             outcome["error"]["depends"] = _named(self._places())
         return outcome
 
-    def _judged(self, outcome: Outcome, most: _Scenario, conclusive: list[_Scenario], grows: bool) -> Outcome:
+    def _judged(
+        self, outcome: Outcome, most: _Scenario, conclusive: list[_Scenario], grows: bool, is_sure: bool
+    ) -> Outcome:
         """Return an outcome that says what depends on the values."""
         peaks = [each.peak for each in conclusive if each.fits]
         varies = bool(peaks) and max(peaks) > min(peaks) * (1 + _ALIKE)
@@ -283,7 +262,7 @@ class _Scenarios:
             if varies:
                 less = f"with other values in place of those that are read it needs as little as {size(min(peaks))}"
                 outcome["assumed"].append(less)
-            return {**outcome, "varies": varies, "depends": False, "most": most.course}
+            return {**outcome, "varies": varies or not is_sure, "depends": False, "most": most.course}
         for device in outcome["devices"]:
             device["failed"] = False  # with other values it may fit
         base = next(each for each in conclusive if each.fits is not None)
@@ -297,15 +276,20 @@ class _Scenarios:
         return {**outcome, "varies": True, "depends": True, "open_on": open_on, "is_open": not ends}
 
 
-def _went_both_ways(scenarios: Iterable[_Scenario]) -> bool:
-    """Return whether each place that decides went one way and the other, also one that only some of them came to."""
+def _group(place: Key, kind: str) -> Key:
+    """Return what a place goes one way with in mixtures: itself, if it is the notebook's own."""
+    return _MASKS if kind == SELECTION else _LIBRARIES if place[2] else place
+
+
+def _one_way(scenarios: Iterable[_Scenario]) -> list[Key]:
+    """Return the places that decide and went one way only, also those that only some scenarios came to."""
     ways: dict[Key, set[bool]] = {}
     for each in scenarios:
         turned = {place for place, _ in each.course["turned"]}
         for place, _, outcomes in each.decides:
             is_other = place in turned or each.course["numbers"] > 0
             ways.setdefault(place, set()).update([is_other] if outcomes is None else outcomes)
-    return all(len(each) == 2 for each in ways.values())
+    return _sorted(place for place, each in ways.items() if len(each) < 2)
 
 
 def _reason(base: _Scenario, other: _Scenario, keys: list[Key]) -> str:
@@ -320,14 +304,6 @@ def _reason(base: _Scenario, other: _Scenario, keys: list[Key]) -> str:
     on += ["what large tensors and arrays on the CPU hold"] if HOST in keys else []
     named = _named(keys)
     return f"what the cell needs {what} {' and '.join(on)}{f', read in {named}' if named else ''}: {why}"
-
-
-def _parts(keys: Sequence[Key]) -> list[set[Key]]:
-    """Return which keys to turn over: any of a few; of many some, so that any two differ in one."""
-    if len(keys) <= _FEW:
-        return [{key for number, key in enumerate(keys) if bits >> number & 1} for bits in range(1, 1 << len(keys))]
-    digits = [[number >> digit & 1 for number in range(len(keys))] for digit in range((len(keys) - 1).bit_length())]
-    return [{key for key, bit in zip(keys, each, strict=True) if bit is value} for each in digits for value in (0, 1)]
 
 
 def _sorted(keys: Iterable[Key]) -> list[Key]:

@@ -301,12 +301,6 @@ def test_an_error_that_comes_of_every_assumed_value_but_not_alike_may_be(noteboo
     assert "(it depends on line 2 (`n > 3`), whose values are assumed)" in report.error
 
 
-def test_what_comes_back_from_the_host_is_followed_from_the_start_the_next_time(notebook) -> None:
-    cell = "n = torch.tensor([5, 9], device='cuda:0').max().item()\ny = mib(n) # {}"
-    first, second = (dry_run(cell.format(number), notebook) for number in (1, 2))
-    assert (first.runs, second.runs, needed(second)) == (2, 1, 9)
-
-
 def test_a_loop_whose_memory_is_flat_is_told_as_such(notebook) -> None:
     cell = "while True:\n    y = mib(3)"
     report = run.dry_run(script_of(cell), notebook, targets.choose("cuda:0", None), time_limit=2)
