@@ -1,7 +1,7 @@
 """The recording of a run: torch's device context, the count of copies, and what else a run puts in place.
 
 Torch calls a function mode for every function, whatever it is for: an empty one in Python makes a small-operator step
-take 1.6 times as long, `torch.device` 1.7, an empty `TorchDispatchMode` 2.7. What would be cheaper: wrappers in the
+take 1.6 times as long, `torch.device` 1.7, an empty TorchDispatchMode 2.7. What would be cheaper: wrappers in the
 place of torch's functions (1.1) see only calls that go through them, so they must know whoever else holds these
 functions (libraries do, in tuples and closures), and the user's code sees them; `set_default_tensor_type` is one for
 all threads and knows no index; at the dispatcher an absent device cannot be told from `cpu`. Imports torch at its top,

@@ -15,6 +15,6 @@ Start with `process.py`, then `run.py`.
     sandbox.py       data loaders, pinned memory, loading, compilers; blocks what the cell would do outside
     box/             what the machine's kernel keeps in; files of the process's own
     ranks.py         one rank of many; `rank_agreements.py` has what libraries make ranks agree on
-    deferred_fills.py large random fills on the host, drawn only where the host looks
+    host.py          unwritten weights on the host, and copies of what a device has
     passes.py        how many passes of each loop were run
 """

@@ -95,12 +95,8 @@ class Guesses:
         """How many numbers were handed out that note what they decide."""
         self.begin_again: Callable[[], object] = lambda: None
         """Ends a run in which something is decided by what a run that follows values may know."""
-        self.leave: Callable[[torch.Tensor], bool] = lambda _: False
-        """Takes a tensor that was copied from a device, to fill it when it is looked at; False where it does not."""
-        self.remember: Callable[[torch.Tensor, Read], object] = lambda *_: None
-        """Remembers what was copied from a device."""
-        self.fetched: Callable[[torch.Tensor], Read | None] = lambda _: None
-        """Returns what is remembered of a tensor."""
+        self.host: Any
+        """The run's `host.Host`: takes a large tensor that was copied from a device, and remembers others."""
         self.keeps: Callable[[], bool] = lambda: False
         """Tells whether what is copied at the moment is not looked at by what copies it."""
         self._number: int = course["numbers"]
@@ -227,7 +223,7 @@ class Guesses:
         """Put something into a tensor of the host that was to hold what a device has."""
         import torch
 
-        if self.leave(host):
+        if self.host.leave(host):
             return
         key, turn = self._turn("contents")
         whole = host
@@ -246,7 +242,7 @@ class Guesses:
         if key is NOBODY or self._note(host.dtype, read):
             return
         if self.keeps():
-            self.remember(whole, read)
+            self.host.remember(whole, read)
         else:
             self.lose(read, is_all=True)
 

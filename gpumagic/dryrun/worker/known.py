@@ -1,4 +1,4 @@
-"""The contents of small tensors on the device, as far as the host put them there; of the others, what came to the host.
+"""The contents of small tensors on the device, as far as the host put them there.
 
 Lengths that a loop reads back, a scale, the mask of a generator of text that ends at its longest length: an operator
 whose operands are known is run again on the CPU, over copies of them or over the device's own memory. Whatever else an
@@ -10,15 +10,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from gpumagic.dryrun.worker.modules import tensors_in
-from gpumagic.dryrun.worker.shown import HostStorages, Shown, before_looks, is_plain
-
-if TYPE_CHECKING:
-    from gpumagic.dryrun.worker.guesses import Guesses, Read
+from gpumagic.dryrun.worker.shown import is_plain
 
 LARGEST = 1 << 14
 """Bytes of a storage up to which its contents are kept."""
@@ -29,7 +26,7 @@ _SHAPES = frozenset({
 })  # fmt: skip
 """Operators that take from their first operand no more than what it looks like."""
 _MAKE_ROOM = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"})
-_SIZED = frozenset({
+SIZED = frozenset({
     "where", "argwhere", "nonzero_numpy", "repeat_interleave", "tensor_split", "narrow", "allclose", "is_nonzero",
     "_nested_tensor_from_mask_left_aligned", "_choose_qparams_per_tensor",
 })  # fmt: skip
@@ -144,7 +141,7 @@ class Known:
         """Note what an operator did, where all that it read is known; else forget what it wrote to.
 
         Args:
-            op: the operator, an `OpOverload`.
+            op: the operator, an overload of it.
             args: its positional arguments.
             kwargs: its keyword arguments.
             made: what it returned.
@@ -266,77 +263,3 @@ def _swapped(value: Any, twins: dict[int, torch.Tensor]) -> Any:
         kept = {name: each for name, each in value.items() if name not in {"generator", "pin_memory"}}
         return {name: _swapped(each, twins) for name, each in kept.items()}
     return torch.device("cpu") if isinstance(value, torch.device) else value
-
-
-class Fetched:
-    """Tensors on the host that were copied from a device of which the values are not known.
-
-    Predictions that are collected, saved or shown decide nothing. So such a tensor is filled with something and is
-    remembered, as is whatever is computed from it; a number of it is a noted one (see `noted`), and a truth is decided
-    as one of those is. Otherwise something is decided where its numbers go to numpy, or say how large something is.
-
-    Args:
-        guesses: is told where something is decided by one.
-        shown: shows the operators, once there is one.
-        known: what is known of the device's values, if that is followed.
-    """
-
-    def __init__(self, guesses: Guesses, shown: Shown, known: Known | None) -> None:
-        self._guesses = guesses
-        self._shown = shown
-        self._known = known
-        self._all: HostStorages[Read] = HostStorages()
-        self.of = self._all.of
-
-    def install(self) -> None:
-        """Remember what is copied to the host for the rest of the process."""
-        self._guesses.remember, self._guesses.fetched = self.add, self.of
-        self._shown.to(self._follow)
-        before_looks(self._look)
-        tensor: Any = torch.Tensor
-        is_true = tensor.__bool__
-
-        def decided(tensor: torch.Tensor) -> bool:
-            read = self.of(tensor)
-            if read is None:
-                return bool(is_true(tensor))
-            with self._guesses.ignoring():
-                outcome = bool(is_true(tensor))
-            return self._guesses.decide(read, outcome)
-
-        tensor.__bool__ = decided
-
-    def add(self, tensor: torch.Tensor, read: Read) -> None:
-        """Remember a tensor.
-
-        Args:
-            tensor: it.
-            read: what is told of it where something is decided.
-        """
-        self._shown.begin()
-        if self.of(tensor) is None:
-            self._all.add(tensor.untyped_storage(), read)
-
-    def _look(self, tensor: torch.Tensor) -> None:
-        read = self.of(tensor)
-        if read is not None:
-            self._guesses.lose(read, is_all=True)
-
-    def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
-        if not self._all:
-            return
-        read = next((found for each in tensors_in((args, kwargs)) if (found := self.of(each)) is not None), None)
-        if read is None:
-            return
-        results = list(tensors_in(made))
-        name = op._schema.name.removeprefix("aten::")
-        sized = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(op.tags)
-        if name in _SIZED or sized:
-            self._guesses.lose(read, is_all=True)
-        if op._schema.is_mutable:
-            results += tensors_in(args[:1])
-        for each in results:
-            if each.is_cpu and each.layout is torch.strided and is_plain(each):
-                self.add(each, read)
-            elif self._known is not None and self._known.is_here(each):
-                self._known.write(each, None)

@@ -256,7 +256,7 @@ def _reading(guesses: Guesses, read: Callable[..., Any]) -> Callable[..., Any]:
         if tensor.is_meta or not guesses.is_noted(tensor.dtype) or tensor.numel() > _MOST_LISTED:
             return read(tensor)
         if tensor.is_cpu:
-            known = guesses.fetched(tensor)
+            known = guesses.host.read_of(tensor)
             if known is None:
                 return read(tensor)
             with guesses.ignoring():

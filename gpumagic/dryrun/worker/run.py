@@ -21,11 +21,10 @@ from typing import Any
 import torch
 
 from gpumagic.dryrun import parts
-from gpumagic.dryrun.worker import deferred_fills, noted
+from gpumagic.dryrun.worker import host, noted
 from gpumagic.dryrun.worker.cell import Lines, Notes
-from gpumagic.dryrun.worker.deferred_fills import DeferredFills
 from gpumagic.dryrun.worker.guesses import Guesses
-from gpumagic.dryrun.worker.known import Fetched, Known
+from gpumagic.dryrun.worker.known import Known
 from gpumagic.dryrun.worker.modules import Modules
 from gpumagic.dryrun.worker.passes import File, Passes
 from gpumagic.dryrun.worker.sandbox import Magics
@@ -81,11 +80,9 @@ class Run:
 
     def execute(self, note: Callable[..., None], key_of: Callable[[torch.Tensor], int]) -> None:
         """Run the cell and send the outcome, as plain data; the arguments are those of `Modules`."""
-        self.guesses.keeps = self.lines.keeps
-        Fetched(self.guesses, self.shown, self.known).install()
-        self.fills = DeferredFills(self.guesses.fill, draws=not self.request["turned"])
-        self.fills.install()
-        self.guesses.leave = self.fills.leave
+        self.host = host.Host(self.guesses, self.shown, self.known, draws=not self.request["turned"])
+        self.host.install()
+        self.guesses.keeps, self.guesses.host = self.lines.keeps, self.host
         noted.install(self.guesses)
         self.notes.effects.clear()
         self._prepare()
@@ -156,8 +153,8 @@ class Run:
             running: the lines that run, or ran when it failed.
         """
         signal.setitimer(signal.ITIMER_REAL, 0)
-        if self.fills.draws_others:
-            self.notes.assume(deferred_fills.OTHERS)
+        if self.host.draws_others:
+            self.notes.assume(host.OTHERS)
         book, devices, others = self.account(error)
         for device, told in enumerate(devices):
             told |= {"at": NO_PEAK.told(), "breakdown": {}, "modules": []}

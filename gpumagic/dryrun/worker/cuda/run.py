@@ -20,7 +20,7 @@ from gpumagic.dryrun.worker import ranks, sandbox
 from gpumagic.dryrun.worker.cuda.history import History, Trace
 from gpumagic.dryrun.worker.cuda.layout import Layout
 from gpumagic.dryrun.worker.cuda.reading import Reading, address_of, memory_of
-from gpumagic.dryrun.worker.deferred_fills import LEAST
+from gpumagic.dryrun.worker.host import LEAST
 from gpumagic.dryrun.worker.known import Known
 from gpumagic.dryrun.worker.run import Outcome, Run, failure
 from gpumagic.memory import segments
@@ -103,7 +103,7 @@ class CudaRun(Run):
     def begin(self) -> None:
         """Let the allocator keep its history, and follow values where that is wanted."""
         if self.known is not None:
-            self.shown.begin()
+            self.shown.begin(self.known)
         parallel, apply = torch.nn.parallel.data_parallel, torch.nn.parallel.parallel_apply
 
         def in_threads(modules: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +153,7 @@ class CudaRun(Run):
         for library in sorted({written.get(re.split("[^a-z]", name)[0], name) for name in unknown}):
             self.notes.not_known(f"what {library} takes for itself, which only a real GPU tells")
         others: Outcome = {
-            "lacks": bool(unknown) or self._is_racy, "is_racy": self._is_racy, "versions": _versions(),
+            "lacks": bool(unknown) or self._is_racy, "versions": _versions(),
             "communicators": communicators,
             "rank": None if self._objects is None else {"said": self._objects.said, "stages": ranks.stages()},
             **({"error": None} if failed else {}),
