@@ -51,6 +51,7 @@ class OomGuard(contextlib.ContextDecorator):
 
     Attributes:
         report: the `OomReport` of the last failure, once it is finished.
+        failure: what is known of the last run that ran out of memory, until it is reported.
     """
 
     name = "oomguard"
@@ -78,7 +79,7 @@ class OomGuard(contextlib.ContextDecorator):
         self._rerun = rerun
         self._is_running = is_running
         self._seconds = seconds
-        self._failure: Failure | None = None
+        self.failure: Failure | None = None
         self._retries = 0
         self._recovered = False
         self._traceback: LateTraceback | None = None
@@ -89,27 +90,24 @@ class OomGuard(contextlib.ContextDecorator):
         self._state.watch.close()  # of a decorated function that calls itself
         try:
             if not self._retries:  # a further try is measured against the state before the first
-                self._read_state()
+                outside, names = frames.handled_exception_ids(), self._namespace
+                if self._shell is not None:
+                    self._traceback = LateTraceback(self._shell, self._recognises, as_text=self._keep_going)
+                    self._traceback.install()
+                watch, before = CellWatch(names, is_running=self._is_running), allocator.all_device_stats()
+                self._state = GuardState(names, Identities(names), before, self._shell, outside, watch)
             self._state.watch.open()
         except BaseException:  # Ctrl-C: what did not open is not closed
             self.restore()
             raise
 
-    def _read_state(self) -> None:
-        outside, names = frames.handled_exception_ids(), self._namespace
-        if self._shell is not None:
-            self._traceback = LateTraceback(self._shell, self._recognises, as_text=self._keep_going)
-            self._traceback.install()
-        watch = CellWatch(names, is_running=self._is_running)
-        self._state = GuardState(names, Identities(names), allocator.all_device_stats(), self._shell, outside, watch)
-
     def close(self, error: BaseException | None) -> None:
         """Record how the block ended; after out-of-memory, read its frames while they are whole."""
         self.restore()
-        self._recovered = error is None and self._failure is not None
+        self._recovered = error is None and self.failure is not None
         if error is not None:
-            self._failure = failure.examine(error, self._state) if isinstance(error, Exception) else None
-        if self._failure is None:
+            self.failure = failure.examine(error, self._state) if isinstance(error, Exception) else None
+        if self.failure is None:
             self.show_error()
 
     def restore(self) -> None:
@@ -136,12 +134,9 @@ class OomGuard(contextlib.ContextDecorator):
     def settle(self, result: Any = None) -> OomReport | None:
         """Release and report, once IPython has shown and stored the traceback.
 
-        Args:
-            result: IPython's result of the cell; its error is replaced by `OutOfMemory`, or by None to go on.
+        `result` is IPython's of the cell; its error is replaced by `OutOfMemory`, or by None to go on.
         """
-        if self._failure is None:
-            return None
-        if self._recovered:
+        if self.failure is None or self._recovered:
             return self._conclude()
         if self._debug:
             report = self._conclude(result.error_in_exec)
@@ -149,12 +144,9 @@ class OomGuard(contextlib.ContextDecorator):
             return report
         release.clear_exception(result.error_in_exec, self._shell, self._state.outside)
         # The result would keep what the error's arguments hold; and without a report the cell has failed as well.
-        result.error_in_exec = None if self._keep_going else recognition.OutOfMemory(self._failure.event.message)
+        result.error_in_exec = None if self._keep_going else self._in_a_line()
         release.reclaim()
-        report = self._conclude()
-        if not self._keep_going:
-            result.error_in_exec = out_of_memory(report)
-        return report
+        return self._conclude()
 
     def __call__(self, function: Function) -> Function:
         """Return the function guarded, and run again as the options say."""
@@ -166,7 +158,7 @@ class OomGuard(contextlib.ContextDecorator):
 
     def reset(self) -> None:
         """Forget the last failure, before another block."""
-        self.report, self._failure, self._retries = None, None, 0
+        self.report, self.failure, self._retries = None, None, 0
 
     def __enter__(self) -> OomGuard:  # noqa: PYI034  # typing.Self is 3.11, and this class has no heirs
         if self._rerun is not None:
@@ -182,31 +174,24 @@ class OomGuard(contextlib.ContextDecorator):
     def __exit__(self, exc_type: object, error: BaseException | None, traceback: object) -> bool:
         del exc_type, traceback
         self.close(error)
-        if self._failure is None:
+        if self.failure is None:
             return False
-        if error is None:
-            self._conclude()
-        elif self._debug:
+        if error is None or self._debug:
             self._conclude(error)
-        else:
-            release.clear_exception(error, self._shell, self._state.outside)
-            del error
-            release.reclaim()
-            report = self._conclude()
-            if not self._keep_going:
-                raise_alone(out_of_memory(report))
-        return self._keep_going
+            return self._keep_going
+        raised = self._in_a_line()
+        release.clear_exception(error, self._shell, self._state.outside)
+        del error
+        release.reclaim()
+        self._conclude()
+        if not self._keep_going:
+            raise_alone(raised)
+        return True
 
-    @property
-    def failure(self) -> Failure | None:
-        """What is known of the last run that ran out of memory, until it is reported; None if none did."""
-        return self._failure
-
-    def release_failure(self, error: BaseException | None) -> None:
+    def release_failure(self, error: BaseException) -> None:
         """Release what a run pinned, before the next; `release.reclaim` is left to the caller."""
         self._retries += 1
-        if error is not None:
-            release.clear_exception(error, self._shell, self._state.outside)
+        release.clear_exception(error, self._shell, self._state.outside)
 
     def publish(self, report: OomReport) -> None:
         """Set and store the guard's report."""
@@ -221,28 +206,30 @@ class OomGuard(contextlib.ContextDecorator):
         now = allocator.all_device_stats()
         return isinstance(error, Exception) and failure.recognise(error, self._state.outside, now)[0] is not None
 
-    def _conclude(self, kept: BaseException | None = None) -> OomReport:
+    def _in_a_line(self) -> BaseException:
+        """Return the error that a guarded cell fails with; it keeps nothing alive."""
+        assert self.failure is not None
+        facts, message = self.failure.facts, self.failure.event.message
+        where = f" in line {facts.line}" if facts.line is not None else ""
+        what = f"{facts.device} ran out of memory{where}" if facts.device else f"out of memory{where}"
+        error: BaseException = recognition.OutOfMemory(f"{what} ({message})")
+        return error
+
+    def _conclude(self, kept: BaseException | None = None) -> OomReport | None:
         """Publish and return the report of the last failure, from what is alive now; forget the failure.
 
         `kept` is the error where a debugger is to find its frames.
         """
+        if self.failure is None:
+            return None
         from gpumagic.oom.evidence import conclude
 
-        assert self._failure is not None
-        found, self._failure = self._failure, None
+        found, self.failure = self.failure, None
         report = conclude(
             found, self._state, kept, retries=self._retries, recovered=self._recovered, seconds=self._seconds
         )
         self.publish(report)
         return report
-
-
-def out_of_memory(report: OomReport) -> BaseException:
-    """Return the one-line error a guarded cell fails with; it keeps nothing alive."""
-    where = f" in line {report.line}" if report.line is not None else ""
-    what = f"{report.device} ran out of memory{where}" if report.device else f"out of memory{where}"
-    error: BaseException = recognition.OutOfMemory(f"{what} ({report.message})")
-    return error
 
 
 def raise_alone(error: BaseException) -> NoReturn:

@@ -84,14 +84,14 @@ class Rerun(guards.BodyRuns):
 
     def next(self, outcome: BodyOutcome) -> str | None:
         """Return the code to run next, once state and memory are restored; None if the outcome stands."""
-        self._fits = outcome.error_in_exec is None
+        error, self._fits = outcome.error_in_exec, outcome.error_in_exec is None
         facts = self._guard.failure.facts if self._guard.failure is not None else None
         if not self._fits and facts is None:
             return None  # another error, or Ctrl-C
         line = None if self._fits or facts is None else facts.line
         last = Try(self._size, self._elsewhere.device if self._elsewhere is not None else None, self._fits, line)
         self._tries.append(last)
-        if self._fits or facts is None or self._elsewhere is not None:
+        if error is None or facts is None or self._elsewhere is not None:
             return None
         if self._size is not None and self._size > 1:
             self._size //= 2
@@ -102,7 +102,7 @@ class Rerun(guards.BodyRuns):
                 return None
             self._elsewhere, now = self._run_on(device), f"on {device}"
             self._size = self._setting.value if self._setting is not None else None
-        error, outcome.error_in_exec, outcome.result = outcome.error_in_exec, None, None
+        outcome.error_in_exec = outcome.result = None
         self._guard.release_failure(error)
         del error
         lost = self._rollback.undo()
