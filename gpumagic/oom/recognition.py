@@ -49,8 +49,6 @@ class Kind:
     """True for torch's caching allocators, which empty their cache and try again before they raise."""
 
 
-_LOW = {"certainty": "probable", "needs_low_free": True, "backend": "cuda"}
-
 KINDS: tuple[Kind, ...] = (
     # torch's caching allocators.
     Kind("size bug", r"[Tt]ried to allocate more than 1EB", "not-oom", allocator=True),
@@ -67,19 +65,17 @@ KINDS: tuple[Kind, ...] = (
     Kind("expandable segments", r"expandable_segments: memory (mapping|allocation) failed with OOM", backend="cuda"),
     # CUDA and its libraries, which ask the driver directly.
     Kind("cuda runtime (old)", r"cuda runtime error \(2\) ?: out of memory", backend="cuda"),
-    Kind("nccl", r"NCCL.*(Failed to CUDA calloc|Cuda failure.{0,12}out of memory)", backend="cuda"),
-    Kind("nccl", r"(ncclUnhandledCudaError|nccl).*(Failed to CUDA calloc|Cuda failure.{0,12}out of memory)",
-         backend="cuda"),
+    Kind("nccl", r"(NCCL|nccl).*(Failed to CUDA calloc|Cuda failure.{0,12}out of memory)", backend="cuda"),
     Kind("rmm", r"std::bad_alloc: (out_of_memory|CUDA error)", backend="cuda"),
     Kind("cuda driver", r"(CUDA|HIP) driver error: out of memory", backend="cuda"),
     Kind("cuda runtime", r"(CUDA|HIP) error: out of memory|cudaErrorMemoryAllocation|hipErrorOutOfMemory",
          backend="cuda"),
     Kind("cublas", r"(CU|HIP|ROC)BLAS_STATUS_ALLOC_FAILED", "probable", backend="cuda"),
-    Kind("cublas", r"(CU|HIP|ROC)BLAS_STATUS_NOT_INITIALIZED", **_LOW),  # type: ignore[arg-type]
+    Kind("cublas", r"(CU|HIP|ROC)BLAS_STATUS_NOT_INITIALIZED", "probable", backend="cuda", needs_low_free=True),
     Kind("cudnn", r"(CUDNN|MIOPEN)_STATUS_ALLOC_FAILED|miopenStatusAllocFailed", "probable", backend="cuda"),
-    Kind("cudnn", r"CUDNN_STATUS_(NOT_SUPPORTED|INTERNAL_ERROR|EXECUTION_FAILED)", **_LOW),  # type: ignore[arg-type]
-    Kind("cudnn", r"Unable to find a valid cuDNN algorithm", **_LOW),  # type: ignore[arg-type]
-    Kind("cudnn", r"GET was unable to find an engine to execute this computation", **_LOW),  # type: ignore[arg-type]
+    Kind("cudnn", r"CUDNN_STATUS_(NOT_SUPPORTED|INTERNAL_ERROR|EXECUTION_FAILED)|Unable to find a valid cuDNN algorithm"
+                  r"|GET was unable to find an engine to execute this computation",
+         "probable", backend="cuda", needs_low_free=True),
     Kind("cusolver or cusparse", r"CU(SOLVER|SPARSE|FFT|RAND)_(STATUS_)?ALLOC_FAILED", "probable", backend="cuda"),
     # Other frameworks on the same device.
     Kind("cupy", r"Out of memory allocating [\d,]+ bytes \(allocated so far", backend="cuda"),
@@ -92,11 +88,9 @@ KINDS: tuple[Kind, ...] = (
     Kind("dataloader bus error", r"DataLoader worker.*killed by signal: Bus error", memory="shared"),
     Kind("dataloader killed", r"DataLoader worker.*killed by signal: Killed", "probable", memory="host"),
     # Host memory.
-    Kind("host allocator", r"DefaultCPUAllocator: can't allocate memory|alloc_cpu.*Cannot allocate memory"
-                           r"|DefaultCPUAllocator: not enough memory|not enough memory: you tried to allocate",
-         memory="host"),
     Kind("numpy", r"Unable to allocate [\d.]+ \w+ for an array with shape", memory="host"),
-    Kind("host allocator", r"\bstd::bad_alloc\b", memory="host"),
+    Kind("host allocator", r"DefaultCPUAllocator: can't allocate memory|alloc_cpu.*Cannot allocate memory"
+                           r"|not enough memory: you tried to allocate|\bstd::bad_alloc\b", memory="host"),
     Kind("python", r"Caught MemoryError in (DataLoader worker|replica|pin memory)", memory="host"),
 )  # fmt: skip
 
@@ -240,7 +234,7 @@ def recognise(error: BaseException, free: int | None = None, outside: Collection
 def _kind_of(error: BaseException) -> Kind | None:
     cls, text = type(error), _text(error)
     is_builtin = getattr(builtins, cls.__name__, None) is cls
-    if is_builtin and not issubclass(cls, (RuntimeError, MemoryError, OSError, SystemError)) and cls is not Exception:
+    if is_builtin and not issubclass(cls, RuntimeError | MemoryError | OSError | SystemError) and cls is not Exception:
         return None  # one that no allocator raises, whatever its text says
     kind = next((kind for kind in KINDS if re.search(kind.text, text, re.DOTALL)), None)
     if kind is None and isinstance(error, OSError) and error.errno == errno.ENOMEM:
