@@ -11,7 +11,7 @@ Start with `guard.py`: `OomGuard` has the order of things after a failure.
     evidence.py      what is read after the release, the report made of it, lines to run at once
     rules/           facts -> verdict and suggestions
     advice.py        the suggestions tried, combined and ranked; `trials.py` has the dry runs
-    rerun.py         running again: with what, and when to stop; `rollback.py` restores the notebook before it
+    rerun.py         running again: with what, when to stop, and what of the notebook is restored before it
     shell.py         shows a traceback after its report; guards all cells of a shell
     report.py        the records; `view.py` shows them
 """

@@ -1,26 +1,36 @@
 """Runs a cell or a function again after it ran out of memory: smaller, or elsewhere.
 
 An int is halved down to 1; then, with its first value, comes another device. Before each further run the guard
-releases what the previous one pinned, `oom.rollback` restores the notebook, and one printed line says what comes next
-and what cannot be undone. The cell is left as its last run left it.
+releases what the previous one pinned, `Rollback` restores the notebook, and one printed line says what comes next and
+what cannot be undone. The cell is left as its last run left it.
+
+Restored are names that the run bound or replaced, lists that it appended to, first gradients (a second backward would
+add to them) and random states. Tensors that were changed in place, as by an optimizer, are only named.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, MutableMapping
+import random
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from gpumagic.errors import OptionError
-from gpumagic.heap import release
+from gpumagic.heap import holders, kinds, release
+from gpumagic.heap.graph import HeapGraph
+from gpumagic.heap.storages import plain, undisturbed
 from gpumagic.memory import allocator, devices
+from gpumagic.memory.devices import Device
 from gpumagic.notebook import guards
 from gpumagic.notebook.guards import BodyOutcome, Guard, Outcome
 from gpumagic.oom.guard import raise_alone
 from gpumagic.oom.report import Try
-from gpumagic.oom.rollback import Rollback
 from gpumagic.source import cell_code
 from gpumagic.transfers.run import DeviceRun
 
@@ -199,3 +209,131 @@ def decorate(plan: Plan, function: Function, guard: OomGuard) -> Function:
             del error
 
     return cast("Function", call)
+
+
+class Rollback:
+    """The state before a run of `source`, which may bind variables of `namespace`; `undo` restores it, repeatedly.
+
+    No tensor is copied, and nothing on an accelerator is kept alive: the run would have got that memory back when it
+    rebound the name. Not seen are numpy arrays, files, and the attributes of other objects.
+    """
+
+    def __init__(self, namespace: MutableMapping[str, object], source: str = "", shell: object | None = None) -> None:
+        self._namespace, self._shell = namespace, shell
+        cell = cell_code.read_cell(source)
+        self._remade = cell.bound_first if cell is not None else frozenset[str]()
+        mine, self._on_device = self._mine(), self._read_tensors()
+        self._bound = holders.Identities(mine)
+        self._kept = {name: value for name, value in mine.items() if name not in self._on_device | self._remade}
+        self._watched: dict[str, weakref.ref[Any]] = {}
+        for name in mine.keys() - self._kept.keys():
+            with contextlib.suppress(TypeError):  # not everything takes a weak reference
+                self._watched[name] = weakref.ref(mine[name])
+        self._lengths = {name: len(each) for name, each in mine.items() if isinstance(each, list | dict | set)}
+        self._random = list(_random_states())
+
+    def undo(self) -> tuple[str, ...]:
+        """Restore what can be restored, and return what cannot, in words."""
+        lost = dict.fromkeys([*self._changed_tensors(), *self._restore_lists(), *self._restore_names()])
+        for restore in self._random:
+            restore()
+        return tuple(lost)
+
+    def _mine(self) -> dict[str, object]:
+        """Return the variables except the shell's own."""
+        own = getattr(self._shell, "user_ns_hidden", {})
+        return {name: value for name, value in list(self._namespace.items()) if name not in own}
+
+    def _read_tensors(self) -> set[str]:
+        """Remember the tensors that the variables reach, and return the variables that reach memory of a device."""
+        self._by_name: dict[str, set[int]] = {}
+        self._tensors: dict[int, weakref.ref[Any]] = {}
+        self._versions: dict[int, tuple[int, int | None]] = {}
+        if "torch" not in sys.modules:
+            return set()
+        graph = HeapGraph(holders.excluded_objects(self._namespace, self._shell))
+        try:
+            with undisturbed():
+                graph.explore(holders.variables(self._namespace, self._shell))
+                for key, names in graph.roots_of().items():
+                    for name in names:
+                        self._by_name.setdefault(name, set()).add(key)
+                tensors = graph.tensors
+                self._tensors = {key: weakref.ref(each) for key, each in tensors.items()}
+                self._versions = _versions(tensors.values())
+                there = {key for key, each in tensors.items() if plain(each, "device").type not in ("cpu", "meta")}
+                return {name for name, reached in self._by_name.items() if reached & there}
+        finally:
+            graph.release()
+
+    def _changed_tensors(self) -> Iterator[str]:
+        """Remove first gradients, and yield the variables whose tensors were changed, each under its first name."""
+        alive = {key: tensor for key, found in self._tensors.items() if (tensor := found()) is not None}
+        now = _versions(alive.values()) if alive else {}
+        for key, (version, gradient) in now.items():
+            if gradient is not None and self._versions[key][1] is None:
+                sys.modules["torch"]._C.TensorBase.grad.__set__(alive[key], None)
+                now[key] = version, None
+        changed = {key for key, versions in now.items() if versions != self._versions[key]}
+        for name, reached in self._by_name.items():
+            if changed & reached:
+                yield f"changes in place of {name}"
+            changed -= reached
+
+    def _restore_lists(self) -> Iterator[str]:
+        """Take away what was appended to lists, and yield what else has another length."""
+        for name, before in self._lengths.items():
+            value: Any = self._namespace.get(name)
+            if self._bound.is_still(name, value):
+                if type(value) is list:
+                    del value[before:]
+                if len(value) != before:
+                    yield f"changes in place of {name}"
+
+    def _restore_names(self) -> Iterator[str]:
+        for name in self._mine().keys() - set(self._bound):
+            del self._namespace[name]
+        for name in self._bound:
+            if name in self._namespace and self._bound.is_still(name, self._namespace[name]):
+                continue
+            old = self._watched[name]() if name in self._watched else self._kept.get(name)
+            if name in self._kept or old is not None:
+                self._namespace[name] = old
+            elif name not in self._remade:
+                yield f"the new value of {name}" if name in self._namespace else f"the deletion of {name}"
+            elif name in self._on_device:  # the run makes a new one; both at once would not fit either
+                self._namespace.pop(name, None)
+
+
+def _versions(tensors: Collection[Any]) -> dict[int, tuple[int, int | None]]:
+    """Return how often each tensor, and its gradient if it has one, was changed in place, by the tensor's `id`."""
+    with undisturbed():
+        leaves = kinds.leaves(tensors)
+        gradients = {id(leaves[place]): _version(alias) for place, alias in kinds.peek_gradients(leaves) or ()}
+        return {id(each): (_version(each), gradients.get(id(each))) for each in tensors}
+
+
+def _version(tensor: Any) -> int:
+    with contextlib.suppress(Exception):  # an inference tensor has no count
+        return int(plain(tensor, "_version"))
+    return 0
+
+
+def _random_states() -> Iterator[Callable[[], object]]:
+    """Yield what restores the random states of Python, numpy and torch, any number of times.
+
+    Only devices in use are asked: any other has drawn nothing yet, and asking would initialise it.
+    """
+    yield partial(random.setstate, random.getstate())
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None:
+        yield partial(numpy.set_state, numpy.get_state())
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        yield partial(torch.set_rng_state, torch.get_rng_state())
+        for device in allocator.all_device_stats():
+            backend, index = Device.parse(device)
+            module: Any = allocator.device_module(backend)
+            if hasattr(module, "get_rng_state"):
+                place = () if backend == "mps" else (index,)
+                yield partial(module.set_rng_state, module.get_rng_state(*place), *place)
