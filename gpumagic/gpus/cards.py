@@ -23,7 +23,7 @@ from typing import Any
 
 from gpumagic.gpus import nvml
 from gpumagic.gpus.nvml import NvmlFailure, Readings
-from gpumagic.gpus.report import FIGURES, Call, ProcessRow, call, text_of
+from gpumagic.gpus.report import FIGURES, ProcessRow, call, text_of
 from gpumagic.gpus.torch_devices import HOST_MEMORY, bare_uuid, cuda_devices
 from gpumagic.memory import devices
 
@@ -76,9 +76,9 @@ def _read_cards() -> NvmlSnapshot | NvmlFailure:
         return answer
     binding, count = answer
     driver, _ = nvml.query(lambda: text_of(binding.nvmlSystemGetDriverVersion()))
-    cuda, _ = Readings(binding, None).ask(
-        lambda _: binding.nvmlSystemGetCudaDriverVersion_v2(), lambda _: binding.nvmlSystemGetCudaDriverVersion()
-    )
+    cuda, reason = nvml.query(binding.nvmlSystemGetCudaDriverVersion_v2)
+    if reason is not None:
+        cuda, _ = nvml.query(binding.nvmlSystemGetCudaDriverVersion)
     handles = [nvml.query(partial(binding.nvmlDeviceGetHandleByIndex, index)) for index in range(count)]
     cards = []
     for index, (handle, reason) in enumerate(handles):
@@ -159,7 +159,7 @@ def list_processes(card: Readings) -> tuple[ProcessRow, ...] | None:
     # Clients of the Multi-Process Service (MPS) are listed separately.
     for name in ("Graphics", *["MPSCompute"] * mps, "Compute"):
         calls = (*call(f"{name}RunningProcesses_v3"), *call(f"{name}RunningProcesses_v2"))
-        processes, reason = card.ask(*(partial(_sane_list, each, total) for each in calls))
+        processes, reason = card.ask(*calls, to=partial(_sane_list, total))
         if reason is not None and name == "Compute":
             card.reasons["processes"] = reason
             return None
@@ -169,9 +169,9 @@ def list_processes(card: Readings) -> tuple[ProcessRow, ...] | None:
     return tuple(found.values())
 
 
-def _sane_list(listed: Call, total: int | None, card: Readings) -> list[tuple[int, int | None]]:
+def _sane_list(total: int | None, listed: Sequence[Any]) -> list[tuple[int, int | None]]:
     """Return (pid, bytes) pairs, or raise where the list was read with the wrong layout (nvitop#75, #88)."""
-    pairs = [(int(each.pid), each.usedGpuMemory) for each in listed(card)]
+    pairs = [(int(each.pid), each.usedGpuMemory) for each in listed]
     for pid, memory in pairs:
         if not 0 < pid < MAX_PID or (total and memory is not None and memory > total):
             raise ValueError("a process list of another layout")

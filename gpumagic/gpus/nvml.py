@@ -65,30 +65,28 @@ class Readings:
     reasons: dict[str, str] = field(default_factory=dict)
     _answers: dict[tuple[Query, ...], tuple[Any, str | None]] = field(default_factory=dict)
 
-    def take(self, name: str, *queries: Query, to: Callable[[Any], Any] | None = None) -> Any:
-        """Keep what the first query that succeeds returns, or why none does; figures of one query are read once.
-
-        Args:
-            name: of the figure.
-            queries: the newest version first, then those that older drivers know.
-            to: makes the figure of the answer.
-        """
+    def take(self, name: str, *queries: Query, to: Callable[[Any], Any]) -> None:
+        """Keep what ``to`` makes of an answer as a figure, or why there is none; figures of one query are read once."""
         if queries not in self._answers:
             self._answers[queries] = self.ask(*queries)
         value, reason = self._answers[queries]
-        if reason is None and to is not None:
+        if reason is None:
             value, reason = query(partial(to, value))
         if reason is None:
             self.values[name] = value
         else:
             self.reasons[name] = reason
-        return value
 
-    def ask(self, *queries: Query) -> tuple[Any, str | None]:
-        """Return what the first query that succeeds returns and None, or None and the most specific reason."""
+    def ask(self, *queries: Query, to: Callable[[Any], Any] | None = None) -> tuple[Any, str | None]:
+        """Return the answer to the first query that succeeds and None, or None and the most specific reason.
+
+        The newest version of a query comes first, then those that older drivers know.
+        """
         reason = DRIVER_TOO_OLD
-        for each in queries:
-            value, why = query(partial(each, self))
+        for name, *arguments in queries:
+            value, why = query(lambda: getattr(self.binding, name)(self.handle, *arguments))  # noqa: B023  # called here
+            if why is None and to is not None:
+                value, why = query(partial(to, value))
             if why is None:
                 return value, None
             reason = why if reason == DRIVER_TOO_OLD else reason
@@ -97,8 +95,8 @@ class Readings:
         return None, reason
 
 
-Query = Callable[[Readings], Any]
-"""A question to the driver about one device."""
+Query = tuple[Any, ...]
+"""A question to the driver about one device: a function of the binding, and its arguments after the handle."""
 
 
 def query(function: Callable[[], T]) -> tuple[T | None, str | None]:

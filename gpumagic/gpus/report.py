@@ -17,23 +17,12 @@ from gpumagic.report.document import Column
 from gpumagic.report.units import percent, size
 
 if TYPE_CHECKING:
-    from gpumagic.gpus.nvml import Query, Readings
+    from gpumagic.gpus.nvml import Query
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A function of the binding, with its arguments after the device's handle; two that are equal are called once."""
-
-    name: str
-    arguments: tuple[Any, ...] = ()
-
-    def __call__(self, card: Readings) -> Any:
-        return getattr(card.binding, self.name)(card.handle, *self.arguments)
-
-
-def call(name: str, *arguments: Any) -> tuple[Call]:
-    """Return the call of the function ``nvmlDeviceGet...``."""
-    return (Call(f"nvmlDeviceGet{name}", arguments),)
+def call(name: str, *arguments: Any) -> tuple[Query]:
+    """Return the call of the function ``nvmlDeviceGet...``, with its arguments after the device's handle."""
+    return ((f"nvmlDeviceGet{name}", *arguments),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +35,7 @@ class Figure:
     """Returns it as text; its maximum is the second argument where it has one."""
     read: tuple[Query, ...] = ()
     """What is asked: the newest version first, then those that older drivers know (the newest drop them)."""
-    to: Callable[[Any], Any] | None = None
+    to: Callable[[Any], Any] = str
     """Makes the figure of the answer."""
     column: Column[Any] | None = None
     extra: bool = False

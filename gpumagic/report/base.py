@@ -83,7 +83,7 @@ class Report(Generic[Row]):
 
     def details(self) -> Details:
         """Return the report with all that it folds: alone on a line of a cell it shows itself."""
-        return Details(unfolded(to_document(self)))
+        return Details(Document(tuple(unfolded(to_document(self).blocks))))
 
     def save(self, path: str | Path) -> Path:
         """Write the report to a file as one HTML page, which needs no other files, and return its path.
@@ -209,21 +209,12 @@ LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "S
 
 def current_origin() -> Origin:
     """Return this process's origin. Imports nothing."""
-    rank = _rank_in_torch()
-    return Origin(
-        host=socket.gethostname(), pid=os.getpid(),
-        rank=_number(RANKS) if rank is None else rank, local_rank=_number(LOCAL_RANKS),
-    )  # fmt: skip
 
+    def number(names: Sequence[str]) -> int | None:
+        found = (os.environ.get(name, "") for name in names)
+        return next((int(text) for text in found if text.isdecimal()), None)
 
-def _rank_in_torch() -> int | None:
     distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    rank: int = distributed.get_rank()
-    return rank
-
-
-def _number(names: Sequence[str]) -> int | None:
-    found = (os.environ.get(name, "") for name in names)
-    return next((int(text) for text in found if text.isdecimal()), None)
+    in_torch = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    rank = distributed.get_rank() if distributed is not None and in_torch else number(RANKS)
+    return Origin(host=socket.gethostname(), pid=os.getpid(), rank=rank, local_rank=number(LOCAL_RANKS))

@@ -84,12 +84,17 @@ class Column(Generic[Row]):
         if self.bar is None:
             return cells
         amounts = [self.bar(row) for row in rows]
-        largest = max((_total(each) for each in amounts), default=0)
-        wholes = [whole(row) if callable(whole) else largest if whole is None else whole for row in rows]
-        return [
-            cell if amount is None else replace(cell, bar=_segments(amount, of))
-            for cell, amount, of in zip(cells, amounts, wholes, strict=True)
-        ]
+        sums = (sum(each.values()) if isinstance(each, Mapping) else abs(each or 0) for each in amounts)
+        largest = max(sums, default=0)
+        found = []
+        for row, cell, amount in zip(rows, cells, amounts, strict=True):
+            full = (whole(row) if callable(whole) else largest if whole is None else whole) or 1
+            if isinstance(amount, Mapping):
+                cell = replace(cell, bar=tuple(Segment(each / full, part=part) for part, each in amount.items()))  # noqa: PLW2901
+            elif amount is not None:
+                cell = replace(cell, bar=(Segment(abs(amount) / full, "other" if amount < 0 else "main"),))  # noqa: PLW2901
+            found.append(cell)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,17 +145,6 @@ class Table:
         ]
         grid = list(zip(*(cells for _, cells in found), strict=True))
         return cls([column for column, _ in found], grid, caption, elsewhere, below)
-
-
-def _total(amount: Bar) -> float:
-    return sum(amount.values()) if isinstance(amount, Mapping) else abs(amount or 0)
-
-
-def _segments(amount: float | Mapping[str, float], whole: float) -> tuple[Segment, ...]:
-    whole = whole or 1
-    if isinstance(amount, Mapping):
-        return tuple(Segment(each / whole, part=part) for part, each in amount.items())
-    return (Segment(abs(amount) / whole, "other" if amount < 0 else "main"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,16 +216,12 @@ class Document:
     blocks: Sequence[Block] = field(default_factory=tuple)
 
 
-def unfolded(document: Document) -> Document:
-    """Return the document with what is folded in its place, under its summary."""
-    return Document(tuple(_unfolded(document.blocks)))
-
-
-def _unfolded(blocks: Iterable[Block]) -> Iterator[Block]:
+def unfolded(blocks: Iterable[Block]) -> Iterator[Block]:
+    """Yield the blocks with what is folded in its place, under its summary."""
     for block in blocks:
         if isinstance(block, Fold):
             yield Heading(block.summary, apart=True)
-            yield from _unfolded(block.blocks)
+            yield from unfolded(block.blocks)
         else:
             yield block
 

@@ -63,16 +63,11 @@ def _block(block: doc.Block, label: str) -> str:
             return _tree(block.steps)
         case doc.Sparkline():
             return _sparkline(block)
-        case doc.Fold():
-            return _fold(block)
-
-
-def _fold(fold: doc.Fold) -> str:
-    """Return `<details>` whose summary takes one line; what the page has no room for shows on hovering."""
-    inner = "".join(_block(each, fold.summary) for each in fold.blocks)
-    one_line = "white-space:nowrap;overflow:hidden;text-overflow:ellipsis"
-    summary = f'<summary style="{one_line}" title="{_uncut(fold.summary)}">{_text(fold.summary)}</summary>'
-    return f"<details>{summary}{inner}</details>"
+        case doc.Fold():  # its summary takes one line; what the page has no room for shows on hovering
+            inner = "".join(_block(each, block.summary) for each in block.blocks)
+            one_line = "white-space:nowrap;overflow:hidden;text-overflow:ellipsis"
+            summary = f'<summary style="{one_line}" title="{_uncut(block.summary)}">{_text(block.summary)}</summary>'
+            return f"<details>{summary}{inner}</details>"
 
 
 def _line(block: doc.Heading | doc.Paragraph) -> str:
@@ -86,7 +81,10 @@ def _table(table: doc.Table, label: str) -> str:
     columns = list(zip(*table.rows, strict=True)) or [()] * len(table.columns)
     barred = [any(isinstance(cell, doc.Cell) and cell.bar for cell in cells) for cells in columns]
     styles = list(map(_column_style, table.columns, columns, barred))
-    head = "".join(map(_title, table.columns, barred))
+    head = "".join(
+        f'<th scope="col" style="{_align(column, bars)};white-space:nowrap">{_text(column.title)}{_track() * bars}</th>'
+        for column, bars in zip(table.columns, barred, strict=True)
+    )
     body = "".join(f"<tr>{''.join(map(_cell, row, table.columns, styles, barred))}</tr>" for row in table.rows)
     rest = _line(doc.Paragraph(table.rest, muted=True)) if table.rest else ""
     return _box(f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>", _named(table.caption or label)) + rest
@@ -111,33 +109,23 @@ def _align(column: doc.Column[Any], barred: bool) -> str:
     return f"text-align:{'right' if barred else column.align}"  # so that the bars of a column stand in line
 
 
-def _title(column: doc.Column[Any], barred: bool) -> str:
-    style = f"{_align(column, barred)};white-space:nowrap"
-    space = _track("", "") if barred else ""
-    return f'<th scope="col" style="{style}">{_text(column.title)}{space}</th>'
-
-
 def _cell(cell: doc.Cell | str, column: doc.Column[Any], style: str, barred: bool) -> str:
     cell = doc.Cell(cell) if isinstance(cell, str) else cell
     if cell.muted:
         style += f";{MUTED}"
     hover = f' title="{_uncut(cell.title)}"' if cell.title else ""
-    bar = _bar(cell) if barred else ""
-    text = f'<code style="white-space:inherit;{CODE}">{_uncut(cell.text)}</code>' if column.code else _text(cell.text)
-    notes = "".join(f'<div style="white-space:normal">→ {_text(note)}</div>' for note in cell.notes)
-    return f'<td style="{style}"{hover}>{text}{bar}{notes}</td>'
-
-
-def _bar(cell: doc.Cell) -> str:
     drawn = "".join(
         f'<span style="display:inline-block;height:.8em;width:{100 * max(0.0, min(1.0, s.share)):.1f}%;'
         f'background:{_colour(s.part) if s.part else COLOURS[s.role]}"></span>'
         for s in cell.bar
     )
-    return _track(drawn, f"background:{TRACK}" if cell.bar else "")
+    bar = _track(drawn, f"background:{TRACK}" if cell.bar else "") if barred else ""
+    text = f'<code style="white-space:inherit;{CODE}">{_uncut(cell.text)}</code>' if column.code else _text(cell.text)
+    notes = "".join(f'<div style="white-space:normal">→ {_text(note)}</div>' for note in cell.notes)
+    return f'<td style="{style}"{hover}>{text}{bar}{notes}</td>'
 
 
-def _track(drawn: str, background: str) -> str:
+def _track(drawn: str = "", background: str = "") -> str:
     """Return the ground of a bar; without one it only keeps the place, so that numbers line up."""
     style = (
         f"display:inline-block;text-align:left;width:9em;width:{BAR_WIDTH};height:.8em;line-height:.8em;"
@@ -177,6 +165,12 @@ def _sparkline(block: doc.Sparkline) -> str:
     )
     ground = f"display:block;height:{72 if bands else 48}px;max-width:{SPARKLINE_WIDTH};font-size:0;line-height:0"
     stand = '<span style="display:inline-block;vertical-align:bottom;height:100%;width:0"></span>'
+    swatch = "display:inline-block;width:.8em;height:.8em;margin-right:.3em"
+    named = ", ".join(
+        f'<span style="white-space:nowrap"><span aria-hidden="true" style="{swatch};background:{_colour(name)}"></span>'
+        f"{_text(name)}</span>"
+        for name in block.bands
+    )
     note, at = _text(block.note), 100 * (block.mark + 0.5) / count
     if at <= 50:
         arrow = f"margin-left:{at:.1f}%", f"↑ {note}"
@@ -187,7 +181,7 @@ def _sparkline(block: doc.Sparkline) -> str:
         f'style="{ground};white-space:nowrap;background:{TRACK}">{stand}{columns}</div>'
         f'<div style="max-width:{SPARKLINE_WIDTH};margin:.1em 0 .3em 0;white-space:nowrap">'
         f'<div style="{arrow[0]}">{arrow[1]}</div></div>'
-        f"{_legend(list(block.bands))}"
+        + (f'<p style="margin:.3em 0">From the bottom: {named}.</p>' if named else "")
     )
 
 
@@ -201,18 +195,6 @@ def _column(width: float, height: float, spark: str, bands: Sequence[tuple[float
         for share, colour in reversed(bands) if share
     )  # fmt: skip
     return f'<span style="{style}">{spark}{inner}</span>'
-
-
-def _legend(names: Sequence[str]) -> str:
-    if not names:
-        return ""
-    swatch = "display:inline-block;width:.8em;height:.8em;margin-right:.3em"
-    said = ", ".join(
-        f'<span style="white-space:nowrap"><span aria-hidden="true" style="{swatch};background:{_colour(name)}"></span>'
-        f"{_text(name)}</span>"
-        for name in names
-    )
-    return f'<p style="margin:.3em 0">From the bottom: {said}.</p>'
 
 
 def _colour(part: str) -> str:

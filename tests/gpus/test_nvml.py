@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pynvml
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from nvml_stub.fake import GIB, SYMBOLS, TRUTH, FakeLibrary, FullLibrary, install
 
 from gpumagic.gpus import cards, nvml, probe, report, torch_devices
-from gpumagic.gpus.nvml import NvmlFailure, Query, Readings
+from gpumagic.gpus.nvml import NvmlFailure, Readings
 from gpumagic.gpus.report import NULLABLE
 from gpumagic.gpus.torch_devices import TorchBuild
 from gpumagic.report.base import to_html, to_text
@@ -98,35 +99,42 @@ def test_refusals_have_words(error: Exception, words: str) -> None:
     assert nvml.reason_of(error) == words
 
 
-def refuse(code: int) -> Query:
-    """Return a query that fails as the binding does."""
+class Binding:
+    """Its functions refuse with the code in their name, or return what follows ``gives``."""
 
-    def ask(card: Readings) -> None:
-        raise pynvml.NVMLError(code)
+    def __init__(self) -> None:
+        self.asked: list[str] = []
 
-    return ask
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def answer(handle: None) -> int:
+            self.asked.append(name)
+            if name.startswith("refuses"):
+                raise pynvml.NVMLError(int(name.removeprefix("refuses")))
+            return int(name.removeprefix("gives"))
+
+        return answer
 
 
 def test_the_first_question_answered_counts() -> None:
     """An older form of a question is asked only after a newer one failed."""
-    readings = Readings(pynvml, None)
-    assert readings.take("power", refuse(13), lambda _: 7, lambda _: 8) == 7
+    readings = Readings(Binding(), None)
+    readings.take("power", ("refuses13",), ("gives7",), ("gives8",), to=int)
     assert (readings.values, readings.reasons) == ({"power": 7}, {})
 
 
 def test_the_most_telling_refusal_is_kept() -> None:
     """That a newer form is missing explains nothing when the older one has a reason."""
-    readings = Readings(pynvml, None)
-    readings.take("fan", refuse(13), refuse(3))
-    readings.take("power", refuse(3), refuse(13))
+    readings = Readings(Binding(), None)
+    readings.take("fan", ("refuses13",), ("refuses3",), to=int)
+    readings.take("power", ("refuses3",), ("refuses13",), to=int)
     assert readings.reasons == {"fan": "not supported", "power": "not supported"}
 
 
 def test_a_lost_gpu_is_not_asked_again() -> None:
     """Each question to a lost GPU can take seconds."""
-    asked: list[int] = []
-    Readings(pynvml, None).take("fan", refuse(15), lambda _: asked.append(1))
-    assert asked == []
+    binding = Binding()
+    Readings(binding, None).take("fan", ("refuses15",), ("gives7",), to=int)
+    assert binding.asked == ["refuses15"]
 
 
 def test_free_memory_is_the_drivers_own_figure(library: FakeLibrary) -> None:
