@@ -28,7 +28,7 @@ from gpumagic.transfers import recorder as recorders
 from gpumagic.transfers.device_mode import RecordingContext
 from gpumagic.transfers.log import TransferLog
 from gpumagic.transfers.recorder import Recorder, device_context
-from gpumagic.transfers.trace import lines, memory, modules, run
+from gpumagic.transfers.trace import lines, run
 
 _lock = RLock()
 
@@ -158,7 +158,7 @@ def _wrap(function: Function) -> Function:
 
 def _skip_in_compilers() -> None:
     """Have `torch.compile` run what is called for torch's functions as it is, where it comes upon it between graphs."""
-    for module in (device_mode, operators, lines, memory, modules, run):
+    for module in (device_mode, operators, lines, run):
         classes = [each for each in vars(module).values() if isinstance(each, type)]
         for each in (value for owner in (module, *classes) for value in vars(owner).values()):
             function = getattr(each, "__wrapped__", each)

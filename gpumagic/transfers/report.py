@@ -11,7 +11,6 @@ from gpumagic.errors import OptionError
 from gpumagic.memory import history
 from gpumagic.report.base import EVENTS, Holder, Origin, Report
 from gpumagic.report.units import size
-from gpumagic.transfers.trace.report import LineReport, ModuleReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +105,47 @@ class TransferRow:
     """Bytes copied from memory that is not pinned; None where that makes no difference."""
 
 
+@dataclass(frozen=True, slots=True)
+class LineRow:
+    """One line of a traced cell, or of a function that `--trace` names; its figures include those of what it calls."""
+
+    function: str | None
+    """The name that was asked for; None for the cell's own lines, those of its functions included."""
+    line: int
+    code: str
+    hits: int
+    """How often it began."""
+    seconds: float
+    """The host's time in it; of a generator and a coroutine, without the time between two steps."""
+    allocated: int | None
+    """Bytes allocated on the run's device while it ran, by the allocator's history; None where only other threads ran
+    it, or there is no history."""
+    freed: int | None
+    peak: int | None
+    """The most bytes that the device had allocated at once while it ran."""
+
+
+@dataclass(frozen=True, repr=False)
+class LineReport(Report[LineRow]):
+    """Time and memory, line by line."""
+
+    row_type: ClassVar[type[Any]] = LineRow
+
+    device: str
+    lines: tuple[LineRow, ...]
+    elapsed: float = 0.0
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Where each function that was asked for stands."""
+    reason: str = ""
+    """Why there are no lines."""
+    missing: str = ""
+    """Why lines have no memory, or only some."""
+
+    @property
+    def rows(self) -> tuple[LineRow, ...]:
+        return self.lines
+
+
 @dataclass(frozen=True, repr=False)
 class TransferReport(Report[TransferRow]):
     """What a cell created where, and every transfer between devices that its lines asked for."""
@@ -139,8 +179,6 @@ class TransferReport(Report[TransferRow]):
     origin: Origin = field(default_factory=Origin)
     by_line: LineReport | None = None
     """With ``--trace``, what each line took: a report of its own, with rows and `to_pandas()`."""
-    by_module: ModuleReport | None = None
-    """With ``--trace``, what each module took: another one."""
     snapshot: Mapping[str, Any] | str | None = field(default=None, metadata={EVENTS: True}, compare=False)
     """With ``--trace``, the snapshot of torch's CUDA allocator with its history of the cell, or why there is none."""
 

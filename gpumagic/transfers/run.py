@@ -155,7 +155,6 @@ class DeviceRun:
             lines=lines,
             origin=base.current_origin(),
             by_line=None if self._traced is None else self._traced.by_line(lines, self._clock.elapsed),
-            by_module=None if self._traced is None else self._traced.by_module(),
             snapshot=None if self._traced is None else self._traced.snapshot(),
         )
 

@@ -1,20 +1,20 @@
-"""The view of `%%ondevice`: what to change first, then the lines that copied or waited, and the memory."""
+"""The view of `%%ondevice`: what to change first, then the lines that copied or waited, or all that were traced."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from gpumagic.report import document as doc
 from gpumagic.report.base import grouped
 from gpumagic.report.document import Column, Table
 from gpumagic.report.units import NOT_AVAILABLE, count, duration, few, size
-from gpumagic.transfers.report import Suggestion, TransferReport, TransferRow
-from gpumagic.transfers.trace.report import LineRow
-from gpumagic.transfers.trace.view import line_blocks, module_blocks
+from gpumagic.transfers.report import LineReport, LineRow, TransferReport, TransferRow
 
 SHOWN_ROUTES = 2
 SHOWN_LINES = 12
 SHOWN_NAMES = 6
+TRACED_LINES = 24
+"""Lines of a table of traced ones; of a longer cell or function those that took most, and the rest folded."""
 
 
 @doc.document_of.register(TransferReport)
@@ -24,13 +24,9 @@ def view_transfers(report: TransferReport) -> doc.Document:
     if report.explanation is not None and report.explanation.note:
         blocks.append(doc.Paragraph(report.explanation.note))
     blocks.append(doc.Paragraph(_summary(report), muted=True))
-    if report.by_line is not None and report.by_line.lines:
-        changes = {line: _changes(report.advice, line) for line in dict(report.lines)}
-        blocks += line_blocks(report.by_line, changes, _columns_of_lines(report))
-    else:
-        blocks += _lines(report)
+    traced = report.by_line
+    blocks += _traced_lines(traced, report) if traced is not None and traced.lines else _lines(report)
     blocks += [doc.Paragraph(text, muted=True) for text in _sentences(report)]
-    blocks += module_blocks(report.by_module)
     if report.moves:
         blocks.append(_every_transfer(report.moves))
     blocks += [doc.Paragraph(note, muted=True) for note in report.notes]
@@ -72,25 +68,24 @@ def _used_instead(report: TransferReport) -> str:
 def _summary(report: TransferReport) -> str:
     """Return the figures of the whole run in one line."""
     said = [f"{report.device}, {duration(report.elapsed)}"]
-    if report.moves:
-        said.append(_routes(report.moves))
-    if report.syncs:
-        said.append(count(sum(report.syncs.values()), "sync"))
+    routes = grouped((f"{row.source} → {row.target}", row.nbytes) for row in report.moves)
+    largest = sorted(routes, key=lambda route: -sum(routes[route]))
+    said += [few([f"{route} {size(sum(routes[route]))}" for route in largest], SHOWN_ROUTES, "route")] if routes else []
+    said += [count(sum(report.syncs.values()), "sync")] if report.syncs else []
     created = {device: count(n, "new tensor") for device, (n, _) in report.created.items()}
     said += [text if device == report.device else f"{text} on {device}" for device, text in created.items()]
     said += [f"peak {size(nbytes)} on {device}" for device, nbytes in report.peak.items()]
     return " · ".join(said)
 
 
-def _routes(moves: Sequence[TransferRow]) -> str:
-    routes = grouped((f"{row.source} → {row.target}", row.nbytes) for row in moves)
-    largest = sorted(routes, key=lambda route: -sum(routes[route]))
-    return few([f"{route} {size(sum(routes[route]))}" for route in largest], SHOWN_ROUTES, "route")
+# ---- The lines that copied or waited
+
+ByLine = Mapping[int | None, list[TransferRow]]
 
 
 def _lines(report: TransferReport) -> Iterator[doc.Block]:
-    """Yield the lines that copied or waited, each with what to change about it."""
-    by_line = grouped((_line_of(row, report), row) for row in report.moves)
+    """Yield the lines that copied or waited, each with the one above it, as far as there is room."""
+    by_line = _by_line(report)
     code = dict(report.lines)
     busy = {line for line in (*by_line, *report.syncs) if line is not None}
     for line in busy:  # a function's line outside the cell, or code that could not be read
@@ -99,38 +94,29 @@ def _lines(report: TransferReport) -> Iterator[doc.Block]:
         return
     weight = {line: sum(row.nbytes for row in by_line.get(line, ())) for line in busy}
     ordered = sorted(busy, key=lambda line: (-weight[line], line))
-    yield _code_table(_with_context(ordered[:SHOWN_LINES], code), code, by_line, report)
+    shown = set(ordered[:SHOWN_LINES])
+    for line in ordered[:SHOWN_LINES]:
+        above = code.get(line - 1, "").strip()
+        if len(shown) < SHOWN_LINES and above and not above.startswith("%%"):
+            shown.add(line - 1)
+    yield _code_table(sorted(shown), code, by_line, report)
     if rest := sorted(ordered[SHOWN_LINES:]):
         summary = f"{count(len(rest), 'more line')} with transfers, {size(sum(weight[line] for line in rest))}"
         yield doc.Fold(summary, [_code_table(rest, code, by_line, report)])
 
 
-def _line_of(row: TransferRow, report: TransferReport) -> int | None:
-    """Return the line that asked for a transfer: of `--move`, that of the magic; a `with` block has none."""
-    if row.cause != "--move":
-        return row.line
-    return next((line for line, code in report.lines if code.startswith("%") and "--move" in code), None)
+def _by_line(report: TransferReport) -> ByLine:
+    """Return the transfers by line; those of `--move` are the magic's, where a cell has it."""
+    magic = next((line for line, code in report.lines if code.startswith("%") and "--move" in code), None)
+    return grouped((magic if row.cause == "--move" else row.line, row) for row in report.moves)
 
 
-def _with_context(busy: Sequence[int], code: dict[int, str]) -> list[int]:
-    """Return the lines with the one above each, as far as there is room."""
-    shown = set(busy)
-    for line in busy:
-        above = code.get(line - 1, "").strip()
-        if len(shown) < SHOWN_LINES and above and not above.startswith("%%"):
-            shown.add(line - 1)
-    return sorted(shown)
-
-
-def _code_table(
-    shown: Sequence[int], code: dict[int, str], by_line: dict[int | None, list[TransferRow]], report: TransferReport
-) -> Table:
+def _code_table(shown: Sequence[int], code: Mapping[int, str], by_line: ByLine, report: TransferReport) -> Table:
     sums = {line: sum(row.nbytes for row in by_line.get(line, ())) for line in shown}
     columns = (
         Column[int]("Line", str, "right"),
         Column[int](
-            "Code", lambda line: doc.Cell(code[line], notes=_changes(report.advice, line)),
-            shrinks=True, code=True, least=30,
+            "Code", lambda line: doc.Cell(code[line], notes=_changes(report, line)), shrinks=True, code=True, least=30
         ),
         Column[int](
             "Size", lambda line: size(sums[line]) if line in by_line else "", "right",
@@ -142,22 +128,8 @@ def _code_table(
     return Table.of(shown, columns, "Lines with transfers or syncs")
 
 
-def _columns_of_lines(report: TransferReport) -> tuple[Column[LineRow], ...]:
-    """Return what a traced line has besides its time and memory."""
-    by_line = grouped((_line_of(row, report), row) for row in report.moves)
-
-    def copied(row: LineRow) -> str:
-        moves = by_line.get(row.line, [])
-        return f"{sum(each.count for each in moves):,}× {size(sum(each.nbytes for each in moves))}" if moves else ""
-
-    return (
-        Column("Transfers", copied, "right", 1),
-        Column("Syncs", lambda row: f"{report.syncs[row.line]:,}" if row.line in report.syncs else "", "right", 2),
-    )
-
-
-def _changes(advice: Sequence[Suggestion], line: int) -> tuple[str, ...]:
-    return tuple(each.action for each in advice if each.line == line)
+def _changes(report: TransferReport, line: int) -> tuple[str, ...]:
+    return tuple(each.action for each in report.advice if each.line == line)
 
 
 def _what(rows: Sequence[TransferRow]) -> str:
@@ -192,11 +164,11 @@ TRANSFERS: tuple[Column[TransferRow], ...] = (
 
 
 def _sentences(report: TransferReport) -> Iterator[str]:
-    first = [row for row in report.moves if row.cause == "--move"]
-    if first and _line_of(first[0], report) is None:
+    outside = [row for row in _by_line(report).get(None, ()) if row.cause != "--move"]
+    first = [row for row in _by_line(report).get(None, ()) if row.cause == "--move"]
+    if first:
         names = (f"{row.name} ({size(row.nbytes)} from {row.source})" for row in first)
         yield f"Copied first, as asked: {', '.join(names)}."
-    outside = [row for row in report.moves if row.line is None and row.cause != "--move"]
     if outside:
         copied = "; ".join(
             f"{row.source} → {row.target} {size(row.nbytes)} by {row.cause}" for row in outside[:SHOWN_NAMES]
@@ -209,3 +181,63 @@ def _sentences(report: TransferReport) -> Iterator[str]:
         yield f"Used, but on another device: {few(used, SHOWN_NAMES, 'name')}."
     rest_of_advice = [each for each in report.advice if each.line is None or each.line not in dict(report.lines)]
     yield from (f"→ {each}" for each in rest_of_advice if each is not report.advice[0])
+
+
+# ---- The lines of a trace: of the cell first, then of each function that was asked for
+
+
+@doc.document_of.register(LineReport)
+def view_lines(report: LineReport) -> doc.Document:
+    """Return the lines as a report of their own."""
+    own = [row for row in report.lines if row.function is None]
+    answer = "No line was traced"
+    if own:
+        slowest, highest = max(own, key=lambda row: row.seconds), max(own, key=lambda row: row.peak or 0)
+        memory = f"; line {highest.line} has the peak, {size(highest.peak)} on {report.device}" if highest.peak else ""
+        answer = f"Line {slowest.line} took {duration(slowest.seconds)} of {duration(report.elapsed)}{memory}"
+    return doc.Document((doc.Heading(answer), *_traced_lines(report)))
+
+
+def _traced_lines(report: LineReport, run: TransferReport | None = None) -> Iterator[doc.Block]:
+    """Yield a table of the cell's lines, with what the run says of each, and one of each function's."""
+    if report.reason:
+        yield doc.Paragraph(f"Lines were not traced: {report.reason}.", muted=True)
+    elif report.missing:
+        yield doc.Paragraph(report.missing, muted=True)
+    for function in dict.fromkeys([None, *report.files]):
+        rows = [row for row in report.lines if row.function == function]
+        if function is not None:
+            took = f"{duration(sum(row.seconds for row in rows))} in {count(len(rows), 'line')}"
+            yield doc.Heading(f"{function}: {took}" if rows else f"{function} did not run in Python", apart=True)
+        columns = _traced_columns(run if function is None else None)
+        most = sorted(rows, key=lambda row: (row.seconds, row.allocated or 0), reverse=True)[:TRACED_LINES]
+        if rows:
+            shown = [row for row in rows if row in most]
+            yield Table.of(
+                shown, columns, f"Lines of {function or 'the cell'}",
+                elsewhere="in a wider terminal and in .by_line.to_pandas()",
+            )  # fmt: skip
+        if len(most) < len(rows):
+            summary = f"{count(len(rows) - len(most), 'more line')} of {function or 'the cell'}"
+            yield doc.Fold(summary, [Table.of(rows, columns, "All lines")])
+
+
+def _traced_columns(run: TransferReport | None) -> tuple[Column[LineRow], ...]:
+    by_line, syncs = ({}, {}) if run is None else (_by_line(run), run.syncs)
+
+    def copied(row: LineRow) -> str:
+        moves = by_line.get(row.line, [])
+        return f"{sum(each.count for each in moves):,}× {size(sum(each.nbytes for each in moves))}" if moves else ""
+
+    return (
+        Column("Line", lambda row: str(row.line), "right"),
+        Column("Code", lambda row: doc.Cell(row.code, notes=_changes(run, row.line) if run else ()), shrinks=True,
+               code=True, least=24),
+        Column("Runs", lambda row: f"{row.hits:,}", "right", 2),
+        Column("Time", lambda row: duration(row.seconds), "right", bar=lambda row: row.seconds),
+        Column("Allocated", lambda row: size(row.allocated) if row.allocated else "", "right", 1),
+        Column("Freed", lambda row: size(row.freed) if row.freed else "", "right", 3),
+        Column("Peak", lambda row: size(row.peak) if row.peak else "", "right", 1),
+        Column("Transfers", copied, "right", 1),
+        Column("Syncs", lambda row: f"{syncs[row.line]:,}" if row.line in syncs else "", "right", 2),
+    )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from gpumagic.report import document as doc
 from gpumagic.report import html, text
 from gpumagic.report.document import Column, Table
+from gpumagic.report.tree import tree_of
 from gpumagic.report.units import few, more, size
 
 
@@ -65,3 +66,9 @@ def test_the_first_few_of_many_names() -> None:
     assert few(["a", "b"], 2) == "a, b"
     assert few(list("abcdef"), 2) == "a, b and 4 more"
     assert few(list("abc"), 2, "route") == "a, b and 1 more route"
+
+
+def test_a_tree_sums_its_branches() -> None:
+    found = {f"net.blocks.{number}.{name}": {"parameters": 10} for number in range(12) for name in ("up", "down")}
+    (net,) = tree_of(found)
+    assert (net.name, net.nbytes, list(net.below)[9:]) == ("net.blocks", 240, ["9", "10", "11"])

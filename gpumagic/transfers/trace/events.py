@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gpumagic.errors import OptionError
 from gpumagic.source import frames
@@ -21,27 +21,18 @@ from gpumagic.source import frames
 if TYPE_CHECKING:
     from gpumagic.transfers.trace.lines import LineLog
 
-
-class Follower(Protocol):
-    """What is told where code begins and ends that it follows."""
-
-    def enter(self, code: CodeType, frame: FrameType) -> None: ...
-
-    def leave(self, code: CodeType) -> None: ...
+Follows = Callable[[CodeType, FrameType], bool]
+"""Tells whether some code is followed, of which a frame is given that runs it."""
 
 
-Follow = Callable[[CodeType, FrameType], Follower | None]
-"""Returns what follows some code, and a frame that runs it; None for code that is not asked about."""
-
-
-def events(lines: LineLog, follow: Follow) -> Events:
+def events(lines: LineLog, follows: Follows) -> Events:
     """Return the events of code that is followed: they begin with `start`, which says why not where it cannot.
 
     Args:
-        lines: is told of the lines of the code that it follows.
-        follow: says what follows code.
+        lines: is told where such code begins and ends, and of its lines.
+        follows: tells which code that is.
     """
-    return _TraceEvents(lines, follow) if _monitoring is None else _MonitoringEvents(lines, follow)
+    return _TraceEvents(lines, follows) if _monitoring is None else _MonitoringEvents(lines, follows)
 
 
 _monitoring: Any = getattr(sys, "monitoring", None)
@@ -51,11 +42,11 @@ _TOOLS = (4, 3, 2)
 
 
 class _MonitoringEvents:
-    def __init__(self, lines: LineLog, follow: Follow) -> None:
+    def __init__(self, lines: LineLog, follows: Follows) -> None:
         self._lines = lines
-        self._follow = follow
+        self._follows = follows
         self._tool: int | None = None
-        self._followed: dict[int, tuple[CodeType, Follower]] = {}  # by `id`: to hash code takes as long as to run it
+        self._followed: dict[int, CodeType] = {}  # by `id`: to hash code takes as long as to run it
 
     def start(self) -> str:
         self._tool = next((each for each in _TOOLS if _monitoring.get_tool(each) is None), None)
@@ -66,7 +57,7 @@ class _MonitoringEvents:
             _monitoring.register_callback(self._tool, event, callback)
         _monitoring.restart_events()  # an earlier run has turned some off for good
         for each in frames.stack(sys._getframe(1)):
-            self._follower(each.f_code, each)
+            self._is_followed(each.f_code, each)
         names = _monitoring.events
         _monitoring.set_events(self._tool, names.PY_START | names.PY_RESUME | names.PY_UNWIND | names.PY_THROW)
         return ""
@@ -76,7 +67,7 @@ class _MonitoringEvents:
         if tool is None or _monitoring.get_tool(tool) != _NAME:
             return
         _monitoring.set_events(tool, 0)
-        for code, _ in self._followed.values():
+        for code in self._followed.values():
             _monitoring.set_local_events(tool, code, 0)
         for event in self._callbacks():
             _monitoring.register_callback(tool, event, None)
@@ -91,36 +82,28 @@ class _MonitoringEvents:
         }  # fmt: skip
 
     def _enter(self, code: CodeType, _: int, thrown: object = None) -> Any:
-        frame = sys._getframe(1)
-        follower = self._follower(code, frame)
-        if follower is not None:
-            follower.enter(code, frame)
+        if self._is_followed(code, sys._getframe(1)):
+            self._lines.enter(code)
         elif thrown is None:
             return _monitoring.DISABLE  # for this code only
         return None
 
     def _leave(self, code: CodeType, _: int, __: object) -> None:
-        found = self._followed.get(id(code))
-        if found is not None:
-            found[1].leave(code)
+        if id(code) in self._followed:
+            self._lines.leave(code)
 
-    def _follower(self, code: CodeType, frame: FrameType) -> Follower | None:
-        found = self._followed.get(id(code))
-        if found is not None:
-            return found[1]
-        follower = self._follow(code, frame)
-        if follower is not None and self._tool is not None:
-            self._followed[id(code)] = code, follower
+    def _is_followed(self, code: CodeType, frame: FrameType) -> bool:
+        if id(code) not in self._followed and self._tool is not None and self._follows(code, frame):
+            self._followed[id(code)] = code
             names = _monitoring.events
-            of_lines = names.LINE | names.PY_YIELD if follower is self._lines else 0
-            _monitoring.set_local_events(self._tool, code, names.PY_RETURN | of_lines)
-        return follower
+            _monitoring.set_local_events(self._tool, code, names.LINE | names.PY_RETURN | names.PY_YIELD)
+        return id(code) in self._followed
 
 
 class _TraceEvents:
-    def __init__(self, lines: LineLog, follow: Follow) -> None:
+    def __init__(self, lines: LineLog, follows: Follows) -> None:
         self._lines = lines
-        self._follow = follow
+        self._follows = follows
         self._thread: int | None = None
         self._running: list[FrameType] = []
 
@@ -128,7 +111,7 @@ class _TraceEvents:
         if sys.gettrace() is not None or threading.gettrace() is not None:
             return "a debugger or coverage traces this code"
         for each in frames.stack(sys._getframe(1)):
-            if each.f_trace is None and self._follow(each.f_code, each) is self._lines:
+            if each.f_trace is None and self._follows(each.f_code, each):
                 self._running.append(each)
                 each.f_trace = self._inside
         self._thread = threading.get_ident()
@@ -146,13 +129,10 @@ class _TraceEvents:
             sys.settrace(None)
 
     def _call(self, frame: FrameType, event: str, _: object) -> Any:
-        if self._thread is None or event != "call":
-            return None  # threads that go on keep their trace function when the trace has ended
-        follower = self._follow(frame.f_code, frame)
-        if follower is None:
+        # Threads that go on keep their trace function when the trace has ended.
+        if self._thread is None or event != "call" or not self._follows(frame.f_code, frame):
             return None
-        follower.enter(frame.f_code, frame)
-        frame.f_trace_lines = follower is self._lines
+        self._lines.enter(frame.f_code)
         return self._inside
 
     def _inside(self, frame: FrameType, event: str, _: object) -> Any:
@@ -160,8 +140,8 @@ class _TraceEvents:
             return None
         if event == "line":
             self._lines.line(frame.f_code, frame.f_lineno)
-        elif event == "return" and (follower := self._follow(frame.f_code, frame)) is not None:
-            follower.leave(frame.f_code)
+        elif event == "return":
+            self._lines.leave(frame.f_code)
         return self._inside
 
 

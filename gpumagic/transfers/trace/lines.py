@@ -2,7 +2,7 @@
 
 A line that calls another one of the trace includes it. Where a line runs within itself, by recursion, its time counts
 once and its runs each time; a comprehension on its line is part of it. Only times are noted while the cell runs: the
-memory of a line is found afterwards in the allocator's history, by when the line ran, see `memory`.
+memory of a line is found afterwards in the allocator's history, by when the line ran, see `run`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from threading import get_ident
 from time import perf_counter_ns
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,7 @@ class LineLog:
         turns: times, each with the number of the line that is the innermost in the run's thread from then on.
     """
 
-    def __init__(self, place: Callable[[CodeType, int], Place], tell: Callable[[int], None]) -> None:
+    def __init__(self, place: Callable[[CodeType, int], Place], tell: Callable[[int], object]) -> None:
         self.places: dict[Place, int] = {}
         self.hits: list[int] = []
         self.runs, self.turns = (array("q"), array("q")), array("q")
@@ -60,7 +60,7 @@ class LineLog:
         self._stacks: dict[int, list[_Running]] = defaultdict(list)
         self._numbers: dict[tuple[int, int], int] = {}  # by `id`: hashing code takes longer than to run it
 
-    def enter(self, code: CodeType, frame: FrameType) -> None:
+    def enter(self, code: CodeType) -> None:
         """Code begins in this thread."""
         self._stacks[get_ident()].append(_Running(code))
 
