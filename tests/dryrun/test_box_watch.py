@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from gpumagic.dryrun.worker.box import watch
+from gpumagic.dryrun.worker import box
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the box is Linux's")
 COMPILER = b"/opt/venv/lib/python3.12/site-packages/triton/backends/nvidia/bin/ptxas\0"
@@ -22,8 +22,8 @@ def test_a_programs_path_is_read_whole_wherever_in_memory_it_lies(before_the_end
     start = mmap.PAGESIZE - before_the_end
     memory[start : start + len(COMPILER)] = COMPILER
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    assert watch._text_of(os.getpid(), address + start) == COMPILER[:-1].decode()
+    assert box._text_of(os.getpid(), address + start) == COMPILER[:-1].decode()
 
 
 def test_what_is_not_there_is_an_empty_text() -> None:
-    assert watch._text_of(os.getpid(), 0) == ""
+    assert box._text_of(os.getpid(), 0) == ""

@@ -35,10 +35,8 @@ class Notes:
         self.effects.setdefault(text)
 
     def all_effects(self) -> list[str]:
-        """Return what the cell would do to the world, with what only the files themselves tell."""
-        told = " ".join(self.effects)
-        files = [each for each in self.written() if not any(part in each for part in CACHES)]
-        return [*self.effects, *(each for each in files if each.rpartition("/")[2] not in told)]
+        """Return what the cell would do to the world, with what the files themselves tell."""
+        return [*self.effects, *(each for each in self.written() if not any(part in each for part in CACHES))]
 
     def not_known(self, text: str) -> None:
         """Note what is not known."""

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 from gpumagic import fakecuda
 from gpumagic.dryrun import parts
-from gpumagic.dryrun.worker.box.watch import NOT_DONE, Watch
+from gpumagic.dryrun.worker.box import NOT_DONE, Watch
 from gpumagic.memory import devices
 from gpumagic.report.units import size
 
@@ -199,7 +199,7 @@ def run_each(
             taken = {fork: fork.taken() for _, fork in running.values()} if most is not None else {}
             too_large = max(taken, key=lambda fork: taken[fork]) if sum(taken.values()) > (most or 0) else None
             for each, (which, fork) in list(running.items()):
-                if each in ready or time.monotonic() >= fork.until or fork.watch.waits_for or fork is too_large:
+                if each in ready or time.monotonic() >= fork.until or fork is too_large:
                     has_others = len(running) > 1
                     del running[each]
                     outcome = fork.end(has_answer=each in ready, most=most if fork is too_large else None)
@@ -290,8 +290,6 @@ class _Fork:
         if most is not None:
             sentence = f"it takes more than {size(most)} of the host's memory, half of what is free"
             outcome = _ended(sentence, exceeds_host=True)
-        elif self.watch.waits_for:
-            outcome = _ended(f"it {self.watch.waits_for} again and again, {NOT_DONE}")
         else:
             outcome = _ended(f"the dry run took more than {self.request['time_limit']:g} s and was stopped")
         try:

@@ -2,8 +2,7 @@
 
 What the cell writes lies in an overlay that vanishes with the process. Where the system gives none, files opened for
 writing are the null device, and making, moving and removing files does nothing. That nothing else gets out is the
-machine's kernel's business (`box`); the hooks here see what Python asks for before the kernel refuses it, and tell it
-with the line that asked.
+machine's kernel's business (`box`); where that cannot be asked, Python's audit hook refuses what Python does.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from gpumagic.dryrun import effects
 from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.dryrun.worker import box, cell
-from gpumagic.dryrun.worker.box.watch import NOT_DONE, is_listening
+from gpumagic.dryrun.worker.box import NOT_DONE
 
 if TYPE_CHECKING:
     from gpumagic.dryrun.worker.box import Box
@@ -58,22 +57,13 @@ def arrange(module: DeviceModule, assume: Callable[[str], None]) -> None:
         """Load by way of the CPU: torch would fill the device's storages from the file itself."""
         if not isinstance(map_location, str | torch.device) or torch.device(map_location).type == "cpu":
             return load(f, map_location, *args, **kwargs)
-        return _moved(load(f, "cpu", *args, **kwargs), map_location)
+        loaded, types = load(f, "cpu", *args, **kwargs), (torch.Tensor, torch.nn.Module)
+        return tree_map(lambda each: each.to(map_location) if isinstance(each, types) else each, loaded)
 
     torch.load = through_the_host
     for name in _OF_ANY_ACCELERATOR:
         if hasattr(torch.accelerator, name):
             setattr(torch.accelerator, name, getattr(module, name))
-
-
-def _moved(value: Any, device: Any) -> Any:
-    if isinstance(value, torch.Tensor | torch.nn.Module):
-        return value.to(device)
-    if isinstance(value, dict):
-        for key, each in value.items():
-            value[key] = _moved(each, device)
-        return value
-    return type(value)(_moved(each, device) for each in value) if type(value) in {list, tuple} else value
 
 
 def refuse_compiler() -> None:
@@ -88,22 +78,6 @@ def _refusal(sentence: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def load_in_this_process(assume: Callable[[str], None]) -> None:
-    """Let data loaders start no worker processes."""
-    make = DataLoader._get_iterator
-
-    def iterate(loader: Any) -> Any:
-        workers = loader.num_workers
-        if workers:
-            assume("data loaders are run without worker processes")
-        if workers and isinstance(loader.dataset, IterableDataset):
-            return _worker_by_worker(make, loader, workers if loader.worker_init_fn is None else 1)
-        with _without_workers(loader):
-            return make(loader)
-
-    DataLoader._get_iterator = iterate
-
-
 _OF_WORKERS = {
     "num_workers": 0, "prefetch_factor": None, "pin_memory": False, "timeout": 0,
     "_DataLoader__multiprocessing_context": None,
@@ -111,28 +85,24 @@ _OF_WORKERS = {
 """The attributes of a data loader that start processes or threads, as they are where none are."""
 
 
-@contextmanager
-def _without_workers(loader: Any) -> Iterator[None]:
-    before = {name: vars(loader).get(name) for name in _OF_WORKERS}
-    vars(loader).update(_OF_WORKERS)
-    try:
-        yield
-    finally:
-        vars(loader).update(before)
+def load_in_this_process(assume: Callable[[str], None]) -> None:
+    """Let data loaders start no worker processes; a dataset that asks is told that it is in the only one."""
+    make, worker = DataLoader._get_iterator, torch.utils.data._utils.worker
 
-
-def _worker_by_worker(make: Callable[..., Any], loader: Any, workers: int) -> Iterator[Any]:
-    """Yield the batches of an `IterableDataset`, which may ask which worker it is."""
-    module = torch.utils.data._utils.worker
-    for number in range(workers):
-        info = module.WorkerInfo(id=number, num_workers=workers, seed=number, dataset=loader.dataset)
-        module._worker_info = info
+    def iterate(loader: Any) -> Any:
+        worker._worker_info = None
+        if loader.num_workers:
+            assume("data loaders are run without worker processes")
+            if isinstance(loader.dataset, IterableDataset):
+                worker._worker_info = worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=loader.dataset)
+        before = {name: vars(loader).get(name) for name in _OF_WORKERS}
+        vars(loader).update(_OF_WORKERS)
         try:
-            with _without_workers(loader):
-                batches = make(loader)
-            yield from batches
+            return make(loader)
         finally:
-            module._worker_info = None
+            vars(loader).update(before)
+
+    DataLoader._get_iterator = iterate
 
 
 _QUIET = frozenset({"matplotlib", "config", "load_ext", "reload_ext", "autoreload", "pip", "conda", "precision",
@@ -192,11 +162,6 @@ _SKIPPED = {os: ("mkdir", "makedirs", "remove", "unlink", "rename", "replace", "
             shutil: ("rmtree", "copy", "copy2", "copyfile", "move", "copytree")}  # fmt: skip
 _LARGE = 64 << 20
 """Bytes of which `torch.save` writes none."""
-_NETWORK = frozenset({"socket.connect", "socket.sendto", "socket.sendmsg", "socket.bind", "socket.getaddrinfo"})
-_COMPILING = ("torch._inductor.", "triton.")
-"""Modules whose files and programs are the dry run's own."""
-_NATIVE_PROGRAMS = frozenset({"system", "popen", "fork", "vfork", "posix_spawn", "execv", "execve", "execvp", "execl"})
-"""C's own ways, looked up by `ctypes`."""
 
 
 def block(notes: cell.Notes, watcher: socket.socket | None = None) -> Box:
@@ -216,7 +181,10 @@ def block(notes: cell.Notes, watcher: socket.socket | None = None) -> Box:
             os.close(made.listener)
         watcher.close()
     notes.written = made.written
-    (_save_privately if made.has_files else _write_nowhere)(note)
+    if made.has_files:
+        _save_privately()
+    else:
+        _write_nowhere(note)
     sys.addaudithook(_hook(note, made))
     sleep = time.sleep
     time.sleep = lambda seconds: sleep(min(float(seconds), 0.0))  # it takes no memory; what is no duration is an error
@@ -224,15 +192,12 @@ def block(notes: cell.Notes, watcher: socket.socket | None = None) -> Box:
     return made
 
 
-def _save_privately(note: Callable[[str], None]) -> None:
-    """Let `torch.save` write into the files of the process's own."""
+def _save_privately() -> None:
+    """Let `torch.save` write into the files of the process's own, of large contents as much room as they take."""
     sys.dont_write_bytecode = True
     save = torch.save
 
     def saved(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
-        """Tell of what C++ writes, and of large contents leave as much room as they take."""
-        if isinstance(f, str | os.PathLike):
-            note(f"writes the file {f!s}")
         whole = obj.state_dict() if isinstance(obj, torch.nn.Module) else obj
         large = sum(each.nbytes for each in tree_leaves(whole) if isinstance(each, torch.Tensor)) > _LARGE
         is_skipped = large and hasattr(torch.serialization, "skip_data")
@@ -276,40 +241,28 @@ class _CannotConnect(CannotDryRun, ConnectionRefusedError):
 
 
 def _hook(note: Callable[[str], None], made: Box) -> Callable[[str, tuple[Any, ...]], None]:
-    """Return an audit hook that tells what the cell does to files, and refuses what it does to others."""
+    """Return an audit hook that refuses what the kernel does not, and tells it."""
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         path = effects.path_of(event, args)
-        what = effects.of_event(event, args) if path is not None else _to_others(event, args, made)
-        if what is None or (made.has_files and not event.startswith("socket.") and cell.runs_in(*_COMPILING)):
+        if path is not None and (made.has_files or path == os.devnull):
             return
-        if path is None:
-            note(what)
-            raise (_CannotConnect if event in _NETWORK else CannotDryRun)(f"it {what}, {NOT_DONE}")
-        if any(part in path for part in effects.CACHES) and (made.has_files or path == os.devnull):
+        is_name = event == "socket.getaddrinfo" and not _is_own(args[0])
+        # A fork is not the kernel's to refuse, nor a name: C's own ways to ask for one are as those for this host's.
+        if path is None and not is_name and made.listener is not None and event not in {"os.fork", "os.forkpty"}:
+            return
+        what = f"looks up {args[0]}" if is_name else effects.of_event(event, args)
+        if what is None:
             return
         note(what)
-        if event == "open" and not made.has_files:
+        if event == "open":
             raise PermissionError(f"a dry run writes no file here, and {path} was opened for writing")
-        if not made.has_files:
-            raise CannotDryRun(f"it {what}, which a dry run does not do here")
+        raise (_CannotConnect if event.startswith("socket.") else CannotDryRun)(f"it {what}, {NOT_DONE}")
 
     return hook
 
 
-def _to_others(event: str, args: tuple[Any, ...], made: Box) -> str | None:
-    """Return in words what an event does to other processes and machines; None if nothing."""
-    if event == "ctypes.dlsym":
-        return "starts a program" if args[1] in _NATIVE_PROGRAMS else None
-    if event in _NETWORK and made.has_network and _is_own(event, args):
-        return None
-    return effects.of_event(event, args) or (f"calls {event}" if event in _NETWORK else None)
-
-
-def _is_own(event: str, args: tuple[Any, ...]) -> bool:
-    """Return whether an event is about this process's own network: a name of it, or a port at which it listens."""
-    target = args[0] if event == "socket.getaddrinfo" else args[1] if len(args) > 1 else None
-    host, port = target[:2] if isinstance(target, tuple) and len(target) > 1 else (target, None)
+def _is_own(host: object) -> bool:
+    """Return whether a name is one of this process's own network."""
     name = host.decode(errors="replace") if isinstance(host, bytes) else str(host or "localhost")
-    is_own = name in {"localhost", "::1", "0.0.0.0", "::"} or name.startswith("127.")  # noqa: S104
-    return is_own and (event != "socket.connect" or is_listening(port))
+    return name in {"localhost", "::1", "0.0.0.0", "::"} or name.startswith("127.")  # noqa: S104

@@ -3,10 +3,10 @@
     files.py      a private view of the file system, network and names of its own, where namespaces are allowed; and
                   no writing elsewhere, no look into other processes
     seccomp.py    no connections, signals, programs, mounts; calls that a user should hear of are told
-    watch.py      the other end: what was refused, in words
 
 `enter` is called in the fork that will run the cell, before anything of the user's runs there. Each layer holds alone;
-what none of them enforces on this machine is in `Box.missing`, and the report says it.
+what none of them enforces on this machine is in `Box.missing`, and the report says it. `Watch` is the other end, in the
+warm process: it hears which calls the kernel refused, and says them in words.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ import os
 import socket
 import struct
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
-from gpumagic.dryrun.worker.box import files, seccomp, watch
-from gpumagic.dryrun.worker.box.seccomp import NOTIFY, Rule, refuse
+from gpumagic.dryrun.effects import ASKS_THE_MACHINE, COMPILERS
+from gpumagic.dryrun.worker.box import files, seccomp
+from gpumagic.dryrun.worker.box.seccomp import NOTIFY, Refused, Rule, refuse
+
+NOT_DONE = "which a dry run does not do"
 
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _NAMESPACES = 0x7E020000
@@ -30,8 +34,10 @@ _DEVICE_FILE = 0o020000
 """The bit of a file's mode that block and character devices share, and nothing else has."""
 _SETS_OWNER = (8, 15)
 """`F_SETOWN` and `F_SETOWN_EX`, which tell a file whom to signal."""
-_CONTROLS = (0x8901, 0x8902, *watch.SETS_FLAGS)
-"""The same by `ioctl` (`FIOSETOWN`, `SIOCSPGRP`), and a file's flags, which take no right to write to it."""
+_SETS_FLAGS = (0x40086602, 0x40046602, 0x401C5820)
+"""`FS_IOC_SETFLAGS`, in 64 and 32 bits, and `FS_IOC_FSSETXATTR`: a file's flags take no right to write to it."""
+_CONTROLS = (0x8901, 0x8902, *_SETS_FLAGS)
+"""These, and what sets the owner by `ioctl` (`FIOSETOWN`, `SIOCSPGRP`)."""
 _DATAGRAMS = tuple(2 | flags for flags in (0, 0x80000, 0x800, 0x80800))
 """`SOCK_DGRAM`, also closed by exec and not waiting: either end of a pair can send to any path."""
 _INTERNET = (socket.AF_INET, socket.AF_INET6, getattr(socket, "AF_NETLINK", 16))
@@ -48,7 +54,7 @@ class Box(NamedTuple):
     Attributes:
         stage: a descriptor of where that lies which is written; None if it has no files of its own to write to.
         has_network: whether connections can be made, within a network that has this process alone.
-        listener: where `watch` hears of refused calls.
+        listener: where `Watch` hears of refused calls.
         missing: what is not enforced, in words.
     """
 
@@ -77,18 +83,19 @@ def enter(*, listens: bool = False) -> Box:
         listens: whether the other end will watch `Box.listener`.
     """
     if sys.platform != "linux":
-        _no_growing_files()
+        _let_no_file_grow()
         return Box(None, has_network=False, listener=None, missing=(_FILES, _SIGNALS, _CONNECTIONS))
     stage, has_network = files.enter()
     has_files = stage is not None
     if has_network:
-        _switch_loopback_on()
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
     files.drop_capabilities()
     writable = [*_DEVICES, *(files.folders() if has_files else ())]
     missing = []
     if not files.restrict(writable):
         if not has_files:
-            _no_growing_files()
+            _let_no_file_grow()
             missing.append(_FILES)
         elif os.geteuid() == 0:
             missing.append(_DEVICE_FILES)
@@ -100,7 +107,7 @@ def enter(*, listens: bool = False) -> Box:
     return Box(stage, has_network, listener, tuple(missing))
 
 
-def _no_growing_files() -> None:
+def _let_no_file_grow() -> None:
     """Let the system refuse every byte to a file (POSIX)."""
     import resource
     import signal
@@ -108,11 +115,6 @@ def _no_growing_files() -> None:
     with contextlib.suppress(ValueError, OSError):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-
-
-def _switch_loopback_on() -> None:
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
 
 
 def _rules(*, has_files: bool, has_network: bool) -> list[Rule]:
@@ -154,3 +156,132 @@ def _rules(*, has_files: bool, has_network: bool) -> list[Rule]:
               "bpf", "perf_event_open", "userfaultfd", "fanotify_init", "iopl", "ioperm"], NOTIFY),
         Rule(["io_uring_setup"], missing),  # what it does passes every filter
     ]  # fmt: skip
+
+
+# ---- The other end
+
+_NAMES_PORT = 53
+_NAME_CACHE = (socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+"""How C asks for a name, also for this host's own: a server of DNS, and before it the machine's cache (nscd)."""
+_SIGNAL = frozenset({
+    "kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal", "fcntl", "ioctl",
+})  # fmt: skip
+_LOOKS = frozenset({"pidfd_getfd", "ptrace", "process_vm_readv", "process_vm_writev"})
+_LISTENS = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
+"""Tables of sockets, and the state of one that waits for anybody."""
+_PAGE = 4096
+"""What follows in memory may not be there."""
+
+
+class Watch:
+    """The calls of one dry run that the kernel refuses.
+
+    Args:
+        control: the socket through which the dry run hands over its listener.
+
+    Attributes:
+        effects: what was refused, in words, each once.
+    """
+
+    def __init__(self, control: socket.socket) -> None:
+        self.effects: dict[str, None] = {}
+        self._descriptor, self._is_listener = control.detach(), False
+
+    def fileno(self) -> int:
+        """Return what to wait for; -1 where there is nothing more to come."""
+        return self._descriptor
+
+    def hear(self) -> None:
+        """Take what has come: the listener, or a call that waits for its answer."""
+        if not self._is_listener:
+            with socket.socket(fileno=self._descriptor) as control:
+                _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+            self._descriptor, self._is_listener = next(iter(descriptors), -1), True
+            return
+        waiting = seccomp.next_refused(self._descriptor)
+        if waiting is not None:
+            number, call = waiting
+            seccomp.answer(self._descriptor, number, self._answer(call))
+
+    def close(self) -> None:
+        """Hear no more."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _answer(self, call: Refused) -> int | None:
+        """Return the error of a call, None where it is made; what the user should hear of is noted."""
+        what = f"calls {call.name}"
+        if call.name in {"execve", "execveat"}:
+            program = os.path.basename(_text_of(call.pid, call.arguments[call.name == "execveat"]))  # noqa: PTH119
+            if program in ASKS_THE_MACHINE or COMPILERS.fullmatch(program):
+                return None
+            what = f"starts a program{f' ({program})' if program else ''}"
+        if call.name in {"connect", "sendto"}:
+            return self._reach(call)
+        if call.name in {"socket", "socketpair"}:
+            if tuple(call.arguments[:2]) != _NAME_CACHE:
+                self.effects["opens a connection"] = None
+            return errno.EAFNOSUPPORT
+        if call.name == "ioctl" and call.arguments[1] & 0xFFFFFFFF in _SETS_FLAGS:
+            what = "changes the flags of a file"
+        elif call.name in _SIGNAL:
+            what = "signals another process"
+        elif call.name in _LOOKS:
+            what = "looks into another process"
+        self.effects[what] = None
+        return errno.EPERM
+
+    def _reach(self, call: Refused) -> int | None:
+        is_connection = call.name == "connect"
+        family, host, port = _address_of(call.pid, call.arguments[1 if is_connection else 4])
+        if family == socket.AF_NETLINK or is_listening(port, f"/proc/{call.pid}/net"):
+            return None
+        if port != _NAMES_PORT:
+            effect = f"{'opens a connection' if is_connection else 'sends data'}{f' to {host}:{port}' if host else ''}"
+            self.effects[effect] = None
+        return errno.ECONNREFUSED
+
+
+def is_listening(port: int, network: str = "/proc/self/net") -> bool:
+    """Return whether somebody listens at a port in the network of a process."""
+    for name, listens in _LISTENS.items():
+        with contextlib.suppress(OSError):
+            for line in Path(network, name).read_text(encoding="ascii").splitlines()[1:]:
+                _, local, _, state = line.split()[:4]
+                if state == listens and int(local.rpartition(":")[2], 16) == port:
+                    return True
+    return False
+
+
+def _address_of(pid: int, pointer: int) -> tuple[int, str, int]:
+    """Return the family, host and port of a socket's address in another process; an empty host for other families."""
+    found = _bytes_of(pid, pointer, 28)
+    family = int.from_bytes(found[:2], sys.byteorder)
+    port = int.from_bytes(found[2:4], "big")
+    if family == socket.AF_INET:
+        return family, socket.inet_ntop(family, found[4:8]), port
+    if family == socket.AF_INET6:
+        return family, socket.inet_ntop(family, found[8:24]), port
+    return family, "", 0
+
+
+def _text_of(pid: int, pointer: int) -> str:
+    """Return the text at an address, as long as a path can be; by pages, for the one after its last may be missing."""
+    text = b""
+    while b"\0" not in text and len(text) < _PAGE:  # PATH_MAX is a page
+        start = pointer + len(text)
+        page = _bytes_of(pid, start, _PAGE - start % _PAGE)
+        if not page:
+            break
+        text += page
+    return text.partition(b"\0")[0].decode(errors="replace")
+
+
+def _bytes_of(pid: int, pointer: int, count: int) -> bytes:
+    try:
+        with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
+            memory.seek(pointer)
+            return memory.read(count)
+    except (OSError, ValueError, OverflowError):
+        return b""
