@@ -111,17 +111,6 @@ for step in range(2):
             "ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3)",
         ).replace("\noptimizer =", "\nfrom torch.distributed.optim import ZeroRedundancyOptimizer\noptimizer =", 1),
     ),
-    "DDP whose ranks join": _training(
-        "from torch.distributed.algorithms.join import Join" + _DDP.format(""),
-        """
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-with Join([model]):
-    for step in range(3 + dist.get_rank() % 2):
-        model(torch.randn(16, 37, 258, device=device)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-""",
-    ),
     "DDP with results of all ranks": _training(
         "import torch.distributed.nn" + _DDP.format(""),
         """

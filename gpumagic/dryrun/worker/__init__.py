@@ -14,7 +14,7 @@ Start with `process.py`, then `run.py`.
     shown.py         shows every operator to what follows values
     sandbox.py       data loaders, pinned memory, loading, compilers; blocks what the cell would do outside
     box/             what the machine's kernel keeps in; files of the process's own
-    ranks.py         one rank of many; `rank_agreements.py` has what libraries make ranks agree on
+    ranks.py         one rank of many, and what libraries make ranks agree on
     host.py          unwritten weights on the host, and copies of what a device has
     passes.py        how many passes of each loop were run
 """

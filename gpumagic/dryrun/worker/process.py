@@ -25,7 +25,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -43,8 +42,7 @@ _LOOKS = 0.05
 _IDLE = 1.0
 """Seconds without a request after which what later ones may need is imported, and ended processes are reaped."""
 _COMPILER = "torch._dynamo"
-_WANTS_COMPILER = re.compile(r"optim|[Tt]rain|compile|\bfit\b|transformers|accelerate|diffusers|lightning|timm|peft")
-"""What a cell's text has that imports it."""
+"""What optimizers import at their first step: it takes as long as all the rest."""
 _LONGEST_ANSWER = 1 << 30
 """Bytes; what claims to be longer is none."""
 _DIES_WITH_ITS_PARENT = 1  # prctl's PR_SET_PDEATHSIG
@@ -61,30 +59,20 @@ def main(descriptor: int) -> None:
     """Serve dry runs until the other end of the connection closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests = Connection(descriptor)
-    notebook = _notebook()
-    private = [descriptor, *([] if notebook is None else [notebook])]
     _warm_up("cuda.run" if fakecuda.is_enabled() else "fake.run")
     while True:
         while not requests.poll(_IDLE if _gone or _COMPILER not in sys.modules else None):
             _reap()
-            _import_compiler()
+            _import([_COMPILER])
         try:
             request, variants = pickle.loads(requests.recv_bytes())  # noqa: S301  # from our own parent
         except EOFError:
             return
-        if any(map(_WANTS_COMPILER.search, request["sources"].values())):
-            _import_compiler()
-        _preload(request)
-        for answer in run_each([{**request, **each} for each in variants], _serve, notebook, private):
+        sys.path[:] = request["path"]
+        with _devices_that_nobody_asks_for(len(request["capacities"])):
+            _import(request["preload"])
+        for answer in run_each([{**request, **each} for each in variants], _serve, requests):
             requests.send_bytes(answer)
-
-
-def _notebook() -> int | None:
-    """Return a descriptor that tells when the notebook's process ends; None where there is none."""
-    try:
-        return os.pidfd_open(os.getppid())
-    except (AttributeError, OSError):  # not Linux; older than 5.3, or forbidden, as by older containers
-        return None
 
 
 def _warm_up(engine: str) -> None:
@@ -94,8 +82,6 @@ def _warm_up(engine: str) -> None:
     from gpumagic.dryrun.worker import shown
 
     tempfile.gettempdir()  # it is found by writing to it, which a dry run does not do
-    importlib.import_module("torch.utils.checkpoint")
-    importlib.import_module("torch.utils.data")
     importlib.import_module(f"gpumagic.dryrun.worker.{engine}")
     shown.get_ready()
     if engine == "fake.run":
@@ -107,21 +93,13 @@ def _warm_up(engine: str) -> None:
     gc.freeze()  # so that a fork finds its own objects among few, and copies no page for a reference count
 
 
-def _import_compiler() -> None:
-    """Import what optimizers import at their first step: it takes as long as all the rest."""
-    if _COMPILER not in sys.modules:
-        importlib.import_module(_COMPILER)
-        gc.freeze()
-
-
-def _preload(request: dict[str, Any]) -> None:
-    sys.path[:] = request["path"]
-    missing = [name for name in request["preload"] if name not in sys.modules and name not in _tried]
+def _import(names: Iterable[str]) -> None:
+    """Import modules, as far as they can be here."""
+    missing = [name for name in names if name not in sys.modules and name not in _tried]
     _tried.update(missing)
-    with _devices_that_nobody_asks_for(len(request["capacities"])):
-        for name in missing:
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
+    for name in missing:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
     if missing:
         gc.collect()
         gc.freeze()
@@ -171,43 +149,45 @@ def _serve(request: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> N
 # ---- The forks
 
 
-def run_each(
-    requests: Sequence[dict[str, Any]], serve: Serve, notebook: int | None = None, private: Sequence[int] = ()
-) -> Iterator[bytes]:
+def run_each(requests: Sequence[dict[str, Any]], serve: Serve, notebook: Connection | None = None) -> Iterator[bytes]:
     """Yield the answers to some requests in their order, as JSON; as many run at once as there are cores.
 
     Args:
         requests: what to run.
         serve: runs one in its own process, and sends its outcome.
-        notebook: a descriptor of the notebook's process (pidfd), to end with it.
-        private: descriptors of this process that no cell may write into.
+        notebook: the connection to the notebook's process, to end with it; no cell may write into it.
     """
     coming = list(enumerate(requests))[::-1]
-    running: dict[Connection, tuple[int, _Fork]] = {}
+    running: dict[int, _Fork] = {}
     answers: dict[int, bytes] = {}
     free = devices.available_memory()
-    most = None if free is None else free[0] // 2
+    most = math.inf if free is None else free[0] // 2
     at_once = _cores()
     for number in range(len(requests)):
         while number not in answers:
             while coming and len(running) < at_once:
                 which, request = coming.pop()
-                others = [each.fileno() for each in running]
-                fork = _Fork.start(request, serve, [*private, *others])
-                running[fork.answers] = which, fork
-            ready = _wait([fork for _, fork in running.values()], notebook, math.inf if most is None else _LOOKS)
-            taken = {fork: fork.taken() for _, fork in running.values()} if most is not None else {}
-            too_large = max(taken, key=lambda fork: taken[fork]) if sum(taken.values()) > (most or 0) else None
-            for each, (which, fork) in list(running.items()):
-                if each in ready or time.monotonic() >= fork.until or fork is too_large:
-                    has_others = len(running) > 1
-                    del running[each]
-                    outcome = fork.end(has_answer=each in ready, most=most if fork is too_large else None)
-                    if fork is too_large and has_others and each not in ready:
-                        at_once = 1  # it is run again, alone: it may not take so much
-                        coming.append((which, fork.request))
-                    else:
-                        answers[which] = outcome
+                private = [each.answers for each in running.values()] + ([] if notebook is None else [notebook])
+                running[which] = _Fork(request, serve, [each.fileno() for each in private])
+            ready = _wait(running.values(), notebook, math.inf if free is None else _LOOKS)
+            taken = {which: fork.taken() for which, fork in running.items()} if free is not None else {}
+            too_large = max(taken, key=lambda which: taken[which]) if sum(taken.values()) > most else None
+            for which, fork in list(running.items()):
+                if fork.answers in ready:
+                    answers[which] = fork.answer()
+                elif which == too_large and len(running) > 1:
+                    fork.end()  # it is run again, alone: it may not take so much
+                    at_once = 1
+                    coming.append((which, fork.request))
+                elif which == too_large:
+                    sentence = f"it takes more than {size(int(most))} of the host's memory, half of what is free"
+                    answers[which] = fork.end(sentence, exceeds_host=True)
+                elif time.monotonic() >= fork.until:
+                    limit = fork.request["time_limit"]
+                    answers[which] = fork.end(f"the dry run took more than {limit:g} s and was stopped")
+                else:
+                    continue
+                del running[which]
         yield answers.pop(number)
     _reap()
 
@@ -216,16 +196,15 @@ def _reap() -> None:
     _gone[:] = [pid for pid in _gone if os.waitpid(pid, os.WNOHANG)[0] == 0]
 
 
-def _wait(running: Sequence[_Fork], notebook: int | None, seconds: float) -> list[Any]:
+def _wait(running: Iterable[_Fork], notebook: Connection | None, seconds: float) -> list[Any]:
     """Return whose answers have come, after so many seconds at most; hear what the kernel refused meanwhile."""
     seconds = min(seconds, max(0.0, min(fork.until for fork in running) - time.monotonic()))
     watches = [fork.watch for fork in running if fork.watch.fileno() >= 0]
     waited_for: list[Any] = [*(fork.answers for fork in running), *watches, *([] if notebook is None else [notebook])]
     ready: list[Any] = connection.wait(waited_for, seconds)
-    if notebook in ready:  # it has ended: nobody asks any more
+    if notebook in ready:  # it has ended: nothing else comes while it waits for an answer
         for fork in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(fork.pid, signal.SIGKILL)
+            fork.end()
         os._exit(0)
     for watch in watches:
         if watch in ready:
@@ -237,86 +216,77 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@dataclass(frozen=True, eq=False)
 class _Fork:
     """A process of a dry run.
 
+    Args:
+        request: what it runs.
+        serve: runs it there.
+        private: descriptors of this process that no cell may write into.
+
     Attributes:
         answers: where its outcome comes from.
-        last_words: where a crash is told.
         watch: what the kernel refuses it.
         until: when it is given up.
-        inherited: bytes of this process's memory that it began with.
     """
 
-    request: dict[str, Any]
-    pid: int
-    answers: Connection
-    last_words: int
-    watch: Watch
-    until: float
-    inherited: int
-
-    @classmethod
-    def start(cls, request: dict[str, Any], serve: Serve, private: Iterable[int]) -> _Fork:
+    def __init__(self, request: dict[str, Any], serve: Serve, private: Iterable[int]) -> None:
         receiving, sending = os.pipe()
-        reading, writing = os.pipe()
+        self._last_words, writing = os.pipe()
         ours, theirs = socket.socketpair()
-        pid = os.fork()
-        if pid == 0:
+        self.request, self._inherited = request, devices.private_memory(os.getpid())
+        self._pid = os.fork()
+        if self._pid == 0:
             ours.close()
-            for descriptor in (receiving, reading, *private):
+            for descriptor in (receiving, self._last_words, *private):
                 os.close(descriptor)
             _run_child({**request, "watcher": theirs}, serve, _out_of_reach(sending), _out_of_reach(writing))
         theirs.close()
         os.close(sending)
         os.close(writing)
-        os.set_blocking(reading, False)
-        answers = Connection(receiving, writable=False)
-        until = time.monotonic() + request["time_limit"] + _TO_TELL
-        return cls(request, pid, answers, reading, Watch(ours), until, devices.private_memory(os.getpid()))
+        os.set_blocking(self._last_words, False)
+        self.answers, self.watch = Connection(receiving, writable=False), Watch(ours)
+        self.until = time.monotonic() + request["time_limit"] + _TO_TELL
 
     def taken(self) -> int:
         """Return the bytes of the host's memory that the process took."""
-        return max(0, devices.private_memory(self.pid) - self.inherited)
+        return max(0, devices.private_memory(self._pid) - self._inherited)
 
-    def end(self, *, has_answer: bool, most: int | None = None) -> bytes:
-        """End the process and return its answer; one that answered joins those to be waited for.
-
-        Args:
-            has_answer: whether it sent one.
-            most: bytes of the host's memory, if it is ended because it takes more.
-        """
-        if most is not None:
-            sentence = f"it takes more than {size(most)} of the host's memory, half of what is free"
-            outcome = _ended(sentence, exceeds_host=True)
-        else:
-            outcome = _ended(f"the dry run took more than {self.request['time_limit']:g} s and was stopped")
+    def answer(self) -> bytes:
+        """Return the answer that the process sent, or how it crashed, and end it."""
         try:
-            if has_answer:
-                outcome = self.answers.recv_bytes(_LONGEST_ANSWER)
+            answer = self.answers.recv_bytes(_LONGEST_ANSWER)
         except (EOFError, OSError):  # it crashed, or the cell wrote into descriptors that it had not opened
-            outcome = b""
+            return self.end()
+        _gone.append(self._pid)
+        self._close()
+        return self._with_effects(answer)
+
+    def end(self, sentence: str = "", *, exceeds_host: bool = False) -> bytes:
+        """End the process, and return an answer that says why, if not that it crashed."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        if outcome:
-            _gone.append(self.pid)
-        else:
-            _, status = os.waitpid(self.pid, 0)
+            os.killpg(self._pid, signal.SIGKILL)
+        _, status = os.waitpid(self._pid, 0)
+        if not sentence:
             words = b""
             with contextlib.suppress(BlockingIOError):
-                words = os.read(self.last_words, 1 << 16)
-            outcome = _ended(_crash(status, words.decode(errors="replace"), self.request["filename"]))
+                words = os.read(self._last_words, 1 << 16)
+            sentence = _crash(status, words.decode(errors="replace"), self.request["filename"])
+        self._close()
+        return self._with_effects(_ended(sentence, exceeds_host=exceeds_host))
+
+    def _close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)  # what the cell has started
         self.answers.close()
         self.watch.close()
-        os.close(self.last_words)
-        return self._with_effects(outcome)
+        os.close(self._last_words)
 
-    def _with_effects(self, outcome: bytes) -> bytes:
-        """Return an outcome with what the kernel refused, in words."""
+    def _with_effects(self, answer: bytes) -> bytes:
+        """Return an answer with what the kernel refused, in words."""
         if not self.watch.effects:
-            return outcome
-        record = json.loads(outcome)
+            return answer
+        record = json.loads(answer)
         if record.get("error") is not None and not record["error"].get("is_memory"):  # it may well come of the refusal
             record["error"] |= {"refused": True, "text": f"it {next(iter(self.watch.effects))}, {NOT_DONE}"}
         record["effects"] = list(dict.fromkeys([*record.get("effects", ()), *self.watch.effects]))
@@ -335,7 +305,6 @@ def _out_of_reach(descriptor: int) -> int:
 
 def _run_child(request: dict[str, Any], serve: Serve, sending: int, last_words: int) -> NoReturn:
     """Be the process that runs a request."""
-    leave = os._exit
     try:
         os.setsid()  # away from the notebook's terminal, and a group of its own
         with contextlib.suppress(OSError, AttributeError):
@@ -346,22 +315,15 @@ def _run_child(request: dict[str, Any], serve: Serve, sending: int, last_words: 
         def send(outcome: Outcome) -> None:
             outcome["seconds"] = time.process_time()  # by which further runs are chosen, whatever else the machine does
             Connection(sending, readable=False).send_bytes(json.dumps(outcome).encode())
-            leave(0)
+            os._exit(0)
 
-        def _exit(status: int) -> NoReturn:
-            faulthandler.dump_traceback(last_words)
-            leave(status)
-
-        os._exit = _exit
         serve(request, send)
     except BaseException as error:
         text = str(error).strip().splitlines()
         sentence = f"the dry run could not be set up: {type(error).__name__}: {text[0] if text else ''}"
         with contextlib.suppress(OSError):
             Connection(sending, readable=False).send_bytes(_ended(sentence))
-    finally:
-        leave(1)
-    sys.exit()  # not reached
+    os._exit(1)
 
 
 def _crash(status: int, words: str, filename: str) -> str:

@@ -2,7 +2,8 @@
 
 torch's own ProcessGroupNCCL runs over the fake NCCL, so buckets, gathered parameters, streams and the rest are torch's.
 What passes through the host is answered here: a store in which every other rank has said what is waited for, and the
-collectives of objects. Groups on the CPU have torch's own backend that communicates with nobody.
+collectives of objects. Groups on the CPU have torch's own backend that communicates with nobody. Where torch and
+DeepSpeed have ranks agree on values that they read from a device, the others are taken to have said the same.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from gpumagic import fakecuda
 from gpumagic.dryrun.parts import CannotDryRun
-from gpumagic.dryrun.worker import rank_agreements
 
 _ON_CPU = frozenset({"gloo", "mpi", "ucc"})
 
@@ -73,10 +76,6 @@ class Alone(dist.Store):
     def delete_key(self, key: str) -> bool:
         """Forget a value."""
         return self._kept.pop(key, None) is not None
-
-    def num_keys(self) -> int:
-        """Return how many values are kept."""
-        return len(self._kept)
 
     def wait(self, *_: object) -> None:
         """Wait for nobody."""
@@ -259,7 +258,7 @@ def _become(
     c10d.BackendConfig.get_device_backend_map = backends
     dist.TCPStore = dist.FileStore = lambda *_, **__: store
     dist.monitored_barrier = c10d.monitored_barrier = lambda *_, **__: None
-    rank_agreements.arrange(mentions, assume)
+    _agree(mentions, assume)
     objects.install()
     return objects
 
@@ -287,10 +286,7 @@ def _refuse_others(world: int) -> None:
         )
 
 
-Launch = Callable[[Callable[..., Any], tuple[Any, ...], int], Any]
-
-
-def _take_launches(launch: Launch, *, has_accelerate: bool) -> None:
+def _take_launches(launch: Callable[[Any, tuple[Any, ...], int], Any], *, has_accelerate: bool) -> None:
     """Let functions that start ranks call one that gets what each is to run, its arguments, and how many there are."""
 
     def spawn(fn: Any, args: Any = (), nprocs: int = 1, *_: object, **__: object) -> Any:
@@ -316,3 +312,78 @@ def stages() -> list[int]:
         return []
     stage: Any = next((each for each in gc.get_objects() if issubclass(type(each), module._PipelineStageBase)), None)
     return [] if stage is None else dist.get_process_group_ranks(stage.group or dist.group.WORLD)
+
+
+# ---- What ranks agree on
+
+
+def _agree(mentions: Callable[[str], bool], assume: Callable[[str], None]) -> None:
+    """Let this rank go on as if the others had said the same, where it would wait for what they say."""
+    if mentions("pipelining"):
+        _vote_alone()
+    if mentions("ZeroRedundancyOptimizer"):
+        importlib.import_module("torch.distributed.optim")  # TorchScript reads torch's functions, as they are now
+    if mentions("deepspeed"):
+        with contextlib.suppress(ImportError):  # ZeRO-3's ranks read numbers of rank 0 from a device to compare them
+            utils: Any = importlib.import_module("deepspeed.runtime.zero.utils")
+            utils.get_lst_from_rank0, utils.assert_lst_len_same_as_other_ranks = list, len
+    if mentions("distributed.checkpoint") or mentions("import checkpoint"):
+        _save_no_shards(assume)
+    _run_ahead(assume)
+
+
+def _save_no_shards(assume: Callable[[str], None]) -> None:
+    """Let no checkpoint of shards be written, for which the ranks tell each other what they have."""
+    module: Any = importlib.import_module("torch.distributed.checkpoint")
+
+    def save(*_: object, **__: object) -> None:
+        assume("a checkpoint of shards is not written, and takes none of the device's memory")
+
+    def save_later(*_: object, **__: object) -> Future[None]:
+        save()
+        saved: Future[None] = Future()
+        saved.set_result(None)
+        return saved
+
+    module.save, module.async_save = save, save_later
+
+
+def _run_ahead(assume: Callable[[str], None]) -> None:
+    """Let DDP's first buckets be in use until the pass after the one that makes new ones, for the rest of the process.
+
+    NCCL's watchdog keeps them until it sees that they have been sent, a race that a host ahead of its GPU always wins.
+    """
+    parallel = torch.nn.parallel.DistributedDataParallel
+    pre_forward, destroy = parallel._pre_forward, c10d.destroy_process_group
+    ahead: WeakSet[Any] = WeakSet()
+
+    def before(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if module._has_rebuilt_buckets:
+            ahead.discard(module)
+        elif module.static_graph or not module.find_unused_parameters:  # else it makes no new ones
+            ahead.add(module)
+        fakecuda.run_ahead(bool(ahead))
+        made = pre_forward(module, *args, **kwargs)
+        if module in ahead and module._has_rebuilt_buckets:
+            assume("the host is ahead of the GPU in the second step, where DDP's first buckets are still in use")
+        return made
+
+    def destroyed(*args: Any, **kwargs: Any) -> None:
+        fakecuda.run_ahead(False)  # it waits for what is under way
+        destroy(*args, **kwargs)
+
+    parallel._pre_forward = before
+    c10d.destroy_process_group = dist.destroy_process_group = destroyed
+
+
+def _vote_alone() -> None:
+    """Let a pipeline's stages agree with each other on whether shapes are known; they vote by reading from a device."""
+    stage = importlib.import_module("torch.distributed.pipelining.stage")
+    base = stage.PipelineStage
+
+    def vote(self: Any, has_backward: bool, received_acc: object = None) -> torch.Tensor:  # noqa: ARG001
+        self._vote = torch.tensor([0 if stage.InferenceMode.needs_dynamic(self._user_meta, has_backward) else 1])
+        return self._vote
+
+    if hasattr(base, "_warmup_forward_vote"):
+        base._warmup_forward_vote, base._warmup_backward_result = vote, lambda self, **_: self._vote

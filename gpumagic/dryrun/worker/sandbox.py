@@ -236,6 +236,10 @@ def _skipped(name: str, note: Callable[[str], None]) -> Callable[..., None]:
     return skip
 
 
+_REFUSED_HERE = frozenset({"os.fork", "os.forkpty", "os.system"})
+"""What the kernel does not refuse, or refuses to a process of which the cell is told no more than a number."""
+
+
 class _CannotConnect(CannotDryRun, ConnectionRefusedError):
     """Raised as the network would: libraries that can do without it then do, from what they have cached."""
 
@@ -248,8 +252,8 @@ def _hook(note: Callable[[str], None], made: Box) -> Callable[[str, tuple[Any, .
         if path is not None and (made.has_files or path == os.devnull):
             return
         is_name = event == "socket.getaddrinfo" and not _is_own(args[0])
-        # A fork is not the kernel's to refuse, nor a name: C's own ways to ask for one are as those for this host's.
-        if path is None and not is_name and made.listener is not None and event not in {"os.fork", "os.forkpty"}:
+        # Nor does the kernel refuse a name: C asks for one in the same ways as for this host's own.
+        if path is None and not is_name and made.listener is not None and event not in _REFUSED_HERE:
             return
         what = f"looks up {args[0]}" if is_name else effects.of_event(event, args)
         if what is None:
