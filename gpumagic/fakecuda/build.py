@@ -19,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,18 +62,12 @@ LIBRARIES = (
     Library("cublasLt", ("cublaslt.c",), "cublasLt", 15, quiet=r"cublasLt.*(Set|Init|Matmul$|Transform$)"),
     Library("cudnn", ("cudnn.c",), "cudnn", 3000, r"cudnn(?!Get|Create|Query)", handles=r"cudnn(Create|Destroy)"),
     Library("cusolver", (), "cusolver", 9, r"cusolverDn(?!\w*(Get|[bB]uffer))", handles=r"cusolverDn(Create|Destroy)"),
-    Library(
-        "cusparse",
-        ("cusparse.c",),
-        "cusparse",
-        10,
-        r"cusparse(?!Lt|\w*Get|\w*[bB]ufferSize)",
-        handles=r"cusparse(Create(?!Identity)|Destroy|Sp(GEMM|SM|SV)_(create|destroy))",
-    ),
+    Library("cusparse", ("cusparse.c",), "cusparse", 10, r"cusparse(?!Lt|\w*Get|\w*[bB]ufferSize)",
+            handles=r"cusparse(Create(?!Identity)|Destroy|Sp(GEMM|SM|SV)_(create|destroy))"),
     Library("cufft", ("cufft.c",), "cufft", 16, r"cufft(Destroy|Set|XtSet|XtExec$|Exec)"),
     Library("nccl", ("nccl.c",), "p?nccl", 5, r"nccl(Send|Recv|Comm(Finalize|(Window)?Deregister)|RedOpDestroy)"),
     Library("nvidia-ml", ("nvml.c",), "nvml", 3, says=False),  # NVML_ERROR_NOT_SUPPORTED
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,12 +83,6 @@ class Torch:
     version: str
     cuda: str
     folder: Path
-
-    @property
-    def cuda_number(self) -> int:
-        """The version of CUDA as its libraries count it: 13000 for 13.0."""
-        major, minor = self.cuda.split(".")[:2]
-        return 1000 * int(major) + 10 * int(minor)
 
 
 def installed_torch() -> Torch:
@@ -165,25 +154,26 @@ def _key(torch: Torch) -> str:
 
 
 def _build(torch: Torch, compiler: list[str], home: Path) -> None:
-    asked = asked_names(torch)
-    jobs: list[subprocess.Popen[str]] = []
-    with unfinished(home) as folder:
+    asked = {**dict.fromkeys(_asked_by_name(torch), ""), **asked_names(torch)}
+    major, minor = torch.cuda.split(".")[:2]
+    number = 1000 * int(major) + 10 * int(minor)
+    common = [*compiler, *FLAGS, f"-DFAKE_CUDA_VERSION={number}", *_versions(torch), f"-I{NATIVE}"]
+    with unfinished(home) as folder, ThreadPoolExecutor() as pool:
         made = folder / "made"
         made.mkdir(mode=0o700)
-        common = [*compiler, *FLAGS, f"-DFAKE_CUDA_VERSION={torch.cuda_number}", *_versions(torch), f"-I{NATIVE}"]
-        try:
-            core = [*common, *(str(NATIVE / name) for name in CORE), "-o", str(made / "libfakecuda.so"), "-lpthread"]
-            jobs.append(_popen(core))
-            _finish(jobs[0])
-            jobs.extend(_start(library, torch, asked, common, made) for library in LIBRARIES)
-            for job in jobs[1:]:
-                _finish(job)
-        finally:
-            for job in jobs:
-                job.kill()
-                job.wait()
+        core = [str(NATIVE / name) for name in CORE]
+        _compile([*common, *core, "-o", str(made / "libfakecuda.so"), "-lpthread"])
+        list(pool.map(_compile, [[*common, *_arguments(each, torch, asked, made)] for each in LIBRARIES]))
         (made / "libcuda.so").symlink_to("libcuda.so.1")  # Triton before 3.6 links its launcher with -lcuda
         made.rename(home)
+
+
+def _compile(command: list[str]) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        lines = done.stdout.strip().splitlines() or ["the compiler said nothing"]
+        line = next((line for line in lines if "error" in line), lines[-1])
+        raise FakecudaUnavailable(f"fakecuda does not compile here: {line.strip()}")
 
 
 def _versions(torch: Torch) -> list[str]:
@@ -199,24 +189,20 @@ def _versions(torch: Torch) -> list[str]:
     return found
 
 
-def _start(
-    library: Library, torch: Torch, asked: dict[str, str], common: list[str], made: Path
-) -> subprocess.Popen[str]:
+def _arguments(library: Library, torch: Torch, asked: dict[str, str], made: Path) -> list[str]:
+    """Generate what a library has besides its sources, and return what the compiler makes it of."""
     soname = _soname(library, torch)
-    version = next((version for name, version in asked.items() if version == soname), "")
     sources = [NATIVE / name for name in library.sources]
     written = set(re.findall(r"^FAKE_API [^;{]*?\**\b(\w+)\(", "\n".join(s.read_text() for s in sources), re.MULTILINE))
-    wanted = {name for name in asked if _owner(name) == library.stem}
-    wanted |= _exported(soname, torch)
-    wanted |= {name for name in _asked_by_name(torch) if _owner(name) == library.stem}
+    wanted = {name for name in asked if _owner(name) == library.stem} | _exported(soname, torch)
     generated = made.parent / f"{library.stem}_generated.c"
     generated.write_text(_generate(library, sorted(wanted - written)), encoding="utf-8")
     script = made.parent / f"{library.stem}.map"
-    script.write_text(f"{version or 'FAKE'} {{ global: *; }};\n" if version else "{ global: *; };\n", encoding="utf-8")
-    return _popen([
-        *common, *map(str, sources), str(generated), "-o", str(made / soname), f"-Wl,-soname,{soname}",
+    script.write_text(f"{soname if soname in asked.values() else ''} {{ global: *; }};\n", encoding="utf-8")
+    return [
+        *map(str, sources), str(generated), "-o", str(made / soname), f"-Wl,-soname,{soname}",
         f"-Wl,--version-script,{script}", f"-L{made}", "-lfakecuda", "-Wl,-rpath,$ORIGIN", "-ldl", "-lpthread",
-    ])  # fmt: skip
+    ]  # fmt: skip
 
 
 def _owner(name: str) -> str:
@@ -237,10 +223,8 @@ def asked_names(torch: Torch) -> dict[str, str]:
 
 
 def _torch_libraries(torch: Torch) -> list[Path]:
-    return [path for path in sorted(torch.folder.glob("lib*.so")) if "cuda" in path.name or path.name in _OTHERS]
-
-
-_OTHERS = {"libtorch_python.so", "libcaffe2_nvrtc.so", "libtorch_nvshmem.so", "libtorch.so"}
+    others = {"libtorch_python.so", "libcaffe2_nvrtc.so", "libtorch_nvshmem.so", "libtorch.so"}
+    return [path for path in sorted(torch.folder.glob("lib*.so")) if "cuda" in path.name or path.name in others]
 
 
 def _soname(library: Library, torch: Torch) -> str:
@@ -305,18 +289,6 @@ def _generate_function(library: Library, name: str) -> str:
 
 def _output(command: list[str]) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
-
-
-def _popen(command: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def _finish(job: subprocess.Popen[str]) -> None:
-    said, _ = job.communicate()
-    if job.returncode:
-        lines = said.strip().splitlines() or ["the compiler said nothing"]
-        line = next((line for line in lines if "error" in line), lines[-1])
-        raise FakecudaUnavailable(f"fakecuda does not compile here: {line.strip()}")
 
 
 @functools.cache

@@ -242,10 +242,6 @@ class _Simgpu(DeviceModule):
             raise ValueError(f"Expected a {BACKEND} device, but got: {device}")
         return super().index(device)
 
-    def synchronize(self, device: DeviceLike = None) -> None:
-        """Check the device; its work is done already."""
-        native.check_ordinal(self.index(device))
-
     def current_stream(self, device: DeviceLike = None) -> torch.Stream:
         """Return the one stream of a device."""
         if not hasattr(torch, "accelerator"):  # it came with torch 2.6

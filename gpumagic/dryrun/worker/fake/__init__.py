@@ -2,11 +2,10 @@
 
 run.py           one dry run
 allocator.py     where an allocator would put each block, and when it would give up; the ledger of that
-backend.py       makes torch believe in the device; `names.py` lets it go by the name of CUDA's
+backend.py       makes torch believe in the device, its autocast too; `names.py` lets it go by the name of CUDA's
 storages.py      storages of torch's with a size, a device and no bytes
 operators.py     answers every operator on the device by shape
 calls.py         one operator's call, and what it returned for operands of some metadata, kept
 scratch.py       what CUDA's kernels allocate besides their results, and which of attention's are run
 contents.py      asks for the few small values that are known, and sizes results by them
-autocast.py      the device's autocast
 """

@@ -1,4 +1,4 @@
-"""Makes torch believe in a device: torch's slot for out-of-tree backends, filled from Python.
+"""Makes torch believe in a device, and gives it autocast: torch's slot for out-of-tree backends, filled from Python.
 
 The guard and the hooks that torch asks are its own, written for backends in Python (torch 2.10 has them); they know
 one device, so which one is current is kept here. Backward runs in the caller's thread, where the cell's lines are
@@ -8,10 +8,14 @@ on the stack and where torch needs no queue for each device.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import DispatchKey, DispatchKeySet
 
 from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.dryrun.worker.fake.allocator import FakeLedger
@@ -147,3 +151,118 @@ class Stream(contextlib.nullcontext[None]):
     def elapsed_time(self, end_event: Stream) -> float:
         """Return a time in ms that means nothing."""
         return 1.0
+
+
+# ---- Autocast: torch's own lists of which operators run in which precision
+
+# They are those of `ATen/autocast_mode.h`, which torch gives to CUDA and to out-of-tree devices alike; an out-of-tree
+# device has to apply them itself. What torch lists for CUDA and is in none of these runs in float32.
+LOWER = """
+    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm
+    baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell
+    rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention
+"""
+FLOAT32_RESULT = """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+    linalg_matrix_norm.str_ord sum sum.dim_IntList
+"""
+WIDEST = """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add stack cat
+"""
+
+_BELOW = DispatchKeySet(getattr(DispatchKey, "AutocastPrivateUse1"))  # noqa: B009  # missing from torch's own stubs
+
+
+class Autocast:
+    """`torch.autocast` on the device of the dry run.
+
+    Args:
+        device_type: the name of the device of the dry run.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._type = device_type
+        self._cache: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        self._libraries: list[Any] = []
+
+    def register(self) -> None:
+        """Make the lists hold, for the life of the process."""
+        rest = torch.library.Library("_", "IMPL")
+        rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+        listed = torch.library.Library("aten", "IMPL")
+        self._libraries += [rest, listed]
+        ours = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+        in_float32 = functools.partial(self._in, torch.float32)
+        policies = {name.removeprefix("aten::"): in_float32 for name in ours if not name.startswith("aten::cudnn")} | {
+            name: policy
+            for names, policy in ((LOWER, self._in_lower), (FLOAT32_RESULT, self._to_float32),
+                                  (WIDEST, self._in_widest), ("binary_cross_entropy", _refuse))
+            for name in names.split()
+        }  # fmt: skip
+        for name, policy in policies.items():
+            base, _, overload = name.partition(".")
+            op = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
+            if op is not None:  # torch's lists grow; this torch may be older
+                listed.impl(op, functools.partial(_under_autocast, policy, op), "AutocastPrivateUse1")
+        clear = torch.clear_autocast_cache
+
+        def clear_autocast_cache() -> None:
+            clear()
+            self._cache.clear()
+
+        torch.clear_autocast_cache = clear_autocast_cache
+
+    def _in_lower(self, op: Any, args: Any, kwargs: Any) -> Any:
+        return self._in(torch.get_autocast_dtype(self._type), op, args, kwargs)
+
+    def _in(self, dtype: torch.dtype, op: Any, args: Any, kwargs: Any) -> Any:
+        return op(*self._cast(args, dtype), **self._cast(kwargs, dtype))
+
+    def _to_float32(self, op: Any, args: Any, kwargs: Any) -> Any:
+        names = [argument.name for argument in op._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if self._is_eligible(args[0]) and given.get("dtype") is None:
+            given["dtype"] = torch.float32
+        return op(**given)
+
+    def _in_widest(self, op: Any, args: Any, kwargs: Any) -> Any:
+        flat = [each for value in (*args, *kwargs.values()) for each in (value if isinstance(value, list) else [value])]
+        is_wide = any(self._is_eligible(each) and each.dtype == torch.float32 for each in flat)
+        return self._in(torch.float32 if is_wide else torch.get_autocast_dtype(self._type), op, args, kwargs)
+
+    def _is_eligible(self, value: Any) -> bool:
+        if not isinstance(value, torch.Tensor):
+            return False
+        with torch._C.DisableTorchFunction():  # under `Names` the device would say another name
+            is_here = value.device.type == self._type
+        return bool(is_here and value.is_floating_point() and value.dtype != torch.float64)
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, list | tuple):
+            return [self._cast(each, dtype) for each in value]
+        if isinstance(value, dict):
+            return {name: self._cast(each, dtype) for name, each in value.items()}
+        if not self._is_eligible(value) or value.dtype == dtype:
+            return value
+        is_lower = dtype != torch.float32 and value.dtype == torch.float32
+        if not (is_lower and value.requires_grad and value.is_leaf and not value._is_view()):
+            return value.to(dtype)
+        alive, made = self._cache.get(id(value), (None, None))  # a weight's, until the outermost autocast ends
+        if alive is None or alive() is not value:
+            made = value.to(dtype)
+            if torch.is_autocast_cache_enabled():
+                self._cache[id(value)] = weakref.ref(value), made
+        return made
+
+
+def _under_autocast(policy: Callable[..., Any], op: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(_BELOW):
+        return policy(op, args, kwargs)
+
+
+def _refuse(*_: Any) -> Any:
+    raise RuntimeError(
+        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
+        "Use torch.nn.functional.binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss instead."
+    )

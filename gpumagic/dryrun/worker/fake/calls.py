@@ -153,7 +153,7 @@ class Call:
 
 Key = tuple[Any, ...]
 MOST = 20_000
-"""Keys of an operator; of one that is called with ever other sizes all are forgotten then."""
+"""Plans that are kept of an operator."""
 _NUMBERS = frozenset(
     {"number", "float", "List[number]", "List[float]", "Optional[float]", "Optional[number]", "Tensor"}
 )
@@ -224,12 +224,6 @@ class Operator:
             kind = str(argument.type)
             if kind == "Tensor" or (scales and kind in _NUMBERS):
                 self.loose |= {place, argument.name}
-
-    def keep(self, key: Key, plan: Plan) -> None:
-        """Keep what it returned."""
-        if len(self.plans) >= MOST:
-            self.plans.clear()
-        self.plans[key] = plan
 
 
 class Plan:

@@ -18,7 +18,7 @@ import torch
 from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.dryrun.worker.fake.allocator import FakeLedger
 from gpumagic.dryrun.worker.fake.backend import FakeModule
-from gpumagic.dryrun.worker.fake.calls import Call, Operands, Operator, Plan
+from gpumagic.dryrun.worker.fake.calls import MOST, Call, Operands, Operator, Plan
 from gpumagic.dryrun.worker.fake.contents import Contents
 from gpumagic.dryrun.worker.fake.scratch import scratch
 from gpumagic.dryrun.worker.fake.storages import CPU, Form, Storages
@@ -87,11 +87,10 @@ class Operators:
             "aten::masked_select": contents.masked,
             "aten::_unique2": contents.unique,
             "aten::_amp_foreach_non_finite_check_and_unscale_": lambda *_: assume(_FINITE),
-            "aten::convolution_overrideable": self._renamed(aten.convolution.default),
+            "aten::convolution_overrideable": functools.partial(self._by_shape, Operator(aten.convolution.default)),
             "aten::convolution_backward_overrideable": self._convolution_backward,
         }
-        self._convolving_back = self._renamed(aten.convolution_backward.default)
-        self._forms: dict[tuple[Any, ...], Form] = {}
+        self._convolving_back = functools.partial(self._by_shape, Operator(aten.convolution_backward.default))
         self._everything = torch.library.Library("_", "IMPL")
         self._each = torch.library.Library("aten", "IMPL")
         self._one_at_a_time = threading.RLock()  # of the cell's threads
@@ -147,26 +146,14 @@ class Operators:
             raise RuntimeError(f"{self._name} error: invalid device ordinal")
         return index
 
-    def _empty(
-        self, size: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
-        memory_format: Any = None,
-    ) -> torch.Tensor:  # fmt: skip
-        key = (*size, dtype or torch.get_default_dtype(), memory_format, self._device(device))
-        form = self._forms.get(key)
-        if form is None:
-            how = memory_format or torch.contiguous_format
-            shape = torch.empty(size, dtype=dtype, device="meta", memory_format=how)
-            form = self._forms[key] = Form(shape.shape, shape.stride(), shape.dtype, key[-1])
-        return self._storages.make(form)
+    def _empty(self, size: Any, dtype: Any = None, device: Any = None, memory_format: Any = None, **_: Any) -> Any:
+        return self._new(tuple(size), memory_format or torch.contiguous_format, dtype, device)
 
-    def _empty_strided(
-        self, size: Any, stride: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
-    ) -> torch.Tensor:
-        key = (*size, *stride, dtype or torch.get_default_dtype(), self._device(device))
-        form = self._forms.get(key)
-        if form is None:
-            form = self._forms[key] = Form(size, stride, *key[-2:])
-        return self._storages.make(form)
+    def _empty_strided(self, size: Any, stride: Any, dtype: Any = None, device: Any = None, **_: Any) -> Any:
+        return self._new(tuple(size), tuple(stride), dtype, device)
+
+    def _new(self, size: tuple[int, ...], how: Any, dtype: torch.dtype | None, device: torch.device | None) -> Any:
+        return self._storages.make(_form(size, how, dtype or torch.get_default_dtype(), self._device(device)))
 
     def _resize(self, tensor: torch.Tensor, size: Any, memory_format: Any = None) -> torch.Tensor:
         self._fit(tensor, torch.empty(size, dtype=tensor.dtype, device="meta"))
@@ -233,7 +220,9 @@ class Operators:
         result = plan.result(operands.tensors, self._storages)
         self._contents.known.follow(op, args, kwargs, result)
         if is_like_others:
-            operator.keep(operands.key, plan)
+            if len(operator.plans) >= MOST:  # it is called with ever other sizes
+                operator.plans.clear()
+            operator.plans[operands.key] = plan
         return result
 
     def _refuse_dtypes(self, name: str, call: Call) -> None:
@@ -247,16 +236,19 @@ class Operators:
         if self._is_cuda and name in _MULTIPLIES and not (dtype.is_floating_point or dtype.is_complex):
             raise RuntimeError(f'"{name}_cuda" not implemented for {dtype}')
 
-    def _renamed(self, op: Any) -> Callable[..., Any]:
-        return functools.partial(self._by_shape, Operator(op))
-
-    def _convolution_backward(
-        self, grad: Any, images: Any, weight: Any, stride: Any, padding: Any, dilation: Any, transposed: Any,
-        output_padding: Any, groups: Any, output_mask: Any,
-    ) -> Any:  # fmt: skip
-        channels = [weight.shape[1] * groups if transposed else weight.shape[0]]
-        how = stride, padding, dilation, transposed, output_padding, groups, output_mask
+    def _convolution_backward(self, grad: Any, images: Any, weight: Any, *how: Any) -> Any:
+        is_transposed, groups = how[3], how[5]
+        channels = [weight.shape[1] * groups if is_transposed else weight.shape[0]]
         return self._convolving_back(grad, images, weight, channels, *how)
+
+
+@functools.cache
+def _form(size: tuple[int, ...], how: Any, dtype: torch.dtype, device: int) -> Form:
+    """Return what an empty tensor looks like, by its strides or its memory format."""
+    if isinstance(how, tuple):
+        return Form(size, how, dtype, device)
+    shape = torch.empty(size, dtype=dtype, device="meta", memory_format=how)
+    return Form(shape.shape, shape.stride(), dtype, device)
 
 
 @functools.cache

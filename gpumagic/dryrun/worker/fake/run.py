@@ -14,7 +14,6 @@ from gpumagic.dryrun import parts
 from gpumagic.dryrun.worker import ranks, sandbox
 from gpumagic.dryrun.worker.fake import backend
 from gpumagic.dryrun.worker.fake.allocator import Allocator, FakeAccount, FakeLedger
-from gpumagic.dryrun.worker.fake.autocast import Autocast
 from gpumagic.dryrun.worker.fake.contents import Contents
 from gpumagic.dryrun.worker.fake.names import Names
 from gpumagic.dryrun.worker.fake.operators import Operators
@@ -49,7 +48,7 @@ class FakeRun(Run):
             module, self._storages, self.ledger, self._contents, self.notes.assume, known == "cuda"
         )
         self._operators.register()
-        Autocast(name).register()
+        backend.Autocast(name).register()
         if known in IN_TREE:
             Names(known).install(module)
         sandbox.arrange(module, self.notes.assume)
