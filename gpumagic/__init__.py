@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from gpumagic.gpus.report import GPUReport
     from gpumagic.oom.recognition import OutOfMemory
     from gpumagic.oom.report import OomReport
-    from gpumagic.tensors.leaks_report import FreedReport, WhyReport
-    from gpumagic.tensors.report import DiffReport, LeakReport, TensorReport
+    from gpumagic.tensors.report import DiffReport, FreedReport, LeakReport, TensorReport, WhyReport
     from gpumagic.transfers.report import TransferReport
 
     __version__: str
@@ -56,8 +55,7 @@ _HOMES = {
     "gpumagic.gpus.report": ("GPUReport",),
     "gpumagic.oom.recognition": ("OutOfMemory",),
     "gpumagic.oom.report": ("OomReport",),
-    "gpumagic.tensors.leaks_report": ("FreedReport", "WhyReport"),
-    "gpumagic.tensors.report": ("DiffReport", "LeakReport", "TensorReport"),
+    "gpumagic.tensors.report": ("DiffReport", "FreedReport", "LeakReport", "TensorReport", "WhyReport"),
     "gpumagic.transfers.report": ("TransferReport",),
 }
 

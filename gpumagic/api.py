@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from gpumagic.dryrun.report import DryRunReport
     from gpumagic.gpus.report import GPUReport
     from gpumagic.oom.guard import OomGuard
-    from gpumagic.tensors.leaks_report import FreedReport, WhyReport
-    from gpumagic.tensors.report import TensorReport
+    from gpumagic.tensors.report import FreedReport, TensorReport, WhyReport
     from gpumagic.transfers.run import DeviceRun
     from gpumagic.transfers.trace.events import Function
 
@@ -90,10 +89,10 @@ def free_leaks() -> FreedReport:
     Variables, and outputs without such tensors, stay as they are. Variables are those of the running IPython, or
     of the main module.
     """
-    from gpumagic.tensors import release
+    from gpumagic.tensors import why
 
     shell = session.shell()
-    return release.release(session.user_variables(shell), shell)
+    return why.release(session.user_variables(shell), shell)
 
 
 def _globals_of_caller() -> Mapping[str, object]:

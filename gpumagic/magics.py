@@ -100,12 +100,12 @@ class GPUMagic(Magics):
         """Return the live tensors, what changed among them, or what keeps them."""
         if options.engines is not None:
             return self._on_engines("devices", options)
-        from gpumagic.tensors import release, scan, why
+        from gpumagic.tensors import scan, why
 
         if options.why is not None:  # a name may be several words, such as "last traceback"
             return why.find_holders(" ".join((options.why, *options.devices)), self.shell.user_ns, self.shell)
         if options.free:
-            return release.release(self.shell.user_ns, self.shell)
+            return why.release(self.shell.user_ns, self.shell)
         only = [devices.resolve(name) for name in options.devices]
         everything = scan.scan(
             self.shell.user_ns, group_by=options.by, limit=options.n, shell=self.shell, thorough=options.leaks

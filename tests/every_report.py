@@ -25,7 +25,7 @@ for _module in pkgutil.walk_packages(gpumagic.__path__, "gpumagic."):
 KINDS = sorted(kind.__name__ for kind in document_of.registry if kind is not object)
 FIXED: dict[tuple[str, str], Any] = {
     ("TensorReport", "group_by"): None, ("ClusterReport", "magic"): "gpuinfo",
-    ("DiffRow", "change"): "came", ("EngineAnswer", "state"): "answered",
+    ("DiffRow", "change"): "new", ("EngineAnswer", "state"): "answered",
     ("OomReport", "recovered"): False, ("OomReport", "retries"): 0,
 }  # fmt: skip
 """Fields of a few known words, which no text from outside reaches, and flags that would fold all else away."""

@@ -10,8 +10,7 @@ from gpumagic.cluster.report import PlacedRow
 from gpumagic.dryrun.report import DryRunRow
 from gpumagic.gpus.report import GpuRow, ProcessRow
 from gpumagic.oom.report import Advice, OomReport
-from gpumagic.tensors.leaks_report import FreedRow, WayRow
-from gpumagic.tensors.report import DeviceMemoryRow, DiffRow, LeakRow, TensorRow
+from gpumagic.tensors.report import DeviceMemoryRow, DiffRow, FreedRow, TensorRow, WayRow
 from gpumagic.transfers.report import TransferReport, TransferRow
 from gpumagic.transfers.run import DeviceRun
 
@@ -29,7 +28,7 @@ def looking() -> None:
     assert_type(tensors[0], TensorRow)
     assert_type(tensors[0].shape, tuple[int, ...])
     assert_type(tensors.by_device, tuple[DeviceMemoryRow, ...])
-    assert_type(tensors.leaks()[0], LeakRow)
+    assert_type(tensors.leaks()[0], TensorRow)
     assert_type(tensors.since(tensors)[0], DiffRow)
     assert_type(gpumagic.why("x")[0], WayRow)
     assert_type(gpumagic.free_leaks()[0], FreedRow)

@@ -234,7 +234,7 @@ class _Packing(pickle.Pickler):
     def _saved(self, torch: Any, tensor: Any) -> Iterator[Any]:
         """Yield the storages on the tensor's device that its graph keeps; a node that several share is read once."""
         graph = None if self.graphs is None or tensor.device.type == "cpu" else self.graphs.walk(tensor.grad_fn)
-        for each in graph.tensors if graph is not None else ():
+        for each in graph or ():
             is_plain = each.layout == torch.strided and not torch._is_functional_tensor(each)
             if each.device == tensor.device and is_plain:
                 yield each.untyped_storage()

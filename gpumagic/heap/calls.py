@@ -25,7 +25,6 @@ from gpumagic.heap.branches import (
     dict_of,
     flags_of,
     is_heap_type,
-    key_code,
     mro_of,
 )
 from gpumagic.source import frames
@@ -100,26 +99,17 @@ _of_function = _members(types.FunctionType, "__closure__", "__defaults__", "__kw
 
 def _generator(generator: object, _reader: Reader) -> Iterator[Branch]:
     frame: types.FrameType | None = _read_attribute(generator, "frame")
-    if frame is None:
-        return
-    named = variables_of(frame)
-    prefix = f".{_PREFIX[type(generator)]}frame"
-    yield _locals("locals", frame, prefix, named)
-    skipped = {id(value) for _, value in named} | {id(frame), id(frame.f_globals), id(frame.f_builtins)}
-    stacked = [each for each in gc.get_referents(generator) if id(each) not in skipped]
-    yield Branch(
-        "in", CONTAINED, [(Inside("locals"), each) for each in stacked if type(each) is not types.FunctionType]
-    )
+    if frame is not None:
+        yield _locals("locals", frame)
+        named = [value for _, value in variables_of(frame)]
+        skipped = set(map(id, (*named, frame, frame.f_globals, frame.f_builtins)))
+        stacked = [each for each in gc.get_referents(generator) if type(each) is not types.FunctionType]
+        yield Branch("in", CONTAINED, [(Inside("locals"), each) for each in stacked if id(each) not in skipped])
 
 
-def _locals(place: str, frame: types.FrameType, to_frame: str, named: list[tuple[str, object]]) -> Branch:
-    """Return the variables of a frame; not all that a frame shows at its end are in `f_locals`."""
-    code = frame.f_code
-    shown = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
-    return Branch("in", CONTAINED, [
-        (Inside(place, name, f"{to_frame}.f_locals[{key_code(name)}]" if name in shown else None), value)
-        for name, value in named
-    ])  # fmt: skip
+def _locals(place: str, frame: types.FrameType) -> Branch:
+    """Return the variables of a frame: what is typed to reach them would not be understood."""
+    return Branch("in", CONTAINED, [(Inside(place, name), value) for name, value in variables_of(frame)])
 
 
 _traceback_of = BaseException.__dict__["__traceback__"].__get__
@@ -130,30 +120,24 @@ _of_group = _members(_group, "exceptions") if _group is not None else None
 
 def read_exception(value: Any, reader: Reader) -> Iterator[Branch]:
     """Read an exception: the variables of its frames, its arguments, what it was raised from."""
-    yield from _steps(_traceback_of(value), ".__traceback__")
+    yield from _traceback(_traceback_of(value), reader)
     yield from _of_error(value, reader)
     if _of_group is not None and issubclass(type(value), _group):
         yield from _of_group(value, reader)
     yield Branch(".", CONTAINED, attributes(value, reader.fields))
 
 
-def _steps(value: types.TracebackType | None, to_first: str) -> Iterator[Branch]:
+def _traceback(value: types.TracebackType | None, _reader: Reader) -> Iterator[Branch]:
     for step in frames.traceback_steps(value):
-        label = call_label(step.tb_frame.f_code)
-        yield _locals(label, step.tb_frame, f"{to_first}.tb_frame", variables_of(step.tb_frame))
-        to_first += ".tb_next"
-
-
-def _frame(frame: types.FrameType, _reader: Reader) -> Iterator[Branch]:
-    yield _locals(call_label(frame.f_code), frame, "", variables_of(frame))
+        yield _locals(call_label(step.tb_frame.f_code), step.tb_frame)
 
 
 EXACTLY: dict[type, Read] = {
     types.FunctionType: _function,
     types.MethodType: _members(types.MethodType, "__self__", "__func__"),
     types.BuiltinMethodType: _members(types.BuiltinMethodType, "__self__"),
-    types.FrameType: _frame,
-    types.TracebackType: lambda value, _reader: _steps(value, ""),
+    types.FrameType: lambda frame, _reader: iter([_locals(call_label(frame.f_code), frame)]),
+    types.TracebackType: _traceback,
     staticmethod: _members(staticmethod, "__func__"),
     classmethod: _members(classmethod, "__func__"),
     functools.partial: _members(functools.partial, "func", "args", "keywords"),

@@ -78,8 +78,7 @@ def _numbers_below(objects: list[Any]) -> Iterator[int]:
     tensors = [each for each in objects if type(each) in kinds]
     objects.clear()
     for result in non_leaves(tensors):
-        graph = graphs.walk(result.grad_fn)
-        tensors += graph.tensors if graph is not None else ()
+        tensors += graphs.walk(result.grad_fn) or ()
     graphs.release()
     for each in (*tensors, *gradients_of(tensors)):
         yield from table.numbers(each)
@@ -115,7 +114,10 @@ class _Referrers:
                 for target in targets.intersection(map(id, gc.get_referents(each))):
                     self._referrers.setdefault(target, []).append(id(each))
                 if id(each) in lasting or _is_lasting(each):
-                    self._open[id(each)] = lasting.get(id(each)) or _module_of(each)
+                    is_class = issubclass(type(each), type)
+                    module = dict_of(each).get("__module__") if is_class else None
+                    of_class = f"{MODULE}{module}" if type(module) is str else None
+                    self._open[id(each)] = lasting.get(id(each)) or of_class
                 elif id(each) not in self.objects:
                     self.objects[id(each)] = each
                     newest.append(each)
@@ -177,12 +179,6 @@ def _is_lasting(value: object) -> bool:
     kind = type(value)
     is_class = issubclass(kind, type) and is_lasting_class(value)  # type: ignore[arg-type]
     return is_class or issubclass(kind, ModuleType) or runs_the_session(kind)
-
-
-def _module_of(value: object) -> str | None:
-    """Return the module of a class."""
-    name = dict_of(value).get("__module__") if issubclass(type(value), type) else None
-    return f"{MODULE}{name}" if type(name) is str else None
 
 
 def _modules_by_dict() -> dict[int, str | None]:

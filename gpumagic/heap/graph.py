@@ -182,19 +182,17 @@ class HeapGraph:
                 tensors[address] = child
                 if reader.fields is None:
                     self._plain.append((child, path))
-            if address not in objects and not (reader.is_tensor and reader.fields is None):
-                self._put_in_line(child, path, reader)
-
-    def _put_in_line(self, value: object, path: Path, reader: Reader) -> None:
-        if path.style == "in" and path.key.code is None:
-            self._unreached.append((value, path))
-            return
-        self.objects[path.target] = value
-        length = reader.length(value)
-        if length >= LARGE:
-            heapq.heappush(self._large, (length, next(self._order), value, path))
-        elif length or reader.container is None or reader.fields is not None:
-            self._queue.append((value, path))
+            if address in objects or (reader.is_tensor and reader.fields is None):
+                continue
+            if style == "in" and key.code is None:
+                self._unreached.append((child, path))
+                continue
+            objects[address] = child
+            length = reader.length(child)
+            if length >= LARGE:
+                heapq.heappush(self._large, (length, next(self._order), child, path))
+            elif length or reader.container is None or reader.fields is not None:
+                self._queue.append((child, path))
 
     # ---- What the references tell
 

@@ -89,24 +89,18 @@ def hidden_roots(namespace: Mapping[str, object], shell: object | None) -> list[
 
     What the user has bound to ``_`` and the like is left out.
     """
-    errors = ((TRACEBACK, each) for each in remembered_errors(shell))
+    roots: list[tuple[str, object]] = []
+    if shell is not None:
+        outputs = namespace.get("_oh")
+        roots += [(f"Out[{key}]", each) for key, each in (dict.items(outputs) if isinstance(outputs, dict) else ())]
+        roots += [each for each in list(_dict_of(shell, "user_ns_hidden").items()) if is_output_name(each[0])]
+        roots += [(name, getattr(getattr(shell, "displayhook", None), name, None)) for name in LAST_OUTPUTS]
+        roots += [("last result", getattr(getattr(shell, "last_execution_result", None), "result", None))]
+    roots += [(TRACEBACK, each) for each in remembered_errors(shell)]
     found: dict[int, tuple[str, object]] = {}
-    for label, value in (*(_shown_outputs(namespace, shell) if shell is not None else ()), *errors):
+    for label, value in roots:
         found.setdefault(id(value), (label, value))
     return list(found.values())
-
-
-def _shown_outputs(namespace: Mapping[str, object], shell: object) -> Iterator[tuple[str, object]]:
-    outputs = namespace.get("_oh")
-    yield from (
-        (f"Out[{number}]", value) for number, value in (dict.items(outputs) if isinstance(outputs, dict) else ())
-    )
-    for name, value in list(_dict_of(shell, "user_ns_hidden").items()):
-        if is_output_name(name):
-            yield name, value
-    for name in LAST_OUTPUTS:
-        yield name, getattr(getattr(shell, "displayhook", None), name, None)
-    yield "last result", getattr(getattr(shell, "last_execution_result", None), "result", None)
 
 
 def is_output_name(name: object) -> bool:

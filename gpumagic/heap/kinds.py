@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -166,16 +165,6 @@ _HIDING_NODES = frozenset({"CopySlices", "CppFunction"})
 """Nodes that save tensors and show none: of an assignment to a view, of an extension in C++."""
 
 
-@dataclass(slots=True)
-class Graph:
-    """What one tensor's `grad_fn` keeps."""
-
-    tensors: list[Any] = field(default_factory=list)
-    """What its nodes saved, and the leaves it leads to."""
-    is_whole: bool = True
-    """Whether every node showed what it saved."""
-
-
 class Graphs:
     """Walks graphs; a node that several share is read once."""
 
@@ -190,9 +179,13 @@ class Graphs:
         self.are_readable = True
         self.gave_up = False
 
-    def walk(self, *nodes: Any) -> Graph | None:
-        """Return what some tensors' ``grad_fn`` keep, or None if this torch cannot tell or there is too much of it."""
-        found, seen, waiting = Graph(), set(map(id, nodes)), [*nodes]
+    def walk(self, *nodes: Any) -> list[Any] | None:
+        """Return what some tensors' ``grad_fn`` keep: what their nodes saved, and the leaves they lead to.
+
+        It is None if this torch cannot tell, or if there is too much of it.
+        """
+        found: list[Any] = []
+        seen, waiting = set(map(id, nodes)), [*nodes]
         while waiting:
             if self._left <= 0:
                 self.gave_up = True
@@ -200,8 +193,7 @@ class Graphs:
             self._left -= 1
             node = waiting.pop()
             _, saved, following = self._nodes.get(id(node)) or self._read(node)
-            found.tensors += saved
-            found.is_whole &= type(node).__name__ not in _HIDING_NODES
+            found += saved
             for each in following:
                 if id(each) not in seen:
                     seen.add(id(each))

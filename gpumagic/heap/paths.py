@@ -11,7 +11,7 @@ import keyword
 import types
 import unicodedata
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from gpumagic.heap.branches import FIELD, REGISTERED, Style, class_attribute, key_code, name_of_type
 
@@ -111,73 +111,53 @@ class Spelling:
 
 def _attribute(before: str, style: str, name: str, owner: type | None) -> str | None:
     """Return the code of an attribute, or of what a module registers; it is reached by `Module.__getattr__`."""
+    from torch import nn
+
     if owner is None or type(class_attribute(owner, "__getattribute__")) is not types.WrapperDescriptorType:
         return None
     stands_in_class = class_attribute(owner, name)
     if style in REGISTERED:
-        if stands_in_class is None and is_typeable(name) and _finds_registered(owner):
+        getattr_ = class_attribute(owner, "__getattr__")  # that of torch's modules, or one that asks it first
+        asks_torch = type(getattr_) is types.FunctionType and "__getattr__" in getattr_.__code__.co_names
+        finds_registered = getattr_ is nn.Module.__getattr__ or asks_torch
+        if stands_in_class is None and is_typeable(name) and finds_registered:
             return f"{before}.{name}"
-        return f"{before}[{key_code(name)}]" if _is_mapping(owner) else f"{before}.{style}[{key_code(name)}]"
-    if is_typeable(name) and (_is_slot(stands_in_class) or not _takes_over(stands_in_class)):
-        return f"{before}.{name}"
-    key = None if _is_slot(stands_in_class) else key_code(name)
-    return key and f"{before}.__dict__[{key}]"
-
-
-def _is_slot(stands_in_class: Any) -> bool:
-    return type(stands_in_class) in (types.MemberDescriptorType, types.GetSetDescriptorType, FIELD)
-
-
-def _takes_over(stands_in_class: Any) -> bool:
-    """Return whether an attribute of the class comes before one of the instance: it is a data descriptor."""
+        is_mapping = class_attribute(owner, "__getitem__") in (nn.ModuleDict.__getitem__, nn.ParameterDict.__getitem__)
+        return f"{before}[{key_code(name)}]" if is_mapping else f"{before}.{style}[{key_code(name)}]"
     kind = type(stands_in_class)
-    return any(class_attribute(kind, name) is not None for name in ("__set__", "__delete__"))
-
-
-def _finds_registered(owner: type) -> bool:
-    """Return whether `__getattr__` is that of torch's modules, or asks that first, as wrappers do."""
-    import torch.nn
-
-    found = class_attribute(owner, "__getattr__")
-    if found is torch.nn.Module.__getattr__:
-        return True
-    return type(found) is types.FunctionType and "__getattr__" in found.__code__.co_names
-
-
-def _is_mapping(owner: type) -> bool:
-    from torch import nn
-
-    return class_attribute(owner, "__getitem__") in (nn.ModuleDict.__getitem__, nn.ParameterDict.__getitem__)
+    is_slot = kind in (types.MemberDescriptorType, types.GetSetDescriptorType, FIELD)
+    # A data descriptor of the class comes before an attribute of the instance.
+    is_hidden = any(class_attribute(kind, each) is not None for each in ("__set__", "__delete__"))
+    if is_typeable(name) and (is_slot or not is_hidden):
+        return f"{before}.{name}"
+    key = None if is_slot else key_code(name)
+    return key and f"{before}.__dict__[{key}]"
 
 
 class Names:
     """The names of tensors by their `id`, best first; spelled only when asked for."""
 
     def __init__(self, paths: Mapping[int, list[Path]]) -> None:
-        self._paths = paths
+        self.paths_to = paths
         self._spelling = Spelling(self.best)
         self.code, self.description = self._spelling.code, self._spelling.description
 
     def of(self, tensor_id: int) -> list[str]:
         """Return the names of a tensor, a plain variable before a module's path before other containers."""
-        paths = self._paths.get(tensor_id, ())
+        paths = self.paths_to.get(tensor_id, ())
         if len(paths) < 2:  # thousands have one path, and nothing to compare it with
             return [name for path in paths if (name := self.code(path)) is not None]
-        few = sorted(_few(paths), key=Path.quality)
+        few = sorted(bounded(paths, Path.root), key=Path.quality)
         found = [(path.quality(), name) for path in few if (name := self.code(path)) is not None]
         return [name for _, name in sorted(found)]
 
     def paths(self, tensor_id: int) -> list[Path]:
         """Return all paths to a tensor, in no order."""
-        return list(self._paths.get(tensor_id, ()))
-
-    def are_none(self) -> bool:
-        """Return whether no tensor has a path."""
-        return not self._paths
+        return list(self.paths_to.get(tensor_id, ()))
 
     def best(self, tensor_id: int) -> str | None:
         """Return the best name of a tensor that does not lead through an optimizer's state."""
-        paths = self._paths.get(tensor_id, ())
+        paths = self.paths_to.get(tensor_id, ())
         named = [path for path in paths if all(step.style != "state" for step in path.steps())]
         found = (self.code(path) for path in sorted(named, key=Path.quality))
         return next((name for name in found if name is not None), None)
@@ -187,31 +167,29 @@ class Names:
 
         For a tensor without a name: ``("it", "list_iterator it", "it.<...>[0]")``.
         """
-        path = min(self._paths.get(tensor_id, ()), key=lambda path: path.quality()[::-1], default=None)
+        path = min(self.paths_to.get(tensor_id, ()), key=lambda path: path.quality()[::-1], default=None)
         if path is None:
             return None
         steps = path.steps()
         owner = next((step.parent for step in steps if self.code(step) is None), path) or path
         kind = name_of_type(owner.kind) if owner.kind is not None else "object"
-        holder = f"{_PLAIN_WORDS.get(kind, kind)} {self.code(owner) or self.description(owner)}"
+        holder = f"{kind} {self.code(owner) or self.description(owner)}"
         return path.root(), holder, self.description(path)
 
 
-_PLAIN_WORDS = {"_lru_cache_wrapper": "lru_cache", "_local": "threading.local"}
-
-
 MAX_PATHS = 16
-"""Paths of one tensor that become names, but for those from further variables."""
+"""Paths of one tensor that become names, but for those from further variables; views of it may have thousands."""
+Item = TypeVar("Item")
 
 
-def _few(paths: list[Path]) -> list[Path]:
-    """Return the first paths to a tensor, and one from each further variable: a list may hold it a million times."""
-    if len(paths) <= MAX_PATHS:
-        return paths
-    first: dict[str, Path] = {path.root(): path for path in reversed(paths)}
-    kept = paths[:MAX_PATHS]
-    roots = {path.root() for path in kept}
-    return kept + [path for root, path in reversed(first.items()) if root not in roots]
+def bounded(found: list[Item], root: Callable[[Item], str]) -> list[Item]:
+    """Return the first of many paths or names, and one from each further root."""
+    if len(found) <= MAX_PATHS:
+        return found
+    kept = found[:MAX_PATHS]
+    first = {root(each): each for each in reversed(found)}
+    others = first.keys() - set(map(root, kept))
+    return kept + [each for name, each in reversed(first.items()) if name in others]
 
 
 def is_typeable(name: str) -> bool:

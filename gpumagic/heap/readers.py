@@ -35,6 +35,7 @@ from gpumagic.heap.branches import (
     name_of_type,
 )
 from gpumagic.heap.kinds import is_node
+from gpumagic.heap.storages import plain
 from gpumagic.source import frames
 
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, bytearray, type(None), type, range, slice})
@@ -122,19 +123,12 @@ def read_node(value: object, reader: Reader) -> Iterator[Branch]:
     yield Branch(".", CONTAINED, attributes(value, reader.fields))
 
 
-def tensor_attributes(tensor: object) -> Iterator[Branch]:
+def tensor_attributes(tensor: Any) -> Iterator[Branch]:
     """Read what was set on a plain tensor, and its hooks; asking for its `__dict__` would allocate one."""
-    for name, each in zip(("_backward_hooks", "_post_accumulate_grad_hooks"), _hooks_of(tensor), strict=True):
-        yield Branch(".", CONTAINED, [(name, each)] if each else [])
+    hooks = ((name, plain(tensor, name)) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+    yield Branch(".", CONTAINED, [(name, each) for name, each in hooks if each])
     own = [each for each in gc.get_referents(tensor) if type(each) is dict]
     yield Branch(".", CONTAINED, list(own[0].items()) if own else [])
-
-
-def _hooks_of(tensor: object) -> tuple[Any, Any]:
-    import torch
-
-    base: Any = torch._C.TensorBase
-    return base._backward_hooks.__get__(tensor), base._post_accumulate_grad_hooks.__get__(tensor)
 
 
 def _tensor_subclass(value: object, reader: Reader) -> Iterator[Branch]:

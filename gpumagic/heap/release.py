@@ -86,24 +86,19 @@ def forget_last_error(namespace: Mapping[str, object], shell: InteractiveShell |
     result: Any = getattr(shell, "last_execution_result", None)
     if result is not None:
         result.error_in_exec = result.error_before_exec = None
-    if _is_kept_by_user(holders.parts_of_errors(found), namespace, shell):
-        return
+    graph = HeapGraph(holders.excluded_objects(namespace, shell), MAX_STEPS_OF_ALL)
+    try:
+        graph.explore(holders.variables(namespace, shell))
+        if any(id(part) in graph.objects for part in holders.parts_of_errors(found)):
+            return
+    finally:
+        graph.release()
     while found:
         each = found.pop()
         if isinstance(each, BaseException):
             clear_exception(each, shell)
         else:
             clear_frame(each.tb_frame)
-
-
-def _is_kept_by_user(parts: list[object], namespace: Mapping[str, object], shell: InteractiveShell | None) -> bool:
-    """Tell whether a variable leads to a part of an error."""
-    graph = HeapGraph(holders.excluded_objects(namespace, shell), MAX_STEPS_OF_ALL)
-    try:
-        graph.explore(holders.variables(namespace, shell))
-        return any(id(part) in graph.objects for part in parts)
-    finally:
-        graph.release()
 
 
 def clear_exception(error: BaseException, shell: InteractiveShell | None = None, outside: Collection[int] = ()) -> None:
@@ -120,7 +115,10 @@ def clear_exception(error: BaseException, shell: InteractiveShell | None = None,
     family = list(related_exceptions(error, outside))
     tracebacks = [step for each in family for step in traceback_steps(each.__traceback__)]
     frames = [step.tb_frame for step in tracebacks]
-    _forget_in_python(family)
+    kept = (getattr(sys, "last_value", None), getattr(sys, "last_exc", None))
+    if any(each is value for each in family for value in kept if value is not None):
+        for name in LAST_ERROR:
+            vars(sys).pop(name, None)
     if shell is not None:
         _forget_in_shell(shell, {id(step) for step in tracebacks})
     for each in family:
@@ -160,27 +158,15 @@ def clear_frame(frame: FrameType) -> None:
     frame.f_locals  # noqa: B018  # reading it renews, hence clears, the snapshot of an earlier read
 
 
-def _forget_in_python(family: list[BaseException]) -> None:
-    kept = (getattr(sys, "last_value", None), getattr(sys, "last_exc", None))
-    if not any(each is value for each in family for value in kept if value is not None):
-        return
-    for name in LAST_ERROR:
-        if hasattr(sys, name):
-            delattr(sys, name)
-
-
 def _forget_in_shell(shell: InteractiveShell, tracebacks: set[int]) -> None:
     formatter: Any = getattr(shell, "InteractiveTB", None)
     if id(getattr(formatter, "tb", None)) in tracebacks:
         formatter.tb = None
     debugger: Any = getattr(formatter, "pdb", None)
-    if debugger is not None and not _is_in_use(debugger):  # else it keeps the frames of this or of an earlier failure
+    running = (each for each in frames.stack(sys._getframe()) if each.f_code.co_name == "interaction")
+    is_in_use = any(each.f_locals.get("self") is debugger for each in running)
+    if debugger is not None and not is_in_use:  # else it keeps the frames of this or of an earlier failure
         for name in DEBUGGER_FRAMES:
             if hasattr(debugger, name):
                 setattr(debugger, name, None)
         debugger.stack = []
-
-
-def _is_in_use(debugger: object) -> bool:
-    running = (each for each in frames.stack(sys._getframe()) if each.f_code.co_name == "interaction")
-    return any(each.f_locals.get("self") is debugger for each in running)

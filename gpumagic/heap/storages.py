@@ -60,11 +60,6 @@ def numbers_in_use() -> set[int]:
     return set(_storages.values())
 
 
-def recorded() -> int:
-    """Return how many storages have a record, expired ones included."""
-    return len(_storages)
-
-
 def forget_expired() -> None:
     """Free the records of storages that are gone; their numbers are not used again."""
     if not _storages and not _tensors:
@@ -97,13 +92,11 @@ _LOCAL = {"DTensor": "_local_tensor", "AsyncCollectiveTensor": "elem"}
 
 def local_of(tensor: Any) -> Any:
     """Return what this process has of a `DTensor`; any other tensor as it is."""
-    while (name := name_of_type(type(tensor))) in _LOCAL and _is_of_distributed(type(tensor)):
+    while (name := name_of_type(type(tensor))) in _LOCAL:
+        if not str(dict_of(type(tensor)).get("__module__")).startswith("torch.distributed."):
+            break
         tensor = object.__getattribute__(tensor, _LOCAL[name])
     return tensor
-
-
-def _is_of_distributed(kind: type) -> bool:
-    return str(dict_of(kind).get("__module__")).startswith("torch.distributed.")
 
 
 class View(NamedTuple):
@@ -137,10 +130,6 @@ class Storage:
     from_graph: bool = False
     """Whether a tensor over it is the result of an operation that autograd recorded."""
     is_parameter: bool = False
-
-    def is_special(self) -> bool:
-        """Return whether its own tensors show what it is for."""
-        return self.is_parameter or self.from_graph
 
 
 class StorageTable:
@@ -274,7 +263,10 @@ class StorageTable:
         return View(shape, name, elements, start, start + reach * itemsize, min(reach, distinct) * itemsize)
 
     def _without_storage(self, tensor: torch.Tensor) -> tuple[Storage, list[Storage]]:
-        layout = self._layout(tensor)
+        try:
+            layout = str(self._base.layout.__get__(tensor))
+        except Exception:
+            layout = type(tensor).__name__
         try:
             with self._torch._DisableTorchDispatch():
                 parts = [self.find(getattr(self._base, part)(tensor))[0] for part in COMPONENTS[layout]]
@@ -286,12 +278,6 @@ class StorageTable:
     def _unknown(self, tensor: torch.Tensor, why: str) -> Storage:
         entry = Storage(self._device(tensor), None, number=number_of_tensor(tensor), note=why)
         return self.storages.setdefault(("no storage", id(tensor)), entry)
-
-    def _layout(self, tensor: torch.Tensor) -> str:
-        try:
-            return str(self._base.layout.__get__(tensor))
-        except Exception:
-            return type(tensor).__name__
 
     def _device(self, tensor: torch.Tensor) -> str:
         try:

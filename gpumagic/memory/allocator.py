@@ -102,15 +102,25 @@ def _stats_module(backend: str) -> ModuleType | None:
 def _read_stats(backend: str, module: ModuleType, index: int) -> AllocatorStats:
     if backend == "mps":
         return AllocatorStats(module.current_allocated_memory(), module.driver_allocated_memory(), None)
-    stats = _nested_stats(backend, module, index)
-    allocated = stats["allocated_bytes"]["all"]
+    # Flattened, as `memory_stats` has them, torch takes far longer to sort them.
+    stats: Mapping[str, Any]
+    if hasattr(module, "memory_stats_as_nested_dict"):  # CUDA and XPU
+        stats = module.memory_stats_as_nested_dict(index)
+    elif hasattr(sys.modules["torch"]._C, "_accelerator_getDeviceStats") and backend not in BACKENDS:
+        stats = sys.modules["torch"]._C._accelerator_getDeviceStats(index)
+    else:
+        stats = module.memory_stats(index)
+
+    def figure(name: str, which: str) -> int:  # CUDA has none before its allocator is first used
+        return int(stats[name]["all"][which] if name in stats else stats.get(f"{name}.all.{which}", 0))
+
     return AllocatorStats(
-        allocated=allocated["current"],
-        reserved=stats["reserved_bytes"]["all"]["current"],
-        peak=allocated["peak"],
-        allocations=stats["allocation"]["all"]["allocated"],
-        total=allocated["allocated"],
-        frees=stats["allocation"]["all"]["freed"],
+        allocated=figure("allocated_bytes", "current"),
+        reserved=figure("reserved_bytes", "current"),
+        peak=figure("allocated_bytes", "peak"),
+        allocations=figure("allocation", "allocated"),
+        total=figure("allocated_bytes", "allocated"),
+        frees=figure("allocation", "freed"),
     )
 
 
@@ -159,36 +169,6 @@ def all_device_stats() -> dict[str, AllocatorStats]:
         for index in range(module.device_count()):
             found[f"{backend}:{index}"] = _read_stats(backend, module, index)
     return found
-
-
-def _nested_stats(backend: str, module: ModuleType, index: int) -> Mapping[str, Any]:
-    """Return the allocator's statistics unflattened; torch takes far longer to flatten and sort them."""
-    import torch
-
-    if hasattr(module, "memory_stats_as_nested_dict"):  # CUDA and XPU
-        nested: Mapping[str, Any] = module.memory_stats_as_nested_dict(index)
-    elif hasattr(torch._C, "_accelerator_getDeviceStats") and backend not in BACKENDS:
-        nested = torch._C._accelerator_getDeviceStats(index)
-    else:
-        nested = _unflatten(module.memory_stats(index))
-    return nested or _NO_STATS
-
-
-def _unflatten(flat: Mapping[str, int]) -> Mapping[str, Any]:
-    """Return ``{"allocated_bytes": {"all": {"current": 1}}}`` for ``{"allocated_bytes.all.current": 1}``."""
-    nested: dict[str, Any] = {}
-    for key, value in flat.items():
-        *path, last = key.split(".")
-        place = nested
-        for step in path:
-            place = place.setdefault(step, {})
-        place[last] = value
-    return nested
-
-
-_ZERO = {"all": {"current": 0, "peak": 0, "allocated": 0, "freed": 0}}
-_NO_STATS = {"allocated_bytes": _ZERO, "reserved_bytes": _ZERO, "allocation": _ZERO}
-"""What CUDA leaves out before its allocator is first used."""
 
 
 def mem_get_info(device: str) -> tuple[int, int] | None:

@@ -30,11 +30,7 @@ class DriverFigures(NamedTuple):
     other_processes: int | None
 
 
-def _no_figures(_: Collection[str]) -> Mapping[str, DriverFigures]:
-    return {}
-
-
-driver_figures: Callable[[Collection[str]], Mapping[str, DriverFigures]] = _no_figures
+driver_figures: Callable[[Collection[str]], Mapping[str, DriverFigures]] = lambda _: {}  # noqa: E731
 """Returns what drivers say of the devices of some backends, without initialising one; `gpumagic` sets it to what
 `gpus.probe` reads, which this folder does not import."""
 
@@ -146,7 +142,11 @@ _CGROUPS = (
 
 def available_memory() -> tuple[int, int] | None:
     """Return (available, total) bytes of RAM, the container's where it has less, or None where it cannot be asked."""
-    found = [each for each in (_machine_memory(), *map(_cgroup_memory, _CGROUPS)) if each is not None]
+    lines = re.findall(r"^(\w+):\s+(\d+) kB", _read_file("proc/meminfo"), re.MULTILINE)
+    machine = {name: int(number) * 1024 for name, number in lines}
+    found = [each for each in map(_cgroup_memory, _CGROUPS) if each is not None]
+    if "MemAvailable" in machine and "MemTotal" in machine:
+        found.append((machine["MemAvailable"], machine["MemTotal"]))
     return min(found, default=None)
 
 
@@ -154,14 +154,6 @@ def private_memory(process: int) -> int:
     """Return the bytes of RAM that a process has besides files and shared memory; 0 where it cannot be asked."""
     _, resident, shared, *_ = map(int, _read_file(f"proc/{process}/statm").split() or (0, 0, 0))
     return (resident - shared) * mmap.PAGESIZE
-
-
-def _machine_memory() -> tuple[int, int] | None:
-    text = _read_file("proc/meminfo")
-    figures = {name: int(number) * 1024 for name, number in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
-    if "MemAvailable" not in figures or "MemTotal" not in figures:
-        return None
-    return figures["MemAvailable"], figures["MemTotal"]
 
 
 def _cgroup_memory(files: tuple[str, str, str, str]) -> tuple[int, int] | None:

@@ -69,7 +69,18 @@ def read_segments(device: str, figures: AllocatorStats) -> list[Segment] | None:
         mine = [each for each in found if each["device"] == index]
         if any(each.get("is_expandable", False) for each in mine):
             return None  # how far such a segment can still grow is not in the snapshot
-        segments = sorted(_segment(each) for each in mine)
+        segments = []
+        for each in mine:
+            is_private = tuple(each.get("segment_pool_id", _DEFAULT_POOL)) != _DEFAULT_POOL
+            address, blocks, stream = each["address"], [], each.get("stream", 0)
+            for block in each["blocks"]:
+                state, at = block["state"], block.get("address", address)
+                is_free = state == _CACHED and not is_private
+                blocks.append(MemoryBlock(at, block["size"], is_free, state == _IN_USE))
+                address += block["size"]
+            is_open = not is_private and not stream
+            segments.append(Segment(each["address"], each["segment_type"] == "small", is_open, blocks, stream))
+        segments.sort()
     except (KeyError, TypeError, ValueError):
         return None
     blocks = [block for segment in segments for block in segment.blocks]
@@ -143,23 +154,6 @@ def _snapshot(module: ModuleType | None) -> Sequence[Mapping[str, Any]] | None:
     except RuntimeError:  # cudaMallocAsync has no snapshot
         return None
     return found
-
-
-def _segment(recorded: Mapping[str, Any]) -> Segment:
-    is_private = tuple(recorded.get("segment_pool_id", _DEFAULT_POOL)) != _DEFAULT_POOL
-    is_open = not is_private and not recorded.get("stream", 0)
-    blocks = list(_blocks(recorded, is_private))
-    return Segment(recorded["address"], recorded["segment_type"] == "small", is_open, blocks, recorded.get("stream", 0))
-
-
-def _blocks(recorded: Mapping[str, Any], is_private: bool) -> Iterable[MemoryBlock]:
-    address = recorded["address"]
-    for each in recorded["blocks"]:
-        state = each["state"]
-        yield MemoryBlock(
-            each.get("address", address), each["size"], state == _CACHED and not is_private, state == _IN_USE
-        )  # fmt: skip
-        address += each["size"]
 
 
 CLEAR_WORKSPACES = "torch._C._cuda_clearCublasWorkspaces()"

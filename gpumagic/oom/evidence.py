@@ -192,7 +192,7 @@ def kept_graphs(
     """
     totals: Counter[str] = Counter()
     for row in scan.scan(namespace, devices=(device,), shell=shell):
-        if row.in_graph and row.frees:
+        if row.in_graph and row.frees and not row.releasable:
             totals[row.frees] += row.nbytes or 0
     nbytes, names, statements = 0, frozenset[str](), dict[str, None]()
     for line, bytes_freed in totals.items():

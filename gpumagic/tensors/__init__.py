@@ -5,8 +5,6 @@ Start with `scan.scan`, which makes the report from the heap.
     scan.py         finds the tensors, names them, compares each device's sum with its allocator
     rows.py         groups storages into blocks of memory and builds a row for each
     detaching.py    the line that releases an autograd graph
-    why.py          every holder of one tensor, for `--why`
-    release.py      frees what only outputs and the last error keep, for `--free`
-    report.py       what `%devices`, `--diff` and `--leaks` return; `view.py` shows it
-    leaks_report.py  what `--why` and `--free` return; `leaks_view.py` shows it, `--leaks` and `--diff`
+    why.py          every holder of one tensor, for `--why`; releases what no variable reaches, for `--free`
+    report.py       what `%devices` and its options return; `view.py` shows it, `leaks_view.py` what the options return
 """

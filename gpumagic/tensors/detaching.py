@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from gpumagic.heap.branches import class_attribute
 from gpumagic.heap.kinds import is_node, subclasses
@@ -18,12 +17,20 @@ _MAX_STATEMENTS = 3
 
 
 class DetachCommands:
-    """Finds the line that makes tensors release their autograd graphs: it rebinds every name of theirs."""
+    """Finds the line that makes tensors release their autograd graphs: it rebinds every name of theirs.
 
-    def __init__(self, namespace: Mapping[str, object], names: Names) -> None:
-        self._namespace, self._names = namespace, names
+    Args:
+        names: the tensors' names.
+        objects: what the names were found in, by `id`.
+    """
+
+    def __init__(self, names: Names, objects: Mapping[int, object]) -> None:
+        import torch
+
+        self._names, self._objects = names, objects
+        self._tensors = subclasses(torch.Tensor)
         self._lists: dict[int, str | None] = {}
-        """By the `id` of the path to a list: the statement that detaches all of its items, if there is one."""
+        """By the `id` of a list: the statement that detaches all of its items, if there is one."""
 
     def line(self, roots: Iterable[int]) -> str | None:
         """Return the line after which none of the tensors with these `id`s keeps its graph, or None."""
@@ -49,11 +56,14 @@ class DetachCommands:
         return f"{name} = {name}.detach()" if _can_be_assigned(path) else None
 
     def _of_list(self, path: Path) -> str | None:
-        if id(path) not in self._lists:
-            name = self._names.code(path)
-            alike = name is not None and _are_tensors(_reached(path, self._namespace))
-            self._lists[id(path)] = f"{name}[:] = [each.detach() for each in {name}]" if alike else None
-        return self._lists[id(path)]
+        if path.target not in self._lists:
+            name, items = self._names.code(path), self._objects.get(path.target)
+            is_of_tensors = (
+                type(items) is list and len(items) > 1 and all(type(each) in self._tensors for each in items)
+            )
+            has_line = name is not None and is_of_tensors
+            self._lists[path.target] = f"{name}[:] = [each.detach() for each in {name}]" if has_line else None
+        return self._lists[path.target]
 
 
 def _is_of_node(path: Path) -> bool:
@@ -68,21 +78,3 @@ def _can_be_assigned(path: Path) -> bool:
     setter = class_attribute(owner, "__setitem__" if path.style == "[" else "__setattr__")
     in_c = (types.WrapperDescriptorType, types.MethodDescriptorType)
     return path.style in ("[", ".") and not issubclass(owner, tuple) and type(setter) in in_c
-
-
-def _reached(path: Path, namespace: Mapping[str, object]) -> Any:
-    """Return what a path leads to through plain lists and dicts; None through anything else."""
-    first, *steps = path.steps()
-    value: Any = namespace.get(first.key)
-    for step in steps:
-        if step.style != "[" or type(value) not in (list, dict):
-            return None
-        value = value[step.key]
-    return value
-
-
-def _are_tensors(value: Any) -> bool:
-    import torch
-
-    kinds = subclasses(torch.Tensor)
-    return type(value) is list and len(value) > 1 and all(type(each) in kinds for each in value)

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from gpumagic.report.base import grouped
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Table, Tree, document_of
 from gpumagic.report.units import count, few, more, size
-from gpumagic.tensors.leaks_report import FreedReport, FreedRow, WhyReport
-from gpumagic.tensors.report import IN_GRAPH, DeviceChange, DiffReport, DiffRow, LeakReport, LeakRow, TensorRow
+from gpumagic.tensors.report import (
+    CHANGES,
+    IN_GRAPH,
+    DeviceChange,
+    DiffReport,
+    DiffRow,
+    FreedReport,
+    FreedRow,
+    LeakReport,
+    TensorRow,
+    WhyReport,
+)
 from gpumagic.tensors.view import (
     SIZE,
     Line,
@@ -49,14 +58,18 @@ def _leaks(report: LeakReport) -> list[Block]:
     return [Heading(first.text), Paragraph(summary, muted=True), held, *others]
 
 
-def _sums(rows: Sequence[LeakRow]) -> dict[str, int]:
+def _sums(rows: Sequence[TensorRow]) -> dict[str, int]:
     sums: Counter[str] = Counter()
     for row in rows:
         sums[row.device] += row.nbytes or 0
     return dict(sums.most_common())
 
 
-def _held_by(line: Line[LeakRow]) -> Cell:
+def _sum(rows: Iterable[TensorRow]) -> int:
+    return sum(row.nbytes or 0 for row in rows)
+
+
+def _held_by(line: Line[TensorRow]) -> Cell:
     row = line.row
     times = f" × {len(line.members):,}" if len(line.members) > 1 else ""
     by = (line.name.strip("()") if times and row.holder else row.place) or row.holder or "unknown"
@@ -64,31 +77,30 @@ def _held_by(line: Line[LeakRow]) -> Cell:
 
 
 LEAK_COLUMNS: tuple[Column[Line[Any]], ...] = (
-    Column("No.", lambda line: str(line.row.number), "right"),
+    Column("No.", lambda line: str(next(iter(line.row.numbers), "")), "right"),
     Column("Kept by", _held_by, shrinks=True, cut="never", least=26),
     *storage_columns(SIZE),
 )
 
 
-def _commands(rows: Sequence[LeakRow]) -> Iterator[Paragraph]:
+def _commands(rows: Sequence[TensorRow]) -> Iterator[Paragraph]:
     """Yield a sentence for each line that frees some of it, the one that frees most first."""
-    lines = sorted(promises(rows), key=lambda each: -sum(row.nbytes or 0 for row in each[1]))
+    lines = sorted(promises(rows), key=lambda each: -_sum(each[1]))
     for line, freed in lines[:_SEVERAL]:
-        nbytes, said = sum(row.nbytes or 0 for row in freed), line.replace("\n", " and then ")
-        yield Paragraph(f"{said} frees {size(nbytes)}: {_holders(freed)}")
+        said = line.replace("\n", " and then ")
+        yield Paragraph(f"{said} frees {size(_sum(freed))}: {_holders(freed)}")
     if rest := more(len(lines) - _SEVERAL, "line"):
         yield Paragraph(f"{rest} that free something: see .to_pandas()", muted=True)
-    if others := [row for row in rows if row.command is None]:
-        total = size(sum(row.nbytes or 0 for row in others))
-        yield Paragraph(f"No single line frees {total}, kept by {_holders(others)}", muted=True)
+    if others := [row for row in rows if row.frees is None]:
+        yield Paragraph(f"No single line frees {size(_sum(others))}, kept by {_holders(others)}", muted=True)
 
 
-def promises(rows: Sequence[LeakRow]) -> list[tuple[str, list[LeakRow]]]:
+def promises(rows: Sequence[TensorRow]) -> list[tuple[str, list[TensorRow]]]:
     """Return lines, each with the rows that it frees: lines that have a statement in common are one."""
-    found: list[tuple[list[str], list[LeakRow]]] = []
+    found: list[tuple[list[str], list[TensorRow]]] = []
     for row in rows:
-        if row.command is not None:
-            statements = [row.command] if "\n" in row.command else row.command.split("; ")
+        if row.frees is not None:
+            statements = [row.frees] if "\n" in row.frees else row.frees.split("; ")
             freed = [row]
             for each in [each for each in found if not set(each[0]).isdisjoint(statements)]:
                 found.remove(each)
@@ -104,7 +116,7 @@ def promises(rows: Sequence[LeakRow]) -> list[tuple[str, list[LeakRow]]]:
     ]
 
 
-def _holders(rows: Sequence[LeakRow]) -> str:
+def _holders(rows: Sequence[TensorRow]) -> str:
     names = list(dict.fromkeys(graph_pattern(row.holder) or "C++ or what was not followed" for row in rows))
     return few(names, _SEVERAL)
 
@@ -139,34 +151,23 @@ _MAX_PATHS = 8
 
 @document_of.register(WhyReport)
 def view_why(report: WhyReport) -> Document:
-    """Return the document of one tensor's holders."""
-    blocks: list[Block] = [Heading(_remedy(report)), Paragraph(_tensor(report.tensor), muted=True)]
+    """Return the document of one tensor's holders: what frees it, what it is, and a tree for each of them."""
+    row, lines = report.tensor, report.lines()
+    answer = f"Kept by {count(len(report.ways), 'holder')}" if report.ways else "No holder was found"
+    if lines:
+        frees_more = report.frees is not None and report.frees != row.nbytes
+        total = f" ({size(report.frees)} with all that goes with it)" if frees_more else ""
+        answer += f". To free it: {', then '.join(lines)}{total}"
+    name = row.name or holder_text(row.place or row.holder)
+    what = f"{name}: {size(row.nbytes)} on {row.device}, {shape_text(row.shape)} {row.dtype}, {row.kind}"
+    blocks: list[Block] = [Heading(answer), Paragraph(what, muted=True)]
     blocks += [Tree(way.steps) for way in report.ways[:_MAX_PATHS]]
     if rest := more(len(report.ways) - _MAX_PATHS, "holder"):
         blocks.append(Paragraph(rest, muted=True))
     if others := dict.fromkeys(way.root for way in report.ways if way.command is None):
-        blocks.append(Paragraph(f"{'It also' if report.lines() else 'It'} has to go from {', '.join(others)}"))
+        blocks.append(Paragraph(f"{'It also' if lines else 'It'} has to go from {', '.join(others)}"))
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
-
-
-def _tensor(row: TensorRow) -> str:
-    name = row.name or holder_text(row.place or row.holder)
-    return f"{name}: {size(row.nbytes)} on {row.device}, {shape_text(row.shape)} {row.dtype}, {row.kind}"
-
-
-def _remedy(report: WhyReport) -> str:
-    """Return who keeps the tensor, and what frees it."""
-    kept = f"Kept by {count(len(report.ways), 'holder')}" if report.ways else "No holder was found"
-    commands = report.lines()
-    if not commands:
-        return kept
-    more = report.frees is not None and report.frees != report.tensor.nbytes
-    total = f" ({size(report.frees)} with all that goes with it)" if more else ""
-    return f"{kept}. To free it: {', then '.join(commands)}{total}"
-
-
-_WORDS = {"came": "new", "went": "freed", "resized": "resized", "lost its name": "unnamed"}
 
 
 @document_of.register(DiffReport)
@@ -196,21 +197,9 @@ def _by_variable(report: DiffReport) -> str:
 def _counted(report: DiffReport) -> str:
     if not report.since:
         return "Nothing to compare with yet"
-    rows = grouped((row.change, row) for row in report)
-    parts = []
-    if "came" in rows:
-        parts.append(f"{_signed(_sum(rows['came']))} in {count(len(rows['came']), 'new storage')}")
-    if "went" in rows:
-        parts.append(f"{_signed(_sum(rows['went']))} in {len(rows['went']):,} freed")
-    if "resized" in rows:
-        parts.append(f"{_signed(_sum(rows['resized']))} by resizing")
-    if "lost its name" in rows:
-        parts.append(f"{len(rows['lost its name']):,} without a name now")
+    counted = Counter(row.change for row in report)
+    parts = [f"{counted[change]:,} {change}" for change in CHANGES if counted[change]]
     return f"{', '.join(parts) or 'No change'} since {report.since}"
-
-
-def _sum(rows: Sequence[DiffRow]) -> int:
-    return sum(row.nbytes or 0 for row in rows)
 
 
 def _changes(report: DiffReport) -> Iterator[Block]:
@@ -220,18 +209,18 @@ def _changes(report: DiffReport) -> Iterator[Block]:
         rest=lambda left: f"and {count(len(left), 'smaller change')}" if left else "",
     )  # fmt: skip
     for line in lines[: report.limit]:
-        if line.row.change == "lost its name":
+        if line.row.change == "unnamed":
             yield Paragraph(f"{line.name}: kept by {line.row.holder or 'no variable'} now", muted=True)
 
 
 def _changed(line: Line[DiffRow]) -> str:
     if line.row.nbytes is None:
         return size(None)
-    return size(_weight(line)) if line.row.change == "lost its name" else _signed(line.nbytes)
+    return size(_weight(line)) if line.row.change == "unnamed" else _signed(line.nbytes)
 
 
 def _weight(line: Line[DiffRow]) -> int:
-    return abs(line.nbytes) or sum(row.size or 0 for row in line.members if row.change == "lost its name")
+    return abs(line.nbytes) or sum(row.size or 0 for row in line.members if row.change == "unnamed")
 
 
 def _signed(nbytes: int | None) -> str:
@@ -239,7 +228,7 @@ def _signed(nbytes: int | None) -> str:
 
 
 CHANGE_COLUMNS: tuple[Column[Line[Any]], ...] = (
-    Column("Change", lambda line: _WORDS[line.row.change]),
+    Column("Change", lambda line: line.row.change),
     Column("Name", lambda line: Cell(line.text, muted=line.row.name is None), shrinks=True, cut="never"),
     *storage_columns(
         Column("Size", _changed, "right", bar=lambda line: -_weight(line) if line.nbytes < 0 else _weight(line))
@@ -247,8 +236,8 @@ CHANGE_COLUMNS: tuple[Column[Line[Any]], ...] = (
 )
 CHANGED_DEVICES: tuple[Column[DeviceChange], ...] = (
     Column("Device", lambda row: row.device),
-    Column("New", lambda row: _signed(row.came), "right"),
-    Column("Freed", lambda row: _signed(-row.went), "right"),
+    Column("New", lambda row: _signed(row.new), "right"),
+    Column("Freed", lambda row: _signed(-row.freed), "right"),
     Column("Net", lambda row: _signed(row.net), "right"),
     Column("Allocator", lambda row: _signed(row.allocated), "right", when=lambda row: row.allocated is not None),
 )

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 from gpumagic.errors import GpuMagicError
-from gpumagic.heap.holders import SCRIPTS
 from gpumagic.report.base import Origin, Report
 
 KINDS = ("parameter", "buffer", "gradient", "optimizer state", "activation", "plain")
@@ -45,7 +44,7 @@ class TensorRow(NamedTuple):
     in_graph: bool = False
     """Whether only autograd graphs keep it; ``holder`` says whose."""
     frees: str | None = None
-    """The line after which those graphs release it: ``"loss = loss.detach()"``; None where there is none."""
+    """The line that frees it where no variable reaches it: ``"loss = loss.detach()"``; None where none is known."""
     views: int = 0
     """Further live tensors over the same storage."""
     requires_grad: bool = False
@@ -156,28 +155,15 @@ class TensorReport(Report[TensorRow]):
 
     def leaks(self) -> LeakReport:
         """Return what no variable reaches, with what keeps each tensor and the line that frees it."""
-        leaks = (
-            LeakRow(
-                row.numbers[0] if row.numbers else 0, row.device, row.nbytes, row.shape, row.dtype, row.kind,
-                row.holder, row.place, release_command(row), row.views,
-            )
-            for row in self.tensors if not row.is_reached()
-        )  # fmt: skip
+        leaks = (row for row in self.tensors if not row.is_reached())
         return LeakReport(tuple(leaks), self.limit, self.notes)
 
     def narrowed(self, only: Sequence[str]) -> TensorReport:
         """Return the report of some devices: ``"cuda:1"``, or ``"cuda"`` for all of a backend; empty for all."""
-        return replace(
-            self,
-            tensors=tuple(
-                sorted(
-                    (row for row in self.tensors if is_on(row.device, only)),
-                    key=lambda row: (-(row.nbytes or 0), row.name is None, row.name or "", row.device),
-                )
-            ),
-            by_device=tuple(row for row in self.by_device if is_on(row.device, only)),
-            only=tuple(only),
-        )
+        tensors = [row for row in self.tensors if is_on(row.device, only)]
+        tensors.sort(key=lambda row: (-(row.nbytes or 0), row.name is None, row.name or "", row.device))
+        by_device = tuple(row for row in self.by_device if is_on(row.device, only))
+        return replace(self, tensors=tuple(tensors), by_device=by_device, only=tuple(only))
 
 
 def is_on(device: str, only: Sequence[str]) -> bool:
@@ -197,15 +183,7 @@ IN_GRAPH = "graph of "
 """How the holder of what only a graph keeps begins."""
 
 
-def variable_of(row: DiffRow) -> str | None:
-    """Return the variable that a storage belongs to, also where only its graph keeps it; else its holder, or None."""
-    if row.name is not None:
-        return root_of(row.name)
-    by = row.holder or ""
-    return root_of(by.removeprefix(IN_GRAPH)) if by.startswith(IN_GRAPH) else row.holder
-
-
-CHANGES = ("came", "went", "resized", "lost its name")
+CHANGES = ("new", "freed", "resized", "unnamed")
 """What can happen to a storage; the last means that it lives on although no variable reaches it any more."""
 
 
@@ -217,7 +195,7 @@ class DiffRow:
     """One of `CHANGES`."""
     device: str
     nbytes: int | None
-    """Bytes by which it changed what is in use: negative for what went, 0 for a lost name, None if unknown."""
+    """Bytes by which it changed what is in use: negative for what was freed, 0 if only unnamed, None if unknown."""
     shape: tuple[int, ...]
     dtype: str
     kind: str
@@ -236,18 +214,18 @@ class DeviceChange:
     """What changed on one device, in bytes."""
 
     device: str
-    came: int
-    went: int
+    new: int
+    freed: int
     resized: int
     net: int
-    """Came - went + resized: what Python can see."""
+    """New - freed + resized: what Python can see."""
     allocated: int | None = None
     """Change of what the allocator has handed out; more than ``net`` where graphs or C++ keep tensors."""
 
 
 @dataclass(frozen=True, repr=False)
 class DiffReport(Report[DiffRow]):
-    """What came and what went between two reports of the live tensors, one row per storage, largest change first."""
+    """What is new and what was freed between two reports, one row per storage, largest change first."""
 
     row_type: ClassVar[type[Any]] = DiffRow
     view_module: ClassVar[str] = "leaks_view"
@@ -272,7 +250,9 @@ class DiffReport(Report[DiffRow]):
         """
         sums: Counter[str] = Counter()
         for row in self.changes:
-            sums[variable_of(row) or "(no name)"] += row.nbytes or 0
+            holder = row.holder or "(no name)"
+            is_named = row.name is not None or holder.startswith(IN_GRAPH)
+            sums[root_of(row.name or holder.removeprefix(IN_GRAPH)) if is_named else holder] += row.nbytes or 0
         return dict(sorted(((name, nbytes) for name, nbytes in sums.items() if nbytes), key=lambda item: -abs(item[1])))
 
 
@@ -282,14 +262,14 @@ def _changes(earlier: TensorReport, later: TensorReport) -> Iterator[DiffRow]:
     for row in later:
         old = next((before[number] for number in row.numbers if number in before), None)
         if old is None:
-            yield _diff_row("came", row, row.nbytes)
+            yield _diff_row("new", row, row.nbytes)
         elif old.nbytes != row.nbytes and old.nbytes is not None and row.nbytes is not None:
             yield _diff_row("resized", row, row.nbytes - old.nbytes, old.name)
         elif old.is_reached() and not row.is_reached():
-            yield _diff_row("lost its name", row, 0, old.name)
+            yield _diff_row("unnamed", row, 0, old.name)
     for row in earlier:
         if now.isdisjoint(row.numbers):
-            yield _diff_row("went", row, None if row.nbytes is None else -row.nbytes)
+            yield _diff_row("freed", row, None if row.nbytes is None else -row.nbytes)
 
 
 def _diff_row(change: str, row: TensorRow, nbytes: int | None, name: str | None = None) -> DiffRow:
@@ -299,80 +279,111 @@ def _diff_row(change: str, row: TensorRow, nbytes: int | None, name: str | None 
     )  # fmt: skip
 
 
-def _device_changes(rows: Iterable[DiffRow], earlier: TensorReport, later: TensorReport) -> Iterator[DeviceChange]:
-    totals: dict[str, dict[str, int]] = {}
-    for row in rows:
-        total = totals.setdefault(row.device, dict.fromkeys(CHANGES, 0))
-        total[row.change] += row.nbytes or 0
+def _device_changes(rows: Sequence[DiffRow], earlier: TensorReport, later: TensorReport) -> Iterator[DeviceChange]:
     before = {row.device: row.allocated for row in earlier.by_device}
     now = {row.device: row.allocated for row in later.by_device}
     for device in [*now, *(each for each in before if each not in now)]:
-        total = totals.get(device, dict.fromkeys(CHANGES, 0))
-        earlier_figure, figure = before.get(device, 0), now.get(device)
-        allocated = None if earlier_figure is None or figure is None else figure - earlier_figure
-        if any(total.values()) or allocated:
-            came, went, resized = total["came"], -total["went"], total["resized"]
-            yield DeviceChange(device, came, went, resized, came - went + resized, allocated)
-
-
-@dataclass(frozen=True, slots=True)
-class LeakRow:
-    """One storage that lives although no variable of the notebook reaches it."""
-
-    number: int
-    """For ``%devices --why NUMBER``; the same for as long as the storage lives."""
-    device: str
-    nbytes: int | None
-    shape: tuple[int, ...]
-    dtype: str
-    kind: str
-    holder: str | None
-    """``"Out[12]"``, ``"last traceback"``...; None where it is unknown, as for what C++ keeps."""
-    place: str | None
-    """Where in its holder it is: ``"last traceback.<step()>.hidden"``."""
-    command: str | None
-    """The line that frees it; None where none is known."""
-    views: int = 0
+        sums = Counter[str]()
+        for row in rows:
+            sums[row.change] += (row.nbytes or 0) * (row.device == device)
+        was, figure = before.get(device, 0), now.get(device)
+        allocated = None if was is None or figure is None else figure - was
+        if any(sums.values()) or allocated:
+            net = sums["new"] + sums["freed"] + sums["resized"]
+            yield DeviceChange(device, sums["new"], -sums["freed"], sums["resized"], net, allocated)
 
 
 @dataclass(frozen=True, repr=False)
-class LeakReport(Report[LeakRow]):
-    """The live tensors that no variable reaches, one row per storage, with what keeps and what frees each."""
+class LeakReport(Report[TensorRow]):
+    """The live tensors that no variable reaches, one row per storage, with what keeps and what frees each.
 
-    row_type: ClassVar[type[Any]] = LeakRow
+    Their first numbers are for ``%devices --why NUMBER``.
+    """
+
+    row_type: ClassVar[type[Any]] = TensorRow
     view_module: ClassVar[str] = "leaks_view"
 
-    leaks: tuple[LeakRow, ...]
+    leaks: tuple[TensorRow, ...]
     limit: int | None = None
     """How many rows to show; `rows` and `to_pandas` always have all."""
     notes: tuple[str, ...] = ()
 
     @property
-    def rows(self) -> tuple[LeakRow, ...]:
+    def rows(self) -> tuple[TensorRow, ...]:
         return self.leaks
 
 
 RELEASE = "%devices --free"
 COLLECT = "import gc; gc.collect()"
-_CLOSED_BY = {
-    "module matplotlib._pylab_helpers": f'import matplotlib.pyplot; matplotlib.pyplot.close("all"); {COLLECT}',
-    "module ipywidgets.widgets.widget": f"import ipywidgets; ipywidgets.Widget.close_all(); {COLLECT}",
-}
-"""What keeps pyplot's figures and widgets, also those without a name, until they are closed."""
 
 
-def release_command(row: TensorRow) -> str | None:
-    """Return the line that frees a storage that no variable reaches, or None where none is known."""
-    if row.releasable or row.frees:
-        return RELEASE if row.releasable else row.frees
-    holder = row.holder or ""
-    by, _, also = holder.partition(" and ")
-    if not also.startswith(IN_GRAPH) and (line := script_line(by, row.place or "")):
-        return f"{line}\n{RELEASE}" if also else line
-    return _CLOSED_BY.get(holder)
+@dataclass(frozen=True, slots=True)
+class FreedRow:
+    """What was freed on one device, in bytes."""
+
+    device: str
+    freed: int
+    """By the allocator's own figures; by the sizes of the tensors that are gone where it keeps none (cpu)."""
+    storages: int
+    """How many are gone."""
+    allocated_before: int | None
+    allocated_after: int | None
 
 
-def script_line(holder: str, place: str) -> str | None:
-    """Return the line that deletes a variable of a script that `%run` ran; None where something else is the holder."""
-    found = re.match(rf"{re.escape(holder)}\.\w+", place) if holder.startswith(SCRIPTS) else None
-    return found and f"del {found[0]}"
+@dataclass(frozen=True, repr=False)
+class FreedReport(Report[FreedRow]):
+    """What IPython and Python were made to forget, what that freed on each device, and what is still held."""
+
+    row_type: ClassVar[type[Any]] = FreedRow
+    view_module: ClassVar[str] = "leaks_view"
+
+    freed: tuple[FreedRow, ...]
+    released: tuple[str, ...] = ()
+    """What was forgotten: ``"Out[12]"``, ``"last traceback"``."""
+    left: LeakReport = field(default_factory=lambda: LeakReport(()))
+    """What is still held, and what would free that."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> tuple[FreedRow, ...]:
+        return self.freed
+
+
+@dataclass(frozen=True, slots=True)
+class WayRow:
+    """The shortest path to a tensor from one of its holders."""
+
+    root: str
+    """``"model"``, ``"Out[12]"``, ``"last traceback"``..."""
+    expression: str
+    """The whole path, as code where code can reach it: ``"model.fc.weight"``."""
+    steps: tuple[tuple[str, str], ...]
+    """From the root to the tensor: what is typed, ``".fc"``, and the class of what it leads to, ``"Linear"``."""
+    command: str | None
+    """The line that makes this holder release it; None where none is known."""
+
+
+@dataclass(frozen=True, repr=False)
+class WhyReport(Report[WayRow]):
+    """Every holder of one tensor, the nearest first: it is freed when none of them keeps it."""
+
+    row_type: ClassVar[type[Any]] = WayRow
+    view_module: ClassVar[str] = "leaks_view"
+
+    tensor: TensorRow
+    ways: tuple[WayRow, ...]
+    notes: tuple[str, ...] = ()
+    frees: int | None = None
+    """Bytes of its device that the commands free together, with what goes with it; None where that is not known."""
+    collects: bool = False
+    """Whether the memory comes back when the gc runs: reference cycles keep it until then."""
+
+    def lines(self) -> tuple[str, ...]:
+        """Return what to run so that the tensor is freed: the commands that are Python's in one line, then magics."""
+        commands = list(dict.fromkeys(way.command for way in self.ways if way.command is not None))
+        code = [each for each in commands if not each.startswith("%")] + ([COLLECT] if self.collects else [])
+        return (*(["; ".join(code)] if code else []), *(each for each in commands if each.startswith("%")))
+
+    @property
+    def rows(self) -> tuple[WayRow, ...]:
+        return self.ways

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,17 +10,14 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from gpumagic.heap.holders import SCRIPTS, Held
-from gpumagic.heap.paths import Names
+from gpumagic.heap.paths import Names, bounded
 from gpumagic.heap.storages import Storage, StorageTable, View
 from gpumagic.memory.segments import OccupiedBytes
 from gpumagic.report.base import grouped
 from gpumagic.tensors.detaching import DetachCommands
-from gpumagic.tensors.report import IN_GRAPH, KINDS, RELEASE, GraphRow, TensorRow, root_of, script_line
+from gpumagic.tensors.report import COLLECT, IN_GRAPH, KINDS, RELEASE, GraphRow, TensorRow, root_of
 
-MAX_NAMES = 16
-"""Names kept of one storage; views of one tensor may have thousands."""
 GRAPH = "autograd graph"
-_NO_HOLDER = (None, None, False, None)
 
 
 class Findings(NamedTuple):
@@ -60,26 +58,22 @@ class RowBuilder:
     def __init__(self, found: Findings, groups: Iterable[list[Storage]]) -> None:
         self._found = found
         self._occupied = OccupiedBytes()
-        self._is_nameless = found.names.are_none()
+        self._is_nameless = not found.names.paths_to
         self._any_is_special = bool(found.kinds or found.gradient_of)
-        self._blocks = [self._block(storages) for storages in groups]
+        self.blocks = [self._block(storages) for storages in groups]
         self._block_of: dict[Storage, _Block] = {}
         self._held: dict[int, Held] = {}
         self._keepers: dict[tuple[int, ...], tuple[Held, str | None]] = {}
         if found.graph_of:
-            self._block_of = {storage: block for block in self._blocks for storage in block.storages}
+            self._block_of = {storage: block for block in self.blocks for storage in block.storages}
             for root, storages in found.graph_of.items():
                 for block in self._kept(storages):
                     block.roots.append(root)
 
-    def are_all_named(self) -> bool:
-        """Return whether a variable reaches every block."""
-        return all(block.names for block in self._blocks)
-
     def find_holders(self, held: Mapping[int, Held]) -> None:
         """Add what keeps tensors beside variables, by the tensors' `id`."""
         self._held.update(held)
-        for block in self._blocks:
+        for block in self.blocks:
             if not block.names:
                 tensors = block.tensors()
                 tensors += [owner for each in block.storages for owner in self._found.gradient_of.get(each, ())]
@@ -92,18 +86,18 @@ class RowBuilder:
     def all(self) -> list[TensorRow]:
         """Return a row for each block."""
         if self._found.graph_of:
-            return [self._shared_row(block) for block in self._blocks]
+            return [self._shared_row(block) for block in self.blocks]
         return [
             self._lone_row(block)
             if len(block.storages) == 1 and len(block.storages[0].views) == 1
             else self._shared_row(block)
-            for block in self._blocks
+            for block in self.blocks
         ]
 
     def graphs(self) -> tuple[GraphRow, ...]:
         """Return, most first, what the graphs of one variable's tensors keep and nothing else does."""
         totals: Counter[tuple[str, str]] = Counter()
-        for block in self._blocks:
+        for block in self.blocks:
             if block.only_graphs_keep() and block.nbytes:
                 reaching = {root_of(name) for root in block.roots for name in self._found.names.of(root)}
                 outer = self._outer(block.roots)
@@ -134,7 +128,7 @@ class RowBuilder:
                     named.append(view)
             found += through
         if found:
-            block.names, block.named = _bounded(found), named
+            block.names, block.named = tuple(bounded(list(dict.fromkeys(found)), root_of)), named
         return block
 
     def _lone_row(self, block: _Block) -> TensorRow:
@@ -146,8 +140,8 @@ class RowBuilder:
         note = storage.note
         if viewed is not None and viewed != nbytes:
             note = note or _small_view(viewed, nbytes)
-        label, place, releasable, variable = held or _NO_HOLDER
-        kind = self._kind(block) if self._any_is_special or storage.is_special() else "plain"
+        label, place, releasable, variable = held or (None, None, False, None)
+        kind = self._kind(block) if self._any_is_special or storage.is_parameter or storage.from_graph else "plain"
         return TensorRow(
             storage.device, block.nbytes, view.shape, view.dtype, kind, names[0] if names else None, names,
             label, place, releasable, False, None, 0, storage.requires_grad, None, viewed, note, (storage.number,),
@@ -187,7 +181,7 @@ class RowBuilder:
             frees=frees,
             views=len(views) - 1,
             requires_grad=any(storage.requires_grad for storage in storages),
-            graph_nbytes=None if in_graph or not self._found.graph_of else self._graph_nbytes(block),
+            graph_nbytes=None if in_graph else self._graph_nbytes(block),
             viewed_nbytes=viewed,
             note=note or _small_view(viewed, first.nbytes),
             numbers=(first.number,) if len(storages) == 1 else tuple([storage.number for storage in storages]),
@@ -251,19 +245,6 @@ class RowBuilder:
     def _outer(self, roots: Sequence[int]) -> list[int]:
         """Return the roots that are kept by more than other graphs."""
         return [root for root in roots if self._found.names.of(root) or root in self._held]
-
-
-def _bounded(found: Sequence[str]) -> tuple[str, ...]:
-    """Return the first of many names, and one for each further variable that reaches the storage."""
-    if len(found) == 1:
-        return tuple(found)
-    names = list(dict.fromkeys(found))
-    if len(names) <= MAX_NAMES:
-        return tuple(names)
-    kept = names[:MAX_NAMES]
-    roots = {root_of(name) for name in kept}
-    others = {root: name for name in reversed(names) if (root := root_of(name)) not in roots}
-    return (*kept, *reversed(others.values()))
 
 
 def _small_view(viewed: int | None, nbytes: int | None) -> str | None:
@@ -338,3 +319,27 @@ def _overlapping(table: StorageTable) -> Iterator[list[Storage]]:
             end = storage.address + (storage.nbytes or 0)
             if end > reached:
                 reached, furthest = end, storage
+
+
+_CLOSED_BY = {
+    "module matplotlib._pylab_helpers": f'import matplotlib.pyplot; matplotlib.pyplot.close("all"); {COLLECT}',
+    "module ipywidgets.widgets.widget": f"import ipywidgets; ipywidgets.Widget.close_all(); {COLLECT}",
+}
+"""What keeps pyplot's figures and widgets, also those without a name, until they are closed."""
+
+
+def release_command(row: TensorRow) -> str | None:
+    """Return the line that frees a storage that no variable reaches, or None where none is known."""
+    if row.releasable or row.frees:
+        return RELEASE if row.releasable else row.frees
+    holder = row.holder or ""
+    by, _, also = holder.partition(" and ")
+    if not also.startswith(IN_GRAPH) and (line := script_line(by, row.place or "")):
+        return f"{line}\n{RELEASE}" if also else line
+    return _CLOSED_BY.get(holder)
+
+
+def script_line(holder: str, place: str) -> str | None:
+    """Return the line that deletes a variable of a script that `%run` ran; None where something else is the holder."""
+    found = re.match(rf"{re.escape(holder)}\.\w+", place) if holder.startswith(SCRIPTS) else None
+    return found and f"del {found[0]}"

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gpumagic.heap import calls, cycles, graph, holders, storages
@@ -29,7 +30,7 @@ from gpumagic.report.base import grouped
 from gpumagic.report.units import LARGE
 from gpumagic.tensors.detaching import DetachCommands
 from gpumagic.tensors.report import DeviceMemoryRow, GraphRow, TensorReport, TensorRow
-from gpumagic.tensors.rows import GRAPH, Findings, RowBuilder, group_by_memory
+from gpumagic.tensors.rows import GRAPH, Findings, RowBuilder, group_by_memory, release_command
 
 LARGEST = 16
 """Storages from which cycles are looked for at once; what such a cycle leads to is found with it."""
@@ -66,7 +67,9 @@ def scan(
         namespace = vars(sys.modules["__main__"]) if namespace is None else namespace
         found = TensorScan(namespace, shell, names=names)
         rows = _rows_of(found)
-        rows = name_keepers(rows, namespace, shell, 0 if thorough else LARGE) if names else rows
+        if names:
+            rows = name_keepers(rows, namespace, shell, 0 if thorough else LARGE)
+            rows = [row if row.is_reached() else row._replace(frees=release_command(row)) for row in rows]
         summary = memory_by_device(rows)
         notes = (*found.notes, *_memory_notes(rows, summary))
         report = TensorReport(
@@ -176,14 +179,16 @@ class TensorScan:
             [each for each in self._tensors if not saved or id(each) not in saved or names.of(id(each))]
         )
         gradient_of = self._find_gradients()
-        self._add_saved()
+        for each in saved.values():
+            if not self._table.find(each)[0].views:
+                self._table.add(each)
         gradients = grouped((leaf, storage) for storage, owners in gradient_of.items() for leaf in owners)
         graph_of = {root: frozenset(self._storages(tensors, gradients)) for root, tensors in saved_for.items()}
-        commands = DetachCommands(self._namespace, names)
+        commands = DetachCommands(names, self.graph.objects)
         findings = Findings(names, kinds_of(self._owners), gradient_of, graph_of, commands)
         self._findings = findings
         rows = RowBuilder(findings, group_by_memory(self._table))
-        if self._looks_for_names and (self._is_for_all or not rows.are_all_named()):
+        if self._looks_for_names and (self._is_for_all or not all(block.names for block in rows.blocks)):
             if self.graph.gave_up:
                 self.notes.append(
                     f"names were only looked for in the first {graph.MAX_STEPS:,} objects of the variables"
@@ -272,8 +277,8 @@ class TensorScan:
             graph = self._graphs.walk(node)
             if graph is None:
                 break
-            found[root] = graph.tensors
-            self._saved.update((id(each), each) for each in graph.tensors)
+            found[root] = graph
+            self._saved.update((id(each), each) for each in graph)
         if self._graphs.gave_up:
             self.notes.append("autograd graphs were only looked at in part: they are large")
         if not self._graphs.are_readable:
@@ -282,12 +287,6 @@ class TensorScan:
             hiding = ", ".join(sorted(self._graphs.hiding))
             self.notes.append(f"graphs keep at least what is said: {hiding} does not show what it saved")
         return found
-
-    def _add_saved(self) -> None:
-        for each in self._saved.values():
-            storage, _ = self._table.find(each)
-            if not storage.views:
-                self._table.add(each)
 
     def _storages(self, tensors: Iterable[Any], gradients: Mapping[int, list[Storage]]) -> Iterator[Storage]:
         for each in tensors:
@@ -328,7 +327,11 @@ def memory_by_device(rows: Iterable[TensorRow]) -> tuple[DeviceMemoryRow, ...]:
     placed: dict[str, list[TensorRow]] = {device: [] for device in figures}
     for row in rows:
         placed.setdefault(row.device, []).append(row)
-    others, kept = _other_processes(figures), segments.workspace_bytes()
+    kept = segments.workspace_bytes()
+    # Of other devices no driver reports what other processes hold; to ask takes about a ms.
+    is_cuda = any(device.startswith("cuda") for device in figures)
+    driver = memory_devices.driver_figures({Device.parse(each).backend for each in figures}) if is_cuda else {}
+    others = {device: each.other_processes for device, each in driver.items()}
     return tuple(
         _device_row(device, placed[device], figures.get(device), kept.get(device, 0), others.get(device))
         for device in sorted(placed, key=lambda each: (each not in figures, each))
@@ -342,24 +345,14 @@ def _device_row(
     graph = sum([row.nbytes or 0 for row in rows if row.in_graph])
     held = sum([row.nbytes or 0 for row in rows]) - named - graph
     tensors = len(rows) + sum([row.views for row in rows])
+    found = DeviceMemoryRow(device, tensors, len(rows), named, held, graph)
     if figures is None:
-        return DeviceMemoryRow(device, tensors, len(rows), named, held, graph)
-    return DeviceMemoryRow(
-        device, tensors, len(rows), named, held, graph,
-        workspaces=kept,
-        unexplained=figures.allocated - named - held - graph - kept,
-        allocated=figures.allocated,
-        cached=figures.reserved - figures.allocated,
-        other_processes=others,
-    )  # fmt: skip
-
-
-def _other_processes(devices: Iterable[str]) -> dict[str, int | None]:
-    """Return what other processes hold of each device, as far as the driver reports it; it takes about a ms."""
-    if not any(device.startswith("cuda") for device in devices):  # of other devices no driver reports it
-        return {}
-    found = memory_devices.driver_figures({Device.parse(device).backend for device in devices})
-    return {device: figures.other_processes for device, figures in found.items()}
+        return found
+    rest = figures.allocated - named - held - graph - kept
+    cached = figures.reserved - figures.allocated
+    return replace(
+        found, workspaces=kept, unexplained=rest, allocated=figures.allocated, cached=cached, other_processes=others
+    )
 
 
 def _memory_notes(rows: Iterable[TensorRow], devices: Iterable[DeviceMemoryRow]) -> list[str]:

@@ -5,12 +5,13 @@ The second half is what all tables of storages share: rows that are alike folded
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, Generic, NamedTuple, TypeVar
+from operator import itemgetter
+from typing import Any, Generic, TypeVar
 
 from gpumagic.memory.devices import BUILTIN_DEVICES
 from gpumagic.memory.ledger import PART_OF_KIND
@@ -23,14 +24,12 @@ from gpumagic.tensors.report import (
     DeviceMemoryRow,
     DiffRow,
     GraphRow,
-    LeakRow,
     TensorReport,
     TensorRow,
-    release_command,
     root_of,
 )
 
-Row = TypeVar("Row", TensorRow, LeakRow, DiffRow)
+Row = TypeVar("Row", TensorRow, DiffRow)
 
 _FEW_ROWS = 3
 """Up to this many rows under names such as ``batch[0]`` keep lines of their own."""
@@ -68,30 +67,18 @@ def _graph(row: GraphRow) -> str:
 
 def _headline(report: TensorReport) -> str:
     """Return what keeps most memory for nothing and how to free it, or how much there is."""
-    graph = next((row for row in report.graphs if _is_worth_it(row.nbytes, report)), None)
-    leak = _largest_leak(report)
-    if graph is not None and graph.nbytes >= (leak[0] if leak else 0):
-        return _graph(graph)
-    return leak[1] if leak else _amount(report)
-
-
-def _largest_leak(report: TensorReport) -> tuple[int, str] | None:
-    """Return what the line frees that frees most, and the sentence about it; graphs have one of their own."""
+    answers = [(row.nbytes, _graph(row)) for row in report.graphs]
     sums: Counter[tuple[str, str, str]] = Counter()
     for row in report.tensors:
-        command = None if row.is_reached() or row.in_graph else release_command(row)
-        if command is not None and row.nbytes:
+        if row.frees is not None and row.nbytes and not row.in_graph:
             holder = row.holder or "Python"
-            sums[f"The {holder}" if holder.startswith("last ") else holder, row.device, command] += row.nbytes
+            sums[f"The {holder}" if holder.startswith("last ") else holder, row.device, row.frees] += row.nbytes
     for (holder, device, command), nbytes in sums.most_common(1):
-        if _is_worth_it(nbytes, report):
-            line = command.replace("\n", " and then ")
-            return nbytes, f"{holder} keeps {size(nbytes)} on {device}: {line} frees it"
-    return None
-
-
-def _is_worth_it(nbytes: int, report: TensorReport) -> bool:
-    return nbytes >= max(LARGE, LARGE_SHARE * sum(row.in_rows for row in report.by_device))
+        line = command.replace("\n", " and then ")
+        answers.append((nbytes, f"{holder} keeps {size(nbytes)} on {device}: {line} frees it"))
+    nbytes, answer = max(answers, key=itemgetter(0), default=(0, ""))
+    is_worth_it = nbytes >= max(LARGE, LARGE_SHARE * sum(row.in_rows for row in report.by_device))
+    return answer if is_worth_it else _amount(report)
 
 
 def _amount(report: TensorReport) -> str:
@@ -131,8 +118,6 @@ def _in_order(
     lines: list[Line[TensorRow]], wholes: Mapping[str, int], limit: int | None
 ) -> tuple[list[Line[TensorRow]], int | None]:
     """Return lines by size with those of accelerators first, and how many are shown: not the small ones of many."""
-    if any(line.nbytes < after.nbytes for line, after in pairwise(lines)):
-        return lines, limit  # someone has put them in another order
     small = {id(line) for line in lines if line.nbytes < _SMALL * wholes.get(line.row.device, 0)}
     if len(lines) <= _FEW_LINES or limit is None or limit > SHOWN or len(small) > len(lines) - 3:
         small = set()
@@ -153,37 +138,21 @@ GROUP_KEYS: dict[str, Callable[[TensorRow], str]] = {
 }
 
 
-class Total(NamedTuple):
-    """What is alike by the key that totals were asked by."""
-
-    name: str
-    nbytes: int | None
-    tensors: int
-    storages: int
-
-
 def _totals(report: TensorReport, by: str) -> Table:
-    alike = grouped((GROUP_KEYS[by](row), row) for row in report.tensors)
-    totals = [Total(name, _sum(rows), sum(row.views + 1 for row in rows), len(rows)) for name, rows in alike.items()]
-    columns: tuple[Column[Total], ...] = (
-        Column(by.capitalize(), lambda each: each.name, shrinks=True),
-        Column(
-            "Size", lambda each: size(each.nbytes), "right",
-            bar=lambda each: {PART_OF_KIND.get(each.name, ""): each.nbytes or 0},
-        ),
-        Column("Tensors", lambda each: f"{each.tensors:,}", "right"),
-        Column("Storages", lambda each: f"{each.storages:,}", "right"),
-    )  # fmt: skip
+    lines: dict[str, Line[TensorRow]] = {}
+    for row in report.tensors:
+        key = GROUP_KEYS[by](row)
+        lines.setdefault(key, Line(row, key)).add(row)
+    columns: tuple[Column[Line[TensorRow]], ...] = (
+        Column(by.capitalize(), lambda line: line.name, shrinks=True),
+        dataclasses.replace(SIZE, bar=lambda line: {PART_OF_KIND.get(line.name, ""): line.nbytes}),
+        Column("Tensors", lambda line: f"{sum(row.views + 1 for row in line.members):,}", "right"),
+        Column("Storages", lambda line: f"{len(line.members):,}", "right"),
+    )
     return Table.of(
-        sorted(totals, key=lambda each: (-(each.nbytes or 0), each.name)), columns, f"Live tensors by {by}",
-        limit=report.limit, whole=sum(each.nbytes or 0 for each in totals),
-        rest=lambda left: f"and {len(left):,} more, {size(sum(each.nbytes or 0 for each in left))}" if left else "",
+        sorted(lines.values(), key=lambda line: (-line.nbytes, line.name)), columns, f"Live tensors by {by}",
+        limit=report.limit, whole=sum(line.nbytes for line in lines.values()), rest=more_storages,
     )  # fmt: skip
-
-
-def _sum(rows: Sequence[TensorRow]) -> int | None:
-    known = [row.nbytes for row in rows if row.nbytes is not None]
-    return sum(known) if known else None
 
 
 def _allocated(row: DeviceMemoryRow) -> Cell:
@@ -225,6 +194,11 @@ class Line(Generic[Row]):
     """Of all of them together."""
     members: list[Row] = field(default_factory=list)
 
+    def add(self, row: Row) -> None:
+        """Add a storage that is like the first."""
+        self.members.append(row)
+        self.nbytes += row.nbytes or 0
+
     @property
     def text(self) -> str:
         """The name, and how many storages share it."""
@@ -232,28 +206,22 @@ class Line(Generic[Row]):
 
 
 def fold(rows: Sequence[Row]) -> list[Line[Row]]:
-    """Return the rows as lines, in their order; where rows come by size, lines are ordered by their sums."""
+    """Return the rows as lines, those of most bytes first."""
     keys = [_fold_key(row) for row in rows]
     alike = Counter(keys)
     lines: dict[object, Line[Row]] = {}
     for position, (key, row) in enumerate(zip(keys, rows, strict=True)):
-        named = getattr(row, "name", None)
-        folds = named is None or (alike[key] > _FEW_ROWS and name_pattern(named) != named)
-        name = holder_text(graph_pattern(row.holder)) if named is None else name_pattern(named) if folds else named
-        line = lines.setdefault(key if folds else position, Line(row, name))
-        line.members.append(row)
-        line.nbytes += row.nbytes or 0
-    sizes = [abs(row.nbytes or 0) for row in rows]
-    if sizes == sorted(sizes, reverse=True):
-        return sorted(lines.values(), key=lambda line: -abs(line.nbytes))
-    return list(lines.values())
+        name = holder_text(graph_pattern(row.holder)) if row.name is None else name_pattern(row.name)
+        folds = row.name is None or (alike[key] > _FEW_ROWS and name != row.name)
+        name = name if folds or row.name is None else row.name
+        lines.setdefault(key if folds else position, Line(row, name)).add(row)
+    return sorted(lines.values(), key=lambda line: -abs(line.nbytes))
 
 
-def _fold_key(row: TensorRow | LeakRow | DiffRow) -> object:
-    name = getattr(row, "name", None)
+def _fold_key(row: TensorRow | DiffRow) -> object:
     more = (getattr(row, "note", None), getattr(row, "change", None))
     return (
-        name and name_pattern(name), row.device, row.shape, row.dtype, row.kind,
+        row.name and name_pattern(row.name), row.device, row.shape, row.dtype, row.kind,
         graph_pattern(row.holder), row.nbytes is None, more,
     )  # fmt: skip
 

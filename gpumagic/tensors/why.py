@@ -1,8 +1,12 @@
-"""Why one tensor is still there: which tensor a name means, every holder of it, and the shortest path from each."""
+"""Why one tensor is still there, and `--free`, which releases what no variable reaches.
+
+For `--why`: which tensor a name means, every holder of it, and the shortest path from each.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import re
 import sys
 import types
@@ -15,16 +19,18 @@ from typing import TYPE_CHECKING, Any
 from gpumagic.errors import OptionError, nearest
 from gpumagic.heap import cycles, holders
 from gpumagic.heap import graph as graph_module
+from gpumagic.heap import release as releasing
 from gpumagic.heap.branches import OWN, REGISTERED, class_attribute, is_heap_type, name_of_type
 from gpumagic.heap.graph import HeapGraph, Step
-from gpumagic.heap.paths import Path, Spelling
-from gpumagic.heap.readers import reader_of
+from gpumagic.heap.kinds import Graphs, non_leaves
+from gpumagic.heap.paths import Names, Path, Spelling
 from gpumagic.heap.storages import StorageTable, gc_disabled, undisturbed
+from gpumagic.memory import allocator
 from gpumagic.report.units import few
 from gpumagic.source.text import parse_tree
 from gpumagic.tensors import scan
-from gpumagic.tensors.leaks_report import WayRow, WhyReport
-from gpumagic.tensors.report import RELEASE, TensorRow, release_command
+from gpumagic.tensors.report import RELEASE, FreedReport, FreedRow, TensorReport, TensorRow, WayRow, WhyReport
+from gpumagic.tensors.rows import release_command
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -51,8 +57,11 @@ def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveS
     try:
         with undisturbed(), gc_disabled():
             report = sorted(search.run(), key=lambda row: -(row.nbytes or 0))
-            row = _find_row(name, report, also=_numbers_at(name, namespace))
-            leaves = _leaves_of_gradient(row, report)
+            row = _find_row(name, report, namespace)
+            # The leaves that a storage of gradients belongs to: a gradient itself may be no Python object.
+            owners = {name.removesuffix(_GRADIENT) for name in row.names if name.endswith(_GRADIENT)}
+            is_of_gradients = row.kind == "gradient" and len(owners) == len(row.names)
+            leaves = [each for each in report if is_of_gradients and owners.intersection(each.names)]
             hidden = {label for label, _ in holders.hidden_roots(namespace, shell)}
             targets = search.over({number for each in leaves or [row] for number in each.numbers})
             paths = list(graph.paths_to(targets))
@@ -101,18 +110,17 @@ def _has_unknown_references(paths: Sequence[Sequence[Step]], search: scan.Tensor
     )
 
 
-def _find_row(text: str, report: Iterable[TensorRow], also: Sequence[int]) -> TensorRow:
-    """Return the row that a name, a holder or a number means; of several the largest.
-
-    ``also`` are numbers of storages that it means where no row goes by it.
-    """
+def _find_row(text: str, report: Sequence[TensorRow], namespace: Mapping[str, object]) -> TensorRow:
+    """Return the row that a name, a holder or a number means; of several the first, which is the largest."""
     rows = [row for row in report if text in row.names] or [row for row in report if _goes_by(_unquoted(text), row)]
-    rows = rows or [row for row in report if not set(also).isdisjoint(row.numbers)]
+    if not rows:
+        numbers = _numbers_at(text, namespace)
+        rows = [row for row in report if not set(numbers).isdisjoint(row.numbers)]
     if not rows:
         rows = list(_rows_below(_unquoted(text), report))
         if len(rows) != 1:
             raise OptionError(_why_not(text, report))
-    return max(rows, key=lambda row: row.nbytes or 0)
+    return rows[0]
 
 
 def _unquoted(name: str) -> str:
@@ -150,38 +158,15 @@ def _numbers_at(name: str, namespace: Mapping[str, object]) -> list[int]:
 
     What is in a list under two variables has its name through one of them.
     """
-    wanted = _unquoted(name)
+    wanted, table = _unquoted(name), StorageTable()
     beginnings = (wanted[:end] for end in range(len(wanted), 0, -1) if wanted[:end].isidentifier())
-    root = next((each for each in beginnings if each in namespace), None)
-    if root is None:
-        return []
-    with undisturbed():
-        tensor = _tensor_at(namespace[root], wanted[len(root) :])
-        return [] if tensor is None else StorageTable().numbers(tensor)
-
-
-def _tensor_at(value: object, rest: str) -> Any:
-    """Return the tensor that the rest of a name leads to, or None."""
-    reader = reader_of(type(value))
-    if not rest or reader is None:
-        return value if reader is not None and reader.is_tensor else None
-    for branch in reader.read(value, reader):
-        for key, child in branch.children:
-            parent = Path(None, "name", "", 0, 0, type(value))
-            step = _unquoted(Spelling(lambda _: None).code(Path(parent, branch.style, key, 0, 0)) or "")
-            if step and rest.startswith(step):
-                found = _tensor_at(child, rest[len(step) :])
-                if found is not None:
-                    return found
-    return None
-
-
-def _leaves_of_gradient(row: TensorRow, report: Sequence[TensorRow]) -> list[TensorRow]:
-    """Return the leaves that a storage of gradients belongs to: a gradient itself may be no Python object."""
-    leaves = {name.removesuffix(_GRADIENT) for name in row.names if name.endswith(_GRADIENT)}
-    if row.kind != "gradient" or len(leaves) < len(row.names):
-        return []
-    return [each for each in report if leaves.intersection(each.names)]
+    graph = HeapGraph()
+    try:
+        names = Names(graph.explore((each, namespace[each]) for each in beginnings if each in namespace))
+        found = [each for key, each in graph.tensors.items() if wanted in map(_unquoted, names.of(key))]
+        return [number for each in found for number in table.numbers(each)]
+    finally:
+        graph.release()
 
 
 def _way(
@@ -308,12 +293,8 @@ def _can_be_deleted(path: Path, parent: object) -> bool:
         return False
     stands_in_class = type(class_attribute(kind, path.key))
     is_shadowed = stands_in_class in (property, types.GetSetDescriptorType)
-    return not is_shadowed and (is_heap_type(kind) or kind is types.SimpleNamespace or is_class(parent))
-
-
-def is_class(value: object) -> bool:
-    """Return whether an object is a class that can be changed."""
-    return issubclass(type(value), type) and is_heap_type(value)  # type: ignore[arg-type]
+    is_class = issubclass(kind, type) and is_heap_type(parent)  # type: ignore[arg-type]  # one that can be changed
+    return not is_shadowed and (is_heap_type(kind) or kind is types.SimpleNamespace or is_class)
 
 
 def _notes(row: TensorRow, ways: Sequence[WayRow], graph: HeapGraph) -> Iterator[str]:
@@ -324,3 +305,78 @@ def _notes(row: TensorRow, ways: Sequence[WayRow], graph: HeapGraph) -> Iterator
         yield f"kept by {row.holder}" + (f"; {frees} frees it" if frees else "")
     elif not ways:
         yield "nothing that was followed refers to it: C++ may, or an extension"
+
+
+# ---- What no variable reaches: outputs, the display hook, the last error, what the gc has not collected yet
+
+
+def release(namespace: Mapping[str, object], shell: InteractiveShell | None = None) -> FreedReport:
+    """Make IPython and Python forget outputs and the last error where these keep tensors that no variable reaches.
+
+    Then a collection frees what is left of earlier errors, and what is in cycles.
+
+    Args:
+        namespace: the notebook's variables; none of them changes.
+        shell: the shell they belong to; without one only Python's own last error is looked at.
+    """
+    with gc_disabled():
+        before = scan.scan(namespace, shell=shell, thorough=True)
+        figures = allocator.all_device_stats()
+        wanted = {number for row in before if row.releasable for number in row.numbers}
+        released = _forget(wanted, namespace, shell) if wanted else ()
+        if wanted:
+            gc.collect()
+            found = (row.holder or "" for row in before)
+            released += tuple(dict.fromkeys(holder for holder in found if holder.startswith(cycles.CYCLE)))
+        now = allocator.all_device_stats()
+        after = scan.scan(namespace, shell=shell, thorough=True)
+    return FreedReport(tuple(_came_back(before, after, figures, now)), released, after.leaks(), after.notes)
+
+
+def _forget(wanted: set[int], namespace: Mapping[str, object], shell: InteractiveShell | None) -> tuple[str, ...]:
+    """Make the session forget what keeps storages, itself or by an autograd graph; return what that was.
+
+    Args:
+        wanted: the numbers of the storages.
+        namespace: the notebook's variables.
+        shell: the shell they belong to.
+    """
+    roots, keeping = holders.hidden_roots(namespace, shell), set[str]()
+    graph, table, graphs = HeapGraph(holders.excluded_objects(namespace, shell)), StorageTable(), Graphs()
+    try:
+        with undisturbed():
+            graph.explore(roots)
+            for key, labels in graph.roots_of().items():
+                tensors = [graph.tensors[key]]
+                for result in [] if keeping.issuperset(labels) else non_leaves(tensors):
+                    tensors += graphs.walk(result.grad_fn) or ()
+                if any(not wanted.isdisjoint(table.numbers(tensor)) for tensor in tensors):
+                    keeping.update(labels)
+                tensors.clear()
+    finally:
+        graphs.release()
+        graph.release()
+    forgotten = {id(value) for label, value in roots if label in keeping and label != holders.TRACEBACK}
+    released = tuple(dict.fromkeys(label for label, _ in roots if label in keeping))
+    if shell is not None:
+        releasing.forget_outputs(shell, forgotten)
+    roots.clear()
+    if holders.TRACEBACK in keeping:
+        releasing.forget_last_error(namespace, shell)
+    return released
+
+
+def _came_back(
+    before: TensorReport,
+    after: TensorReport,
+    figures: Mapping[str, allocator.AllocatorStats],
+    now: Mapping[str, allocator.AllocatorStats],
+) -> Iterator[FreedRow]:
+    gone = [row for row in after.since(before) if row.change == "freed"]
+    for device in [*figures, *dict.fromkeys(row.device for row in gone if row.device not in figures)]:
+        mine = [row for row in gone if row.device == device]
+        if device in figures:
+            allocated, left = figures[device].allocated, now[device].allocated
+            yield FreedRow(device, allocated - left, len(mine), allocated, left)
+        else:
+            yield FreedRow(device, -sum(row.nbytes or 0 for row in mine), len(mine), None, None)

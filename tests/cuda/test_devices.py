@@ -263,7 +263,7 @@ def test_a_graph_can_be_captured_around_a_look(variables) -> None:
 def test_what_is_freed_by_the_line_of_a_row_is_what_the_row_says(variables) -> None:
     exec(STATES["graphs of losses in a list"], variables)
     held = [row for row in gpumagic.devices(namespace=variables).leaks() if row.device == "cuda:0"]
-    (line,) = {row.command for row in held}
+    (line,) = {row.frees for row in held}
     before = torch.cuda.memory_allocated()
     exec(line, variables)
     assert before - torch.cuda.memory_allocated() == sum(row.nbytes for row in held) > 0
@@ -284,7 +284,7 @@ def test_a_leak_in_a_cycle_is_held_by_it_and_its_line_frees_it(variables) -> Non
     (row,) = [row for row in gpumagic.devices(namespace=variables).leaks() if row.device == "cuda:0"]
     assert "cycle" in row.holder
     before = torch.cuda.memory_allocated()
-    assert row.command == "%devices --free"
+    assert row.frees == "%devices --free"
     gpumagic.free_leaks()
     assert before - torch.cuda.memory_allocated() == row.nbytes == 4 * (1 << 19)
 

@@ -94,7 +94,7 @@ def test_a_tensor_in_a_ring_is_kept_by_it_and_a_collection_frees_it(kind) -> Non
     row = row_of(report, 1301)
     assert row.holder.startswith(f"cycle of {kind}")
     assert row.releasable
-    assert {held.command for held in report.leaks() if held.shape in {(1301,), (1302,)}} == {RELEASE}
+    assert {held.frees for held in report.leaks() if held.shape in {(1301,), (1302,)}} == {RELEASE}
     assert all(watch() is not None for watch in watches), "looking must not collect"
     gc.collect()
     assert all(watch() is None for watch in watches)

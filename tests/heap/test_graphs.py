@@ -97,7 +97,7 @@ LINES = {
 @pytest.mark.parametrize("line", LINES)
 def test_the_line_given_for_a_graph_frees_what_it_says_to_the_byte(model, line) -> None:
     namespace = {"model": model, **LINES[line](model)}
-    held = [row for row in scan(namespace).leaks() if row.command == line]
+    held = [row for row in scan(namespace).leaks() if row.frees == line]
     before = allocated()
     exec(line, namespace)
     assert before - allocated() == sum(row.nbytes for row in held) > 0
@@ -108,7 +108,7 @@ def test_no_line_is_given_for_a_graph_where_none_is_known(model, kept) -> None:
     rows = [
         row for row in scan({"model": model, **kept(on_the_way(model))}).leaks() if "graph of" in (row.holder or "")
     ]
-    assert {row.command for row in rows} == {None}
+    assert {row.frees for row in rows} == {None}
 
 
 def test_a_result_that_an_output_keeps_too_is_not_freed_by_detaching_its_name(model) -> None:

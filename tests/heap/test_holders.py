@@ -19,9 +19,12 @@ from makers import (
     Attentive,
     DataLoaderLike,
     Loud,
+    awaiting,
     cached_call,
+    caused,
     context_variable,
     context_with,
+    failed,
     filled,
     generator,
     half_read,
@@ -39,16 +42,18 @@ pytestmark = pytest.mark.usefixtures("few_objects", "nothing_left")
 HOLDERS = {
     "Attentive odd": lambda t: {"odd": Attentive(t)},
     "Loud loud": lambda t: {"loud": Loud(k=t)},
-    "lru_cache c": lambda t: {"c": cached_call(t)},
+    "_lru_cache_wrapper c": lambda t: {"c": cached_call(t)},
     "list_iterator it": lambda t: {"it": iter([t])},
-    "list_iterator g.gi_frame.f_locals['.0']": lambda t: {"g": started(each for each in iter([0, t]))},
+    "generator g": lambda t: {"g": started(generator(t))},
+    "coroutine co": lambda t: {"co": awaiting(t)},
+    "generator each": lambda t: {"each": started(each for each in iter([0, t]))},
     "SimpleQueue q": lambda t: {"q": filled(queue.SimpleQueue(), t)},
     "_tee copies[0]": lambda t: {"copies": half_read(itertools.tee([t]))},
     "accumulate sums": lambda t: {"sums": half_read([itertools.accumulate([t, t])])[0]},
     "map it": lambda t: {"it": map(None, [t])},
     "zip it": lambda t: {"it": zip([t])},
-    "threading.local mine": lambda t: {"mine": thread_local_of_another(t)},
-    "threading.local own": lambda t: {"own": thread_local([t])},
+    "_local mine": lambda t: {"mine": thread_local_of_another(t)},
+    "_local own": lambda t: {"own": thread_local([t])},
     "Context context": lambda t: {"context": context_with(t)},
     "BlockManager frame._mgr": lambda t: {"frame": pd.DataFrame({"emb": [None, t]})},
     "DataLoaderLike cfg['loader']": lambda t: {"cfg": {"loader": DataLoaderLike(t)}},
@@ -69,8 +74,13 @@ def test_what_no_expression_reaches_has_no_name_and_its_holder_is_told(holder) -
     (row,) = [row for row in report if row.shape == (3, 1241)]
     assert (row.name, row.holder) == (None, holder)
     assert row.variable in namespace
-    assert row.numbers[0] not in [each.number for each in report.leaks()]
+    assert row.numbers[0] not in [each.numbers[0] for each in report.leaks()]
     assert Attentive.calls == 0
+
+
+def test_an_error_in_a_variable_holds_the_variables_of_the_call_that_failed() -> None:
+    found = held((3, 1244), {"error": caused(failed(torch.ones(3, 1244)))})
+    assert found == [("ValueError error.__cause__", "error.__cause__.<fails()>.local", False)]
 
 
 def test_a_context_variable_that_nothing_names_keeps_its_value() -> None:

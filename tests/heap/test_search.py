@@ -32,7 +32,7 @@ def test_looking_at_a_generator_leaves_nothing_in_its_frame() -> None:
     tensor = torch.ones(3)
     watch = weakref.ref(tensor)
     stands = started(forgetful(tensor))
-    assert names_of(tensor, {"g": stands}) == ("g.gi_frame.f_locals['mine']",)
+    assert names_of(tensor, {"g": stands}) == ()
     del tensor
     next(stands)
     assert watch() is None

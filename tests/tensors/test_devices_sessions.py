@@ -46,7 +46,7 @@ def check(ask):
     found = held(ask(HOLDERS))
     assert found[301] == "last traceback"
     assert found[302] == "step.__closure__[0].cell_contents"
-    assert found[303] == "gen.gi_frame.f_locals['hidden']"
+    assert found[303] == "generator gen"
     assert re.fullmatch(r"Out\[\d+\]", found[305])
     assert found[304] == "cycle of list"
     before = allocated(ask(ALLOCATED))

@@ -7,8 +7,17 @@ import dataclasses
 import pytest
 
 from gpumagic.report.base import to_html, to_text
-from gpumagic.tensors.leaks_report import FreedReport, FreedRow, WayRow, WhyReport
-from gpumagic.tensors.report import DeviceChange, DiffReport, DiffRow, LeakReport, LeakRow, TensorRow
+from gpumagic.tensors.report import (
+    DeviceChange,
+    DiffReport,
+    DiffRow,
+    FreedReport,
+    FreedRow,
+    LeakReport,
+    TensorRow,
+    WayRow,
+    WhyReport,
+)
 
 KIB, MIB = 1024, 1024**2
 RELEASE, COLLECT = "%devices --free", "import gc; gc.collect()"
@@ -26,12 +35,12 @@ def changed(change, nbytes, name, **more):
 
 DIFF = DiffReport(
     (
-        changed("came", 512 * MIB, "batch"),
-        changed("went", -256 * MIB, "old_batch"),
-        *(changed("came", MIB, f"losses[{number}]") for number in range(40)),
+        changed("new", 512 * MIB, "batch"),
+        changed("freed", -256 * MIB, "old_batch"),
+        *(changed("new", MIB, f"losses[{number}]") for number in range(40)),
         changed("resized", 4 * KIB, "shard", size=8 * KIB),
-        changed("lost its name", 0, "hidden", holder="Out[12]", size=64 * MIB),
-        changed("came", None, "opaque"),
+        changed("unnamed", 0, "hidden", holder="Out[12]", size=64 * MIB),
+        changed("new", None, "opaque"),
     ),
     (DeviceChange("cuda:0", 552 * MIB, 256 * MIB, 4 * KIB, 296 * MIB + 4 * KIB, 300 * MIB),),
     since="%devices in cell 7",
@@ -44,8 +53,7 @@ def test_what_changed_in_80_columns() -> None:
 
 GOLDEN_DIFF = """\
 batch +512.0 MiB, old_batch -256.0 MiB, losses +40.0 MiB and 1 more
-+552.0 MiB in 42 new storages, -256.0 MiB in 1 freed, +4.0 KiB by resizing, 1
-  without a name now since %devices in cell 7
+42 new, 1 freed, 1 resized, 1 unnamed since %devices in cell 7
 Change   Name            Device        Size               Shape        Kind
 ───────  ──────────────  ──────  ───────────────────────  ───────────  ─────
 new      batch           cuda:0  +512.0 MiB ████████████  [256, 1024]  plain
@@ -62,8 +70,9 @@ cuda:0  +552.0 MiB  -256.0 MiB  +296.0 MiB  +300.0 MiB"""
 
 def held(number, nbytes, holder, command, **more):
     """Return one held storage."""
-    return LeakRow(
-        number, "cuda:0", nbytes, (32, 32), "float32", "plain", holder, more.pop("place", holder), command, **more
+    return TensorRow(
+        "cuda:0", nbytes, (32, 32), "float32", "plain", None, holder=holder, place=more.pop("place", holder),
+        frees=command, numbers=(number,),
     )  # fmt: skip
 
 
@@ -86,8 +95,8 @@ No.  Kept by                         Device       Size  Shape     Dtype    Kind
 ───  ──────────────────────────────  ──────  ─────────  ────────  ───────  ─────
   7  Out[12]['k']                    cuda:0   64.0 MiB  [32, 32]  float32  plain
   8  last traceback.<step()>.hidden  cuda:0   32.0 MiB  [32, 32]  float32  plain
-  9  unknown × 50                    cuda:0  200.0 KiB  [32, 32]  float32  plain
  60  cycle                           cuda:0    1.0 MiB  [32, 32]  float32  plain
+  9  unknown × 50                    cuda:0  200.0 KiB  [32, 32]  float32  plain
 import gc; gc.collect() frees 1.0 MiB: cycle
 No single line frees 200.0 KiB, kept by C++ or what was not followed"""
 
@@ -175,7 +184,7 @@ def test_html_says_what_the_text_says_and_escapes_it(report) -> None:
 @pytest.mark.parametrize("report", [DIFF, HELD, FREED, WHY], ids=lambda report: type(report).__name__)
 def test_columns_are_the_same_whatever_was_found(report) -> None:
     frame = report.to_pandas()
-    assert list(frame) == [field.name for field in dataclasses.fields(report.row_type)]
+    assert list(frame) == list(report.row_type.__annotations__)
     empty = dataclasses.replace(report, **{dataclasses.fields(report)[1 if report is WHY else 0].name: ()})
     assert list(empty.to_pandas()) == list(frame)
 

@@ -121,7 +121,7 @@ def promised(shell: Any) -> Iterator[tuple[str, list[str], int]]:
     for line, rows in promises(here):
         yield "--leaks", line.split("\n"), sum(row.nbytes or 0 for row in rows)
     names = [row.name for row in report if row.device == DEVICE and row.name]
-    for name in [*names[:MOST], *(str(row.number) for row in here[:MOST])]:
+    for name in [*names[:MOST], *(str(row.numbers[0]) for row in here[:MOST])]:
         why = gpumagic.why(name, namespace=shell.user_ns)
         if why.frees is not None and why.lines():
             yield f"--why {name}", list(why.lines()), why.frees

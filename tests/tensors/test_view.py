@@ -81,7 +81,7 @@ small             300.0 MiB ███░░░░░░░░░        2       
 (Out[12])          64.0 MiB █░░░░░░░░░░░        1         1
 (no name)          19.5 MiB █░░░░░░░░░░░    5,000     5,000
 (last traceback)   16.0 MiB █░░░░░░░░░░░        1         1
-and 2 more, 0 B"""
+and 2 more storages, 0 B"""
 
 
 @pytest.mark.parametrize(("key", "first"), [("dtype", "float32"), ("kind", "optimizer state"), ("holder", "model")])
@@ -99,12 +99,6 @@ def test_no_line_is_wider_than_asked(width) -> None:
 def test_what_no_name_tells_apart_is_one_line_at_the_place_of_its_sum() -> None:
     names = [line.split("  ")[0] for line in text(REPORT, 120).splitlines()]
     assert names.index("(no name) × 5,000") == names.index("(last traceback)") - 1
-
-
-def test_an_order_other_than_size_is_kept() -> None:
-    rows = sorted(ROWS, key=lambda each: each.shape)
-    lines = text(TensorReport(tuple(rows), SUMS)).splitlines()
-    assert lines[3].startswith("ragged")
 
 
 def test_of_many_lines_the_small_ones_are_one_and_a_large_cache_is_told_in_words() -> None:

@@ -124,8 +124,7 @@ class Modules(NamedModules):
             elif kind is torch.Tensor:
                 with contextlib.suppress(RuntimeError):  # a view of what was changed in place since, as FSDP has
                     roots += [each.grad_fn] if each.grad_fn is not None else []
-        graph = Graphs().walk(*roots)
-        for each in graph.tensors if graph is not None else ():
+        for each in Graphs().walk(*roots) or ():
             self._mark(each, "parameters" if isinstance(each, nn.Parameter) else "activations")
         return self.names
 
