@@ -88,10 +88,10 @@ def environment(
 
 
 def _chosen(gpus: str | GPU | Sequence[str | GPU], devices: int | None) -> list[GPU]:
-    from gpumagic.memory.presets import named
+    from gpumagic.memory.presets import name_of
 
     asked = [gpus] if isinstance(gpus, (str, GPU)) else list(gpus)
-    found = [gpu if isinstance(gpu, GPU) else named(gpu) for gpu in asked]
+    found = [gpu if isinstance(gpu, GPU) else GPUS[name_of(gpu)] for gpu in asked]
     count = len(found) if devices is None else devices
     if not 0 <= count <= MOST_DEVICES:
         raise OptionError(f"{count} devices are not possible; ask for 0 to {MOST_DEVICES}")

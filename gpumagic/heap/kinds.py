@@ -78,31 +78,19 @@ def _values(mapping: Any) -> list[Any]:
     return list(dict.values(mapping)) if isinstance(mapping, dict) else []
 
 
-# In the result, a leaf without a gradient is in its own place.
+# A leaf without a gradient is its own result.
 _PEEK = """
-graph({inputs}):
-  %go : bool = prim::Constant[value=1]()
-  %leaves : Tensor[] = prim::ListConstruct({names})
-  %length : int = aten::len(%leaves)
-  %found : Tensor[] = prim::ListConstruct()
-  prim::Loop(%length, %go)
-    block0(%i : int):
-      %leaf : Tensor = aten::__getitem__(%leaves, %i)
-      %gradient : Tensor = prim::grad(%leaf)
-      %there : bool = prim::AutogradAnyNonZero(%gradient)
-      prim::If(%there)
-        block0():
-          %alias : Tensor = aten::detach(%gradient)
-          %one : Tensor[] = aten::append(%found, %alias)
-          -> ()
-        block1():
-          %other : Tensor[] = aten::append(%found, %leaf)
-          -> ()
-      -> (%go)
+graph(%leaf : Tensor):
+  %gradient : Tensor = prim::grad(%leaf)
+  %there : bool = prim::AutogradAnyNonZero(%gradient)
+  %found : Tensor = prim::If(%there)
+    block0():
+      %alias : Tensor = aten::detach(%gradient)
+      -> (%alias)
+    block1():
+      -> (%leaf)
   return (%found)
 """
-_AT_ONCE = 64
-"""Leaves that are read at once. 256 take nearly as long for each, and the graph for each number is kept."""
 
 
 def leaves(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -129,13 +117,10 @@ def peek_gradients(leaves: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tens
     if not leaves:
         return []
     plain = [(i, leaf) for i, leaf in enumerate(leaves) if local_of(leaf) is leaf]
-    found: list[torch.Tensor] = []
     try:
         with torch._C._DisableTorchDispatch():
-            for start in range(0, len(plain), _AT_ONCE):
-                part = [leaf for _, leaf in plain[start : start + _AT_ONCE]]
-                # Not a list: torch calls Python to learn what it is, and crashes where Ctrl-C comes there.
-                found += torch._C._jit_interpret_graph(_peek_graph(len(part)), tuple(part))
+            graph = _peek_graph()
+            found = [torch._C._jit_interpret_graph(graph, (leaf,)) for _, leaf in plain]
     except Exception:  # a torch without this interpreter; only the gradients that Python has seen are listed then
         return None
     aliases = [(i, alias) for (i, leaf), alias in zip(plain, found, strict=True) if alias is not leaf]
@@ -150,12 +135,10 @@ def gradients_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @cache
-def _peek_graph(count: int) -> Any:
+def _peek_graph() -> Any:
     import torch
 
-    names = [f"%leaf_{place}" for place in range(count)]
-    inputs = ", ".join(f"{each} : Tensor" for each in names)
-    return torch._C.parse_ir(_PEEK.format(inputs=inputs, names=", ".join(names)))
+    return torch._C.parse_ir(_PEEK)
 
 
 MAX_NODES = 100_000

@@ -91,11 +91,6 @@ _MAKERS = re.compile(
 """What a name means the same without."""
 
 
-def named(name: str) -> GPU:
-    """Return a GPU by its name; see `name_of`."""
-    return GPUS[name_of(name)]
-
-
 def name_of(name: str) -> str:
     """Return the name of a GPU as `GPUS` has it.
 

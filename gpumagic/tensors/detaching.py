@@ -41,10 +41,6 @@ class DetachCommands:
         found = [each for each in statements if each is not None]
         return "; ".join(found) if len(found) == len(statements) <= _MAX_STATEMENTS and found else None
 
-    def any_is_node(self, roots: Iterable[int]) -> bool:
-        """Return whether one of these is a node of a graph, which a variable can hold too."""
-        return any(_is_of_node(path) for root in roots for path in self._names.paths(root))
-
     def _statement(self, path: Path) -> str | None:
         if path.style == "[" and path.parent is not None and path.parent.kind is list:
             whole = self._of_list(path.parent)

@@ -92,20 +92,6 @@ class DeviceMemoryRow:
         return self.named + self.held + (self.graph or 0)
 
 
-@dataclass(frozen=True, slots=True)
-class GraphRow:
-    """What the autograd graphs of one variable's tensors keep on a device, and nothing else does."""
-
-    name: str
-    """The variable: ``"losses"``."""
-    device: str
-    nbytes: int
-    tensors: int
-    """How many of its tensors have a graph."""
-    example: str
-    """The first of them: ``"losses[0]"``."""
-
-
 @dataclass(frozen=True, repr=False)
 class TensorReport(Report[TensorRow]):
     """The live tensors of this process, one row per storage, largest first."""
@@ -121,8 +107,6 @@ class TensorReport(Report[TensorRow]):
     notes: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
     """The devices it was narrowed to; empty for all."""
-    graphs: tuple[GraphRow, ...] = ()
-    """The variables whose graphs keep memory, most first."""
     process: str = ""
     """Identifies the process it was made in: only there do `TensorRow.numbers` mean the same storages."""
     origin: Origin = field(default_factory=Origin)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -15,7 +14,7 @@ from gpumagic.heap.storages import Storage, StorageTable, View
 from gpumagic.memory.segments import OccupiedBytes
 from gpumagic.report.base import grouped
 from gpumagic.tensors.detaching import DetachCommands
-from gpumagic.tensors.report import COLLECT, IN_GRAPH, KINDS, RELEASE, GraphRow, TensorRow, root_of
+from gpumagic.tensors.report import COLLECT, IN_GRAPH, KINDS, RELEASE, TensorRow, root_of
 
 GRAPH = "autograd graph"
 
@@ -93,23 +92,6 @@ class RowBuilder:
             else self._shared_row(block)
             for block in self.blocks
         ]
-
-    def graphs(self) -> tuple[GraphRow, ...]:
-        """Return, most first, what the graphs of one variable's tensors keep and nothing else does."""
-        totals: Counter[tuple[str, str]] = Counter()
-        for block in self.blocks:
-            if block.only_graphs_keep() and block.nbytes:
-                reaching = {root_of(name) for root in block.roots for name in self._found.names.of(root)}
-                outer = self._outer(block.roots)
-                if len(reaching) == 1 and self._only_names_keep(outer) and not self._found.detaching.any_is_node(outer):
-                    totals[reaching.pop(), block.storages[0].device] += block.nbytes
-        best = (name for root in self._found.graph_of if totals for name in self._found.names.of(root)[:1])
-        having = grouped((root_of(name), name) for name in best)
-        found = [
-            GraphRow(name, device, nbytes, tensors=len(having[name]), example=having[name][0])
-            for (name, device), nbytes in totals.items()
-        ]
-        return tuple(sorted(found, key=lambda row: -row.nbytes))
 
     def _block(self, storages: list[Storage]) -> _Block:
         block = _Block(storages, occupied(storages, self._occupied))

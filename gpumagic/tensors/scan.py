@@ -29,7 +29,7 @@ from gpumagic.report import base
 from gpumagic.report.base import grouped
 from gpumagic.report.units import LARGE
 from gpumagic.tensors.detaching import DetachCommands
-from gpumagic.tensors.report import DeviceMemoryRow, GraphRow, TensorReport, TensorRow
+from gpumagic.tensors.report import DeviceMemoryRow, TensorReport, TensorRow
 from gpumagic.tensors.rows import GRAPH, Findings, RowBuilder, group_by_memory, release_command
 
 LARGEST = 16
@@ -66,28 +66,24 @@ def scan(
     with gc_disabled():
         namespace = vars(sys.modules["__main__"]) if namespace is None else namespace
         found = TensorScan(namespace, shell, names=names)
-        rows = _rows_of(found)
+        try:
+            with undisturbed():
+                rows = found.run()
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # or it would keep every tensor of the process
+            raise
+        finally:
+            found.release()
         if names:
             rows = name_keepers(rows, namespace, shell, 0 if thorough else LARGE)
             rows = [row if row.is_reached() else row._replace(frees=release_command(row)) for row in rows]
         summary = memory_by_device(rows)
         notes = (*found.notes, *_memory_notes(rows, summary))
         report = TensorReport(
-            tuple(rows), summary, limit, group_by, notes, graphs=found.graphs,
+            tuple(rows), summary, limit, group_by, notes,
             process=storages.PROCESS, origin=base.current_origin(),
         )  # fmt: skip
         return report.narrowed(devices)
-
-
-def _rows_of(found: TensorScan) -> list[TensorRow]:
-    try:
-        with undisturbed():
-            return found.run()
-    except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # or it would keep every tensor of the process
-        raise
-    finally:
-        found.release()
 
 
 def name_keepers(
@@ -165,7 +161,6 @@ class TensorScan:
         self._nodes: dict[int, Any] = {}
         """The nodes of graphs that have objects of Python's, by their `id`."""
         self._saved: dict[int, Any] = {}
-        self.graphs: tuple[GraphRow, ...] = ()
         self.notes: list[str] = []
 
     def run(self) -> list[TensorRow]:
@@ -197,7 +192,6 @@ class TensorScan:
         found = rows.all()
         if self._saved:  # which are found last the first time, and by the gc the next
             found.sort(key=lambda row: row.numbers)
-        self.graphs = rows.graphs()
         return found
 
     def release(self) -> None:

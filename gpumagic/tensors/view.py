@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 from gpumagic.memory.devices import BUILTIN_DEVICES
@@ -23,7 +22,6 @@ from gpumagic.tensors.report import (
     IN_GRAPH,
     DeviceMemoryRow,
     DiffRow,
-    GraphRow,
     TensorReport,
     TensorRow,
     root_of,
@@ -47,7 +45,6 @@ def view_tensors(report: TensorReport) -> Document:
         blocks.append(Table.of(devices, DEVICE_COLUMNS, "Each device"))
     if kept := ", ".join(f"{size(row.workspaces)} on {row.device}" for row in report.by_device if row.workspaces):
         blocks.append(Paragraph(f"Workspaces are cuBLAS's, {kept}: {CLEAR_WORKSPACES} frees them"))
-    blocks += [Paragraph(_graph(row)) for row in report.graphs if row.nbytes >= LARGE and _graph(row) != first]
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
 
@@ -58,27 +55,21 @@ LARGE_SHARE = 0.1
 """The share of all that the report lists, from which what may be freed is its first line."""
 
 
-def _graph(row: GraphRow) -> str:
-    kept = f"{row.name} keeps {size(row.nbytes)} of activations on {row.device} for backward"
-    if row.example != row.name and row.tensors > 1:
-        return f"{kept}, in {row.tensors:,} graphs: append loss.detach(), or loss.item() for a number"
-    return f"{kept}: {row.example} = {row.example}.detach() frees them"
-
-
 def _headline(report: TensorReport) -> str:
     """Return what keeps most memory for nothing and how to free it, or how much there is."""
-    answers = [(row.nbytes, _graph(row)) for row in report.graphs]
     sums: Counter[tuple[str, str, str]] = Counter()
     for row in report.tensors:
-        if row.frees is not None and row.nbytes and not row.in_graph:
-            holder = row.holder or "Python"
-            sums[f"The {holder}" if holder.startswith("last ") else holder, row.device, row.frees] += row.nbytes
+        if row.frees is not None and row.nbytes:
+            sums[graph_pattern(row.holder) or "Python", row.device, row.frees] += row.nbytes
     for (holder, device, command), nbytes in sums.most_common(1):
-        line = command.replace("\n", " and then ")
-        answers.append((nbytes, f"{holder} keeps {size(nbytes)} on {device}: {line} frees it"))
-    nbytes, answer = max(answers, key=itemgetter(0), default=(0, ""))
-    is_worth_it = nbytes >= max(LARGE, LARGE_SHARE * sum(row.in_rows for row in report.by_device))
-    return answer if is_worth_it else _amount(report)
+        if nbytes >= max(LARGE, LARGE_SHARE * sum(row.in_rows for row in report.by_device)):
+            line = command.replace("\n", " and then ")
+            if holder.startswith(IN_GRAPH):
+                kept = f"{holder.removeprefix(IN_GRAPH)} keeps {size(nbytes)} of activations on {device} for backward"
+                return f"{kept}: {line} frees them"
+            keeper = f"The {holder}" if holder.startswith("last ") else holder
+            return f"{keeper} keeps {size(nbytes)} on {device}: {line} frees it"
+    return _amount(report)
 
 
 def _amount(report: TensorReport) -> str:

@@ -112,7 +112,12 @@ def _has_unknown_references(paths: Sequence[Sequence[Step]], search: scan.Tensor
 
 def _find_row(text: str, report: Sequence[TensorRow], namespace: Mapping[str, object]) -> TensorRow:
     """Return the row that a name, a holder or a number means; of several the first, which is the largest."""
-    rows = [row for row in report if text in row.names] or [row for row in report if _goes_by(_unquoted(text), row)]
+    rows = [row for row in report if text in row.names]
+    if not rows and text.isdigit():
+        rows = [row for row in report if int(text) in row.numbers]
+    if not rows:
+        places = ((row, (*row.names, row.holder, row.place)) for row in report)
+        rows = [row for row, names in places if _unquoted(text) in map(_unquoted, filter(None, names))]
     if not rows:
         numbers = _numbers_at(text, namespace)
         rows = [row for row in report if not set(numbers).isdisjoint(row.numbers)]
@@ -126,12 +131,6 @@ def _find_row(text: str, report: Sequence[TensorRow], namespace: Mapping[str, ob
 def _unquoted(name: str) -> str:
     """Return a name without its quotes and spaces: the line of a magic has lost them."""
     return re.sub(r"""['"\s]""", "", name)
-
-
-def _goes_by(text: str, row: TensorRow) -> bool:
-    if text.isdigit():
-        return int(text) in row.numbers
-    return any(name is not None and text == _unquoted(name) for name in (*row.names, row.holder, row.place))
 
 
 def _rows_below(wanted: str, report: Iterable[TensorRow]) -> Iterator[TensorRow]:

@@ -239,6 +239,6 @@ RUN_SHELL = "import os, sys; os.execvp('sh', ['sh', *sys.argv[1:]])"
 
 
 def test_what_is_asked_for_is_what_a_device_is_told() -> None:
-    gpu = presets.named("rtx-4090")
+    gpu = presets.GPUS[presets.name_of("rtx-4090")]
     assert gpu is presets.GPUS["RTX 4090"]
     assert presets.settings(gpu, 3, 5).split(",")[0] == "name=NVIDIA GeForce RTX 4090"

@@ -84,8 +84,8 @@ def test_a_leak_by_losses(first_line) -> None:
         "losses = []\nfor _ in range(4):\n    losses.append((w.exp() * 2).exp().mean())"
     )
     assert first_line("report = %devices", grow) == (
-        "losses keeps 32.0 MiB of activations on simgpu:0 for backward, in 4 graphs: append loss.detach(), or "
-        "loss.item() for a number"
+        "losses[…] keeps 32.0 MiB of activations on simgpu:0 for backward: "
+        "losses[:] = [each.detach() for each in losses] frees them"
     )
 
 

@@ -14,7 +14,6 @@ import torch
 from third_party import freed_in_fork
 
 import gpumagic
-from gpumagic.report.base import to_text
 from gpumagic.tensors.leaks_view import promises
 
 pytestmark = [pytest.mark.usefixtures("two_devices", "few_objects")]
@@ -114,9 +113,6 @@ def shell(bare_shell: Any, tmp_path: Path) -> Iterator[Any]:
 def promised(shell: Any) -> Iterator[tuple[str, list[str], int]]:
     """Yield where lines are offered, the lines, and the bytes that they are said to free."""
     report = gpumagic.devices(namespace=shell.user_ns)
-    for row in report.graphs:
-        if row.device == DEVICE and f"{row.example} = {row.example}.detach() frees" in to_text(report):
-            yield "a graph", [f"{row.example} = {row.example}.detach()"], row.nbytes
     here = [row for row in report.leaks() if row.device == DEVICE]
     for line, rows in promises(here):
         yield "--leaks", line.split("\n"), sum(row.nbytes or 0 for row in rows)

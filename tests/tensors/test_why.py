@@ -242,7 +242,7 @@ def test_a_closure_and_a_generator_are_ways_too() -> None:
 
     namespace = {"step": keeper(), "gen": stream()}
     next(namespace["gen"])
-    found = {row.shape: row.name for row in scan(namespace) if row.name}
+    found = {row.shape: row.name or row.place for row in scan(namespace) if row.is_reached()}
     assert commands(why(found[5,], namespace)) == {"step": "del step"}
     assert commands(why(found[7,], namespace)) == {"gen": "del gen"}
 
