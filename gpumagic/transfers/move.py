@@ -2,17 +2,16 @@
 
 Names, contents and room are checked first; then modules go by their own `to`, tensors and optimizers' state by
 `Tensor.to`, and the names are bound last. So a missing name or too little memory leaves the notebook as it was.
-Containers are not changed: new ones are made around what moved, so that other references keep the old one.
+Containers that torch's pytree knows (lists, tuples, dicts) are not changed: new ones are made around what moved, so
+that other references keep the old one.
 """
 
 from __future__ import annotations
 
-import collections
-import copy
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from gpumagic.errors import GpuMagicError, OptionError, nearest
@@ -36,8 +35,8 @@ def relocate(names: Iterable[str], namespace: MutableMapping[str, Any], device: 
     """Move variables to a device and return what moved, one row per variable and source device.
 
     A tensor's name is bound to its copy; a module stays the object it is and its optimizers, found in the namespace,
-    follow with their state; lists, tuples, dicts and dataclasses are rebuilt around what moved. Two names of one object
-    stay two names of one; a view becomes a tensor of its own, as by `Tensor.to`.
+    follow with their state; lists, tuples and dicts are rebuilt around what moved. Two names of one object stay two
+    names of one; a view becomes a tensor of its own, as by `Tensor.to`.
 
     Args:
         names: variables of the namespace.
@@ -53,25 +52,26 @@ def relocate(names: Iterable[str], namespace: MutableMapping[str, Any], device: 
     names = list(dict.fromkeys(names))
     if device == "meta" and names:
         raise OptionError(f"{CAUSE}: meta tensors have no values, so moving {', '.join(names)} there would lose them")
-    parts = {name: _parts(name, namespace) for name in names}
-    optimizers = _optimizers([each for found in parts.values() for each in found], namespace)
-    _check_room([*(each for found in parts.values() for each in found), *optimizers.values()], names, device)
-    moves, failure, values = _Moves(device), None, dict[str, Any]()
+    parts = [(name, part) for name in names for part in _parts(name, namespace)]
+    optimizers = _optimizers([part for _, part in parts], namespace)
+    _check_room([*(part for _, part in parts), *optimizers.values()], names, device)
+    moves, failure, values = _Moves(device), None, dict[int, Any]()
     try:
-        whole = [(name, module) for name, found in parts.items() for module in _modules_of(found)]
+        whole = [(name, _as_module(part)) for name, part in parts if not issubclass(type(part), torch.Tensor)]
         of_modules = {id(each) for _, module in whole for each in _tensors_of(module)}
-        for name, part in ((name, part) for name, found in parts.items() for part in found):
+        for name, part in parts:
             if id(part) not in of_modules:
                 moves.moved(name, part)  # where it runs out of memory for them, nothing has changed
         # Those that may refuse, as quantized ones do, come first.
         for name, module in sorted(whole, key=lambda each: type(each[1]).to is torch.nn.Module.to):
             moves.move_module(name, module)
-        done: dict[int, Any] = {}
         for name in names:
-            values[name] = _rebuilt(namespace[name], partial(moves.moved, name), done)
+            value = namespace[name]
+            if id(value) not in values:
+                values[id(value)] = _rebuilt(value, partial(moves.moved, name))
         for name, optimizer in optimizers.items():
             moves.move_optimizer(name, optimizer)
-        namespace.update(values)
+        namespace.update({name: values[id(namespace[name])] for name in names})
     except Exception as error:  # from torch, a module or an optimizer: our error has its text
         failure = str(error).partition("\n")[0] or type(error).__name__
     finally:
@@ -98,11 +98,16 @@ def _parts(name: str, namespace: Mapping[str, Any]) -> list[Any]:
         near = nearest(name, session.names_of_users(namespace))
         hint = f"did you mean {near}?" if near else "write names of variables, such as --move model,x"
         raise OptionError(f"{CAUSE}: there is no variable {name!r}; {hint}")
-    value, found = namespace[name], dict[int, Any]()
+    import torch
+
+    value = namespace[name]
     try:
-        _rebuilt(value, lambda part: found.setdefault(id(part), part), {})
-    except ValueError as error:
-        raise OptionError(f"{CAUSE}: {name!r} cannot be moved: {error}") from None
+        leaves = _flat(value)[0]
+    except RecursionError:
+        raise OptionError(f"{CAUSE}: {name!r} cannot be moved: it holds itself") from None
+    movable = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
+    # type(), not isinstance(): a proxy's __class__ may evaluate or raise
+    found = {id(each): each for each in leaves if issubclass(type(each), movable)}
     if not found:
         kind = branches.name_of_type(type(value))
         hint = "; torch.from_numpy makes it a tensor" if kind == "ndarray" else ""
@@ -114,23 +119,19 @@ def _parts(name: str, namespace: Mapping[str, Any]) -> list[Any]:
     return list(found.values())
 
 
-def _modules_of(parts: Iterable[Any]) -> Iterator[Any]:
-    """Yield the modules among the parts, and the parameters of the optimizers as one: torch moves them alike."""
+def _as_module(part: Any) -> Any:
+    """Return a module, or the parameters of an optimizer as one: torch moves them alike."""
     import torch
 
-    for part in parts:
-        if issubclass(type(part), torch.nn.Module):
-            yield part
-        elif issubclass(type(part), torch.optim.Optimizer):
-            parameters = [each for each in _parameters_of(part) if isinstance(each, torch.nn.Parameter)]
-            yield torch.nn.ParameterList(parameters)
+    if not issubclass(type(part), torch.optim.Optimizer):
+        return part
+    return torch.nn.ParameterList([each for each in _parameters_of(part) if isinstance(each, torch.nn.Parameter)])
 
 
-def _optimizers(parts: Iterable[Any], namespace: Mapping[str, Any]) -> dict[str, Any]:
+def _optimizers(parts: list[Any], namespace: Mapping[str, Any]) -> dict[str, Any]:
     """Return the optimizers among the parts, and those of variables that work on what moves, by name."""
     import torch
 
-    parts = list(parts)
     moving = {id(each) for part in parts for each in _tensors_of(part)}
     named = [(name, each) for name, each in list(namespace.items()) if not name.startswith("_")]
     found: dict[int, tuple[str, Any]] = {}
@@ -189,7 +190,7 @@ def _check_room(parts: Iterable[Any], names: list[str], device: str) -> None:
     for part in parts:
         found.update((id(each), each) for each in _tensors_of(part))
         for _, _, value in _state_of(part) if issubclass(type(part), torch.optim.Optimizer) else ():
-            _rebuilt(value, lambda each: found.setdefault(id(each), each), {})
+            found.update((id(each), each) for each in _flat(value)[0] if issubclass(type(each), torch.Tensor))
     nbytes, free = sum(_nbytes(each) for each in found.values() if str(each.device) != device), room(device)
     if free is not None and nbytes > free:
         need = f"{', '.join(names)} need{'s' if len(names) == 1 else ''} {size(nbytes)}"
@@ -217,7 +218,7 @@ class _Moves:
         self._sums: dict[tuple[str, str], tuple[int, int, float]] = {}
 
     def moved(self, name: str, part: Any) -> Any:
-        """Return the copy of a tensor; modules and optimizers stay the objects they are."""
+        """Return the copy of a tensor; all else stays the object it is."""
         import torch
 
         if not issubclass(type(part), torch.Tensor):
@@ -261,9 +262,8 @@ class _Moves:
 
     def move_optimizer(self, name: str, optimizer: Any) -> None:
         """Give an optimizer its parameters, and move their state, in its own dictionaries."""
-        done: dict[int, Any] = {}
         for kept, key, value in list(_state_of(optimizer)):
-            kept[key] = _rebuilt(value, partial(self.moved, name), done)
+            kept[key] = _rebuilt(value, partial(self.moved, name))
         for group in optimizer.param_groups:
             parameters = [self.moved(name, each) for each in group["params"]]
             for old, new in zip(group["params"], parameters, strict=True):
@@ -283,72 +283,19 @@ class _Moves:
             yield TransferRow(way, source, self._device, *figures, line=None, code=None, name=name, cause=CAUSE)
 
 
-# ---- Containers
-
-_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
-_WITH_ATTRIBUTES = (dict, list, collections.UserDict, collections.UserList, SimpleNamespace)
-_UNFINISHED = object()
-
-
-def _rebuilt(value: Any, change: Callable[[Any], Any], done: dict[int, Any]) -> Any:
-    """Return a container or dataclass with each tensor, module and optimizer in it changed; itself if none differs.
-
-    ``done`` is ``{id: result}`` for containers already rebuilt, so that two names of one stay two names of one.
-
-    Raises:
-        ValueError: a container holds itself.
-    """
-    import torch
-
-    kind = type(value)  # not isinstance(): a proxy's __class__ may evaluate or raise
-    if kind in _ATOMS:
-        return value
-    if issubclass(kind, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)):
-        return change(value)
-    if id(value) not in done:
-        items, attributes = _items_of(value, kind), _attributes_of(value, kind)
-        done[id(value)] = _UNFINISHED if items or attributes else value
-        new = {key: _rebuilt(part, change, done) for key, part in items.items()}
-        named = {name: _rebuilt(part, change, done) for name, part in attributes.items()}
-        same = all(new[key] is part for key, part in items.items())
-        same &= all(named[name] is part for name, part in attributes.items())
-        done[id(value)] = value if same else _like(value, new, named)
-    if done[id(value)] is _UNFINISHED:
-        raise ValueError("it holds itself")
-    return done[id(value)]
-
-
-def _items_of(value: Any, kind: type) -> dict[Any, Any]:
-    """Return the items of a dict by key, of a list or tuple by place; none where all are numbers and texts."""
+def _flat(value: Any) -> tuple[list[Any], Any]:
+    """Return what torch finds in containers, and their shape; a packed sequence has a `to` of its own."""
     from torch.nn.utils.rnn import PackedSequence
+    from torch.utils import _pytree
 
-    base = next((each for each in (dict, list, tuple) if issubclass(kind, each)), None)
-    if base is None:
-        return {}
-    items = dict(dict.items(value)) if base is dict else dict(enumerate(base.__iter__(value)))
-    if kind is PackedSequence:
-        del items[1]  # its batch sizes must stay on the host
-    return {} if _ATOMS.issuperset(map(type, items.values())) else items
+    found: tuple[list[Any], Any] = _pytree.tree_flatten(value, lambda each: type(each) is PackedSequence)
+    return found
 
 
-def _attributes_of(value: Any, kind: type) -> dict[str, Any]:
-    """Return a dataclass's fields, and the attributes that subclasses of containers have along with their items."""
-    fields = branches.class_attribute(kind, "__dataclass_fields__")
-    own = branches.attributes_of(value) if isinstance(fields, dict) or issubclass(kind, _WITH_ATTRIBUTES) else {}
-    return {name: own[name] for name in fields if name in own} if isinstance(fields, dict) else dict(own)
+def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a container with what is in it changed; itself if nothing differs."""
+    from torch.utils import _pytree
 
-
-def _like(value: Any, items: dict[Any, Any], attributes: dict[str, Any]) -> Any:
-    kind: Any = type(value)
-    if issubclass(kind, tuple):
-        parts = [items.get(place, part) for place, part in enumerate(value)]
-        if hasattr(kind, "_make"):
-            return kind._make(parts)
-        # What torch.max and its like return takes one sequence.
-        return kind(parts) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, parts)
-    made = copy.copy(value)
-    for key, part in items.items():
-        (dict if issubclass(kind, dict) else list).__setitem__(made, key, part)
-    for name, part in attributes.items():
-        object.__setattr__(made, name, part)  # a frozen dataclass too: nothing else has the new one yet
-    return made
+    leaves, shape = _flat(value)
+    changed = [change(each) for each in leaves]
+    return value if all(map(operator.is_, changed, leaves)) else _pytree.tree_unflatten(changed, shape)
