@@ -5,8 +5,7 @@ Start with `guard.py`: `OomGuard` has the order of things after a failure.
     guard.py         the guard around a block or a cell
     watch.py         what the guarded code does outside of its process, and what CUDA's allocator refuses it
     recognition.py   an exception -> whether it is out-of-memory, and the numbers in its text
-    failure.py       what is read before the release, while the frames are whole
-    failing_code.py  the line, the operation and the tensors that failed; the trainers of libraries that ran
+    failure.py       what is read before the release, while the frames are whole: the line, the operation, its tensors
     ownership.py     which names, models and optimizers own the memory of a device
     evidence.py      what is read after the release, the report made of it, lines to run at once
     rules/           facts -> verdict and suggestions

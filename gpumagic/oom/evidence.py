@@ -9,21 +9,24 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
+from gpumagic.heap.branches import attributes_of, dict_of, mro_of, name_of_type
 from gpumagic.memory import allocator, devices, segments
 from gpumagic.memory.devices import Device
-from gpumagic.oom import advice, failing_code, ownership
+from gpumagic.oom import advice, ownership
 from gpumagic.oom.failure import Failure, GuardState
 from gpumagic.oom.recognition import OomEvent
-from gpumagic.oom.report import OomReport
+from gpumagic.oom.report import CUBLAS, WORKSPACE, OomReport
 from gpumagic.oom.rules import training, verdict
-from gpumagic.oom.rules.facts import BatchSize, Facts, Loader, Ownership
+from gpumagic.oom.rules.facts import BatchSize, Facts, Loader, Ownership, Trainer
+from gpumagic.oom.rules.proposal import calls
 from gpumagic.oom.trials import Trials
 from gpumagic.report import base
 from gpumagic.report.base import Holder
 from gpumagic.report.units import LARGE, size
 from gpumagic.source import cell_code
+from gpumagic.source import text as texts
 from gpumagic.source.cell_code import is_batch_name, names_used
-from gpumagic.source.text import names_in
+from gpumagic.source.text import CellText, names_in
 from gpumagic.tensors import scan
 
 FUSED_ATTENTION = ("cuda", "xpu", "mps")
@@ -33,15 +36,15 @@ FUSED_ATTENTION = ("cuda", "xpu", "mps")
 def conclude(
     failure: Failure,
     state: GuardState,
-    kept: BaseException | None = None,
     *,
+    is_kept: bool = False,
     retries: int = 0,
     recovered: bool = False,
     seconds: float = 0.0,
 ) -> OomReport:
     """Return the report, from what was read before the release and what is alive now.
 
-    `kept` is the error where its frames are kept for a debugger; dry runs of the advice may take so many `seconds`.
+    Its frames may be kept for a debugger; dry runs of the advice may take so many `seconds`.
     """
     notes = list(failure.notes)
     facts = replace(failure.facts, after=allocator.all_device_stats().get(failure.facts.device or ""))
@@ -62,7 +65,8 @@ def conclude(
             tried.reason, need = "a dry run leaves out the old values of names that the cell binds first", None
         facts = replace(facts, need=need)
         advised = () if recovered else advice.advise(facts, tried)
-    notes += [*verdict.sentences(facts), *_notes(facts, failure.event, state, kept), *dict.fromkeys(tried.exhausted)]
+    event = failure.event
+    notes += [*verdict.sentences(facts), *_notes(facts, event, is_kept=is_kept), *dict.fromkeys(tried.exhausted)]
     if tried.reason and need is not None:
         notes.append(f"Not all advice was tried: {tried.reason}.")
     (before, reserved_before), (at_failure, reserved_at_failure), (after, reserved_after) = (
@@ -70,7 +74,6 @@ def conclude(
         for each in (facts.before, facts.at_failure, facts.after)
     )
     explanation = verdict.explain(facts)
-    event = failure.event
     return OomReport(
         facts.kind, event.kind.certainty, facts.device, facts.requested, before, at_failure, after, reserved_after,
         facts.line, facts.code, explanation.sentence, cause=explanation.cause,
@@ -81,10 +84,7 @@ def conclude(
     )  # fmt: skip
 
 
-def _notes(facts: Facts, event: OomEvent, state: GuardState, kept: BaseException | None) -> Iterator[str]:
-    if kept is not None and facts.device is not None:
-        pinned = ownership.in_frames(kept, state.namespace, facts.device, state.outside)
-        yield f"Kept for %debug: the failed frames hold at least {size(pinned)} of it."
+def _notes(facts: Facts, event: OomEvent, *, is_kept: bool) -> Iterator[str]:
     if event.raised != event.message:
         yield f"It was raised as {event.raised}"
     if event.kind.memory == "device" and event.device is None and facts.device is not None:
@@ -92,8 +92,11 @@ def _notes(facts: Facts, event: OomEvent, state: GuardState, kept: BaseException
     if facts.inside is not None:
         yield f"It failed inside {facts.inside}"
     named = sum(holder.nbytes for holder in facts.holders)
-    if facts.after is not None and named and facts.after.allocated - named >= LARGE:
-        yield f"{size(facts.after.allocated - named)} has no name, only autograd graphs or C++; see %devices --leaks."
+    unnamed = facts.after.allocated - named if facts.after is not None else 0
+    if is_kept:
+        yield f"Kept for %debug: the failed frames, which hold at most {size(unnamed)}."
+    elif named and unnamed >= LARGE:
+        yield f"{size(unnamed)} has no name, only autograd graphs or C++; see %devices --leaks."
 
 
 def _with_notebook(facts: Facts, state: GuardState) -> Facts:
@@ -110,10 +113,13 @@ def _with_notebook(facts: Facts, state: GuardState) -> Facts:
         bound_first = facts.cell.bound_first
         used, read_first = (names_used(each, namespace) for each in (facts.cell.reads, facts.cell.reads - bound_first))
     unchanged = {name for name, value in namespace.items() if bound.is_still(name, value)}
-    removable = (unchanged | ownership.outputs(owned)) - used - bound_first
+    outputs = {name for part in owned for name in part.names if name.startswith("Out[")}
+    removable = (unchanged | outputs) - used - bound_first
     free_elsewhere, others = other_devices(device)
     first = Device.parse(device).backend if Device.parse(device).index == 0 else device  # "cuda" is "cuda:0" too
     kept = segments.workspace_bytes().get(device, 0)
+    rows = [Holder(", ".join(sorted(each.names)), device, each.nbytes, each.kind) for each in owned]
+    rows += [Holder(CUBLAS, device, kept, WORKSPACE)] if kept else []
     unnamed = facts.after.allocated - kept - sum(part.nbytes for part in owned) if facts.after is not None else 0
     # What the cell leaves behind and makes anew when it runs again; of a graph a name holds no more than its end.
     left = {name for part in owned if max(part.nbytes, unnamed) >= LARGE for name in part.names}
@@ -126,7 +132,7 @@ def _with_notebook(facts: Facts, state: GuardState) -> Facts:
     history = [each for each in cells if isinstance(each, str)] if isinstance(cells, list) else []
     return replace(
         facts,
-        holders=ownership.rows(owned, device, kept),
+        holders=tuple(sorted(rows, key=lambda each: -each.nbytes)),
         leftovers=tuple(part for part in owned if part.names <= removable),
         graphs=kept_graphs(device, unchanged - used, bound_first, namespace, shell) if unnamed >= LARGE else None,
         stale={name: ownership.released(owned, [name]) for name in (unchanged & bound_first) - read_first},
@@ -141,7 +147,7 @@ def _with_notebook(facts: Facts, state: GuardState) -> Facts:
             if type(namespace[name]) in (str, torch.device) and str(namespace[name]) in (device, first)
         )),
         loaders=find_loaders(used, namespace),
-        trainer=failing_code.find_trainer(used | (bound_first & namespace.keys()), namespace, facts.text, history),
+        trainer=find_trainer(used | (bound_first & namespace.keys()), namespace, facts.text, history),
         batches=_batches(facts, used, namespace),
         free_elsewhere=free_elsewhere,
         other_processes=others,
@@ -230,3 +236,60 @@ def other_devices(device: str) -> tuple[dict[str, int], int | None]:
     alike = {other: each.free for other, each in figures.items() if Device.parse(other).backend == backend}
     free = {other: nbytes for other, nbytes in alike.items() if other != device and nbytes is not None}
     return free, figures[device].other_processes if device in figures else None
+
+
+_LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
+
+
+def find_trainer(
+    names: Iterable[str], namespace: Mapping[str, object], cell: CellText | None, history: Sequence[str]
+) -> Trainer | None:
+    """Return the trainer among the names of a cell, where its text or an earlier cell's shows how it was made.
+
+    `history` has the texts of the cells so far, by their numbers.
+    """
+    for name in sorted(names):
+        library, kind = _kind_of(namespace[name])
+        found = (cell, _earlier(name, namespace, kind, history)) if kind else ()
+        for text, call in calls(filter(None, found), kind):
+            return Trainer(library, text, call)
+    return None
+
+
+def _kind_of(value: object) -> tuple[str, str]:
+    """Return the library of a trainer or of its arguments, and the class that is told how to train; else nothing."""
+    bases = _bases(value)
+    if any(str(module).startswith(_LIGHTNING) and name == "Trainer" for module, name in bases):
+        return "lightning", name_of_type(type(value))
+    if ("transformers.trainer", "Trainer") in bases:
+        value = attributes_of(value).get("args")
+        bases = _bases(value)
+    is_told = ("transformers.training_args", "TrainingArguments") in bases
+    return ("transformers", name_of_type(type(value))) if is_told else ("", "")
+
+
+def _bases(value: object) -> set[tuple[object, str]]:
+    """Return the modules and the names of an object's classes, without a word from a metaclass."""
+    return {(dict_of(each).get("__module__"), name_of_type(each)) for each in mro_of(type(value))}
+
+
+def _earlier(name: str, namespace: Mapping[str, object], kind: str, history: Sequence[str]) -> CellText | None:
+    """Return the statements of earlier cells that made a trainer and its arguments, as one text."""
+    made = _last_made(name, history)
+    if made is None:
+        return None
+    used = sorted(names_in(ast.parse(made[1])) - {name})
+    told = [_last_made(each, history) for each in used if name_of_type(type(namespace.get(each))) == kind]
+    both = dict.fromkeys(each for each in (*told, made) if each is not None)
+    return texts.parse("\n".join(statement for _, statement in both), f"In [{next(iter(both))[0]}]")
+
+
+def _last_made(name: str, history: Sequence[str]) -> tuple[int, str] | None:
+    """Return the number of the last cell that bound a variable outside of functions, and the statement."""
+    for number in range(len(history) - 1, 0, -1):
+        text = texts.parse(history[number])
+        for node in reversed(text.tree.body) if text is not None else ():
+            targets = node.targets if isinstance(node, ast.Assign) else ()
+            if text is not None and any(isinstance(each, ast.Name) and each.id == name for each in targets):
+                return number, text.code(node)
+    return None

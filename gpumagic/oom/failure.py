@@ -1,21 +1,35 @@
-"""What is read of a failure before the release, from the exception and its frames while they are whole."""
+"""What is read of a failure before the release, while the frames of its exception are whole.
+
+What the code was working with becomes plain records: its text, its tensors, the failing operation, models, optimizers.
+No frame and no tensor outlives the call.
+"""
 
 from __future__ import annotations
 
+import ast
+import linecache
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gpumagic.heap.branches import attributes_of, class_attribute, dict_of, stored_attribute
 from gpumagic.heap.holders import Identities
 from gpumagic.memory import allocator, devices
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.devices import Device
-from gpumagic.oom import failing_code, recognition
+from gpumagic.oom import ownership, recognition
 from gpumagic.oom.recognition import OomEvent
-from gpumagic.oom.rules.facts import Facts
+from gpumagic.oom.rules.facts import Collection as Collected
+from gpumagic.oom.rules.facts import Facts, TensorFact
 from gpumagic.oom.watch import CellWatch, Refusal
+from gpumagic.source import cell_code, frames
+from gpumagic.source import text as texts
+from gpumagic.source.text import CellText
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -57,7 +71,7 @@ def examine(error: Exception, state: GuardState) -> Failure | None:
         return None
     facts, notes = Facts(event.kind.name, device=_device(event, capacities)), []
     try:
-        facts = failing_code.read_frames(facts, error, state.namespace, state.shell, state.outside)
+        facts = read_frames(facts, error, state)
     except Exception as fault:  # our own failure must not cost the user the release
         notes.append(f"The failing frames could not be read: {type(fault).__name__}: {fault}")
     is_pinning = facts.functions & {"pin_memory", "_pin_memory_loop"}
@@ -134,3 +148,172 @@ def _device(event: OomEvent, capacities: Capacities) -> str | None:
         if event.kind.backend in (None, Device.parse(device).backend)
     }
     return min(free, key=lambda device: free[device], default=None)
+
+
+FrameLine = tuple[FrameType, int]
+"""A frame and the line it stood on."""
+_FUNCTIONAL = str(Path("torch", "nn", "functional.py"))
+
+
+def read_frames(facts: Facts, error: BaseException, state: GuardState) -> Facts:
+    """Return the facts with where the error happened, what its frames worked with, and what is on the device."""
+    stack = list(frames.frames_in(error, state.outside))
+    facts = replace(facts, functions=frozenset(frame.f_code.co_name for frame, _ in stack))
+    users = [each for each in stack if frames.is_user_code(each[0])]
+    own = [each for each in stack if each[0].f_globals is state.namespace] or users
+    if own:
+        facts = _with_place(facts, own, *(users or own)[-1])
+    return _with_values(facts, stack, users, state) if users else facts
+
+
+def _with_place(facts: Facts, own: list[FrameLine], deepest: FrameType, its_line: int) -> Facts:
+    filename = own[0][0].f_code.co_filename
+    frame, line = [each for each in own if each[0].f_code.co_filename == filename][-1]
+    text = "".join(linecache.getlines(filename, frame.f_globals)) if not Path(filename).exists() else ""
+    cell, inside = cell_code.read_cell(text) if text else None, None
+    if deepest.f_code.co_filename != filename:
+        code = frames.code_at(deepest, its_line)
+        inside = f"{deepest.f_code.co_name}(), line {its_line}" + (f": {code}" if code else "")
+    # A cell's locals are the whole notebook, of which only the names in its text concern this failure. IPython
+    # compiles each statement separately, so the frame's own code has too few of them.
+    named = sorted(cell.names) if cell is not None else ()
+    bound = {
+        name: _fact(each.f_locals.get(name))
+        for each, _ in own
+        for name in (named if each.f_locals is each.f_globals else each.f_code.co_varnames)
+    }
+    return replace(
+        facts, line=line, code=frames.code_at(frame, line), source=text or None, cell=cell, inside=inside,
+        calls_backward=any("backward" in frame.f_code.co_names for frame, _ in own),
+        autocast=any("autocast" in frame.f_code.co_names for frame, _ in own),
+        graph_names=tuple(name for name, fact in bound.items() if fact is not None and fact.graph),
+    )  # fmt: skip
+
+
+def _with_values(facts: Facts, stack: list[FrameLine], users: list[FrameLine], state: GuardState) -> Facts:
+    import torch
+
+    (outermost, _), (frame, line) = users[0], users[-1]
+    device = facts.device or "cpu"
+    text = _text(outermost, frame, line, state.shell)
+    values = {**dict(_values(facts.text, outermost)), **dict(_values(text, frame))}
+    named = [(name, value, False) for name, value in list(state.namespace.items()) if not name.startswith("_")]
+    for each, _ in users:
+        if each.f_locals is not each.f_globals:
+            named += [(name, value, True) for name, value in list(each.f_locals.items())]
+    # The deepest function of torch.nn.functional with its tensors
+    inside = next((each for each, _ in reversed(stack) if each.f_code.co_filename.endswith(_FUNCTIONAL)), None)
+    criteria = (*((each[0], each[1]) for each in named), *values.items())
+    # The module that `Module.to` or its like was moving
+    moved = (each.f_locals.get("self") for each, _ in stack if each.f_code.co_name == "_apply")
+    moving: Any = next((each for each in moved if issubclass(type(each), torch.nn.Module)), None)
+    weights = moving.parameters() if moving is not None else ()
+    models, optimizers = ownership.find_models_and_optimizers(named, device)
+    return replace(
+        facts,
+        failing=text,
+        tensors=_tensors(values),
+        numbers={code: value for code, value in values.items() if type(value) in (int, float)},
+        collections=_collections(values, device),
+        sums=frozenset(
+            name for name, value in criteria
+            if ownership.kind_of(value) == "module" and attributes_of(value).get("reduction") == "sum"
+        ),
+        moving=sum(each.nbytes for each in weights if each.dtype == torch.float32),
+        function=inside.f_code.co_name if inside is not None else "",
+        operands=_tensors(inside.f_locals) if inside is not None else {},
+        models_there=models,
+        optimizers_there=optimizers,
+    )  # fmt: skip
+
+
+def _text(outermost: FrameType, frame: FrameType, line: int, shell: object | None) -> CellText | None:
+    filename = frame.f_code.co_filename
+    if Path(filename).exists():
+        return None  # a module's file is not for a cell's advice to change
+    known: Any = getattr(getattr(shell, "compile", None), "_filename_map", {})
+    number = known.get(filename)
+    if number is None and filename.startswith("<ipython-input-"):  # IPython 7 writes it into the name
+        number = filename.split("-")[2]
+    cell = f"In [{number}]" if number is not None else "another cell"
+    source = "".join(linecache.getlines(filename, frame.f_globals))
+    return texts.parse(source, "" if filename == outermost.f_code.co_filename else cell, line) if source else None
+
+
+def _tensors(values: Mapping[str, object]) -> dict[str, TensorFact]:
+    return {code: fact for code, value in values.items() if (fact := _fact(value)) is not None}
+
+
+def _collections(values: Mapping[str, Any], device: str) -> dict[str, Collected]:
+    """Return the collections of tensors on the device among some values, and those that the notebook's objects have."""
+    found = {code: _collected(value, device) for code, value in values.items()}
+    for code, value in values.items():
+        is_of_the_notebook = dict_of(type(value)).get("__module__") == "__main__"
+        if found[code] is None and is_of_the_notebook and ownership.kind_of(value) != "module":
+            kept = ((_collected(each, device), f"{code}.{name}") for name, each in attributes_of(value).items())
+            largest = max(((each, place) for each, place in kept if each), key=lambda one: one[0].nbytes, default=None)
+            found[code] = largest and replace(largest[0], place=largest[1])
+    return {code: each for code, each in found.items() if each is not None}
+
+
+def _collected(value: Any, device: str) -> Collected | None:
+    members = list(value) if type(value) in (list, deque) else list(value.values()) if type(value) is dict else []
+    records = [each for each in members if type(each) in (dict, list) or issubclass(type(each), tuple)]
+    first = [part for record in records[:8] for part in _parts(record)]
+    if not any(_fact(each) for each in (*members[:8], *first)):
+        return None  # do not read all of a long list of numbers
+    parts = {id(part): part for member in members for part in (_parts(member) if records else (member,))}
+    facts = [fact for fact in map(_fact, parts.values()) if fact is not None and fact.device == device]
+    if not facts or 0 < len(records) < len(members):
+        return None
+    return Collected(
+        len(facts), sum(fact.nbytes for fact in facts), sum(fact.graph for fact in facts),
+        not any(fact.shape for fact in facts), by_key=type(value) is dict,
+        record="" if not records else "_make" if hasattr(records[0], "_make") else type(records[0]).__name__,
+    )  # fmt: skip
+
+
+def _parts(record: Any) -> Iterable[Any]:
+    """Return what a tuple, a list or a dict has; of anything else itself."""
+    is_listed = type(record) is list or issubclass(type(record), tuple)
+    return record.values() if type(record) is dict else record if is_listed else (record,)
+
+
+def _values(text: CellText | None, frame: FrameType) -> Iterator[tuple[str, Any]]:
+    """Yield the variables of a frame, their stored attributes and the values of dicts, by the text that names them."""
+    variables = frame.f_locals
+    for node in text.nodes() if text is not None else ():
+        if isinstance(node, ast.Name) and node.id in variables:
+            yield node.id, variables[node.id]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in variables:
+            owner: Any = variables[node.value.id]
+            read = class_attribute if isinstance(owner, type) else stored_attribute
+            yield f"{node.value.id}.{node.attr}", read(owner, node.attr)
+        elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and text is not None:
+            owner, index = variables.get(node.value.id), node.slice
+            key: Any = variables.get(index.id) if isinstance(index, ast.Name) else getattr(index, "value", None)
+            if issubclass(type(owner), dict) and type(key) in (str, int):
+                yield text.code(node), dict.get(owner, key)  # not by its own methods: a defaultdict would grow
+
+
+def _fact(value: object) -> TensorFact | None:
+    import torch
+
+    # type(), not isinstance(): a proxy's __class__ may evaluate or raise.
+    if not issubclass(type(value), torch.Tensor):
+        array: Any = value
+        package, name = type(value).__module__.partition(".")[0], type(value).__name__
+        if (package, name) == ("pandas", "DataFrame"):  # of which `values` makes one array
+            dtypes = set(map(str, array.dtypes))
+            return TensorFact(array.shape, dtypes.pop() if len(dtypes) == 1 else "object", 8 * array.size, "cpu")
+        is_array = (package, name) == ("numpy", "ndarray")
+        return TensorFact(array.shape, str(array.dtype), array.nbytes, "cpu") if is_array else None
+    tensor: Any = value
+    with torch._C.DisableTorchFunction():
+        if tensor.is_nested:
+            return None  # it has no one shape, and raises where it is asked for one
+        return TensorFact(
+            shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."),
+            nbytes=tensor.numel() * tensor.element_size(), device=str(tensor.device),
+            requires_grad=tensor.requires_grad, graph=tensor.grad_fn is not None,
+        )  # fmt: skip

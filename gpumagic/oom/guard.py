@@ -139,7 +139,7 @@ class OomGuard(contextlib.ContextDecorator):
         if self.failure is None or self._recovered:
             return self._conclude()
         if self._debug:
-            report = self._conclude(result.error_in_exec)
+            report = self._conclude()
             result.error_in_exec = None if self._keep_going else result.error_in_exec
             return report
         release.clear_exception(result.error_in_exec, self._shell, self._state.outside)
@@ -177,7 +177,7 @@ class OomGuard(contextlib.ContextDecorator):
         if self.failure is None:
             return False
         if error is None or self._debug:
-            self._conclude(error)
+            self._conclude()
             return self._keep_going
         raised = self._in_a_line()
         release.clear_exception(error, self._shell, self._state.outside)
@@ -215,18 +215,16 @@ class OomGuard(contextlib.ContextDecorator):
         error: BaseException = recognition.OutOfMemory(f"{what} ({message})")
         return error
 
-    def _conclude(self, kept: BaseException | None = None) -> OomReport | None:
-        """Publish and return the report of the last failure, from what is alive now; forget the failure.
-
-        `kept` is the error where a debugger is to find its frames.
-        """
+    def _conclude(self) -> OomReport | None:
+        """Publish and return the report of the last failure, from what is alive now; forget the failure."""
         if self.failure is None:
             return None
         from gpumagic.oom.evidence import conclude
 
         found, self.failure = self.failure, None
+        is_kept = self._debug and not self._recovered
         report = conclude(
-            found, self._state, kept, retries=self._retries, recovered=self._recovered, seconds=self._seconds
+            found, self._state, is_kept=is_kept, retries=self._retries, recovered=self._recovered, seconds=self._seconds
         )
         self.publish(report)
         return report

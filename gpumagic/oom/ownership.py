@@ -8,21 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gpumagic.heap import branches, calls, holders
+from gpumagic.heap import branches, holders
 from gpumagic.heap.graph import MAX_STEPS_OF_ALL, HeapGraph
 from gpumagic.heap.kinds import gradients_of
 from gpumagic.heap.storages import Storage, StorageTable, plain, undisturbed
 from gpumagic.memory.segments import OccupiedBytes
-from gpumagic.oom.report import CUBLAS, WORKSPACE
 from gpumagic.oom.rules.facts import SAVING_METHODS, Model, Optimizer, Ownership
-from gpumagic.report.base import Holder
-from gpumagic.source import frames
-
-FRAMES = "(failed frames)"
-"""Stands among the names for the frames of an error that are kept."""
 
 
 def by_names(namespace: Mapping[str, object], device: str, shell: object | None = None) -> list[Ownership]:
@@ -32,60 +26,32 @@ def by_names(namespace: Mapping[str, object], device: str, shell: object | None 
     for name, value in holders.hidden_roots(namespace, shell):
         if name.startswith("Out["):
             outputs.setdefault(id(value), (name, value))
-    return _ownerships([*holders.variables(namespace, shell), *outputs.values()], namespace, device, shell)
-
-
-def in_frames(error: BaseException, namespace: Mapping[str, object], device: str, outside: Collection[int] = ()) -> int:
-    """Return the bytes on a device that only the frames of an error reach; graphs may hold more, unseen."""
-    locals_ = [each for frame, _ in frames.frames_in(error, outside) for _, each in calls.variables_of(frame)]
-    roots = [*holders.variables(namespace, None), (FRAMES, locals_)]
-    return released(_ownerships(roots, namespace, device, None), [FRAMES])
-
-
-def released(ownerships: Iterable[Ownership], names: Iterable[str]) -> int:
-    """Return the bytes that unbinding all these names together releases."""
-    gone = frozenset(names)
-    return sum(each.nbytes for each in ownerships if each.names <= gone)
-
-
-def outputs(ownerships: Iterable[Ownership]) -> set[str]:
-    """Return the entries of the output cache among the ownerships, such as ``"Out[3]"``."""
-    return {name for each in ownerships for name in each.names if name.startswith("Out[")}
-
-
-def rows(ownerships: Iterable[Ownership], device: str, workspaces: int = 0) -> tuple[Holder, ...]:
-    """Return the ownerships as rows of a report, largest first; names that share storages stand in one row.
-
-    `workspaces` are the bytes that torch keeps for cuBLAS.
-    """
-    found = [Holder(", ".join(sorted(each.names)), device, each.nbytes, each.kind) for each in ownerships]
-    found += [Holder(CUBLAS, device, workspaces, WORKSPACE)] if workspaces else []
-    return tuple(sorted(found, key=lambda each: -each.nbytes))
-
-
-def _ownerships(
-    roots: Iterable[tuple[str, object]], namespace: Mapping[str, object], device: str, shell: object | None
-) -> list[Ownership]:
-    table, reached, named = StorageTable(), dict[Storage, set[str]](), dict(roots)
-    kinds = {name: kind_of(value) for name, value in named.items()}
+    named = dict([*holders.variables(namespace, shell), *outputs.values()])
+    table, reached = StorageTable(), dict[Storage, set[str]]()
     graph = HeapGraph(holders.excluded_objects(namespace, shell), MAX_STEPS_OF_ALL)
     try:
         with undisturbed():
             graph.explore(named.items())
-            for target, roots_of in graph.roots_of().items():
+            for target, roots in graph.roots_of().items():
                 tensor = graph.tensors[target]
                 for each in (tensor, *gradients_of([tensor])):
                     storage, parts = table.find(each)
                     for part in parts or [storage]:
-                        reached.setdefault(part, set()).update(roots_of)
+                        reached.setdefault(part, set()).update(roots)
     finally:
         graph.release()
     occupied, totals = OccupiedBytes(), Counter[frozenset[str]]()
     for storage, names in reached.items():
         if storage.device == device and storage.nbytes:
             totals[frozenset(names)] += occupied.of(device, storage.address, storage.nbytes)
-    found = [Ownership(names, nbytes, kinds[min(names)]) for names, nbytes in totals.items()]
+    found = [Ownership(names, nbytes, kind_of(named[min(names)])) for names, nbytes in totals.items()]
     return sorted(found, key=lambda each: (-each.nbytes, sorted(each.names)))
+
+
+def released(ownerships: Iterable[Ownership], names: Iterable[str]) -> int:
+    """Return the bytes that unbinding all these names together releases."""
+    gone = frozenset(names)
+    return sum(each.nbytes for each in ownerships if each.names <= gone)
 
 
 def kind_of(value: object) -> str:
@@ -98,18 +64,18 @@ def kind_of(value: object) -> str:
     return next((word for base, word in named.items() if issubclass(kind, base)), branches.name_of_type(kind))
 
 
-Named = Iterable[tuple[str, object, bool]]
-"""``(name, value, whether only a function's variable names it)``."""
+def find_models_and_optimizers(
+    known: list[tuple[str, object, bool]], device: str
+) -> tuple[tuple[Model, ...], tuple[Optimizer, ...]]:
+    """Return the modules with parameters on the device, largest first, and the optimizers of such; each once.
 
-
-def find_models_and_optimizers(named: Named, device: str) -> tuple[tuple[Model, ...], tuple[Optimizer, ...]]:
-    """Return the modules with parameters on the device, largest first, and the optimizers of such; each once."""
+    `known` are names, values, and whether only a function's variable has that name.
+    """
     import torch
 
     models: dict[int, Model] = {}
     optimizers: dict[int, Optimizer] = {}
     having: dict[int, set[str]] = {}  # the names of the modules that have a parameter, by its id
-    known = list(named)
     for name, value, local in known:
         if issubclass(type(value), torch.nn.Module):
             parameters = list(branches.parameters_of(value))

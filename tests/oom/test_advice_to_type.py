@@ -10,7 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpumagic.oom import failing_code
+from gpumagic.heap.holders import Identities
+from gpumagic.oom import failure
+from gpumagic.oom.failure import GuardState
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import batch, collected, expressions, kept, parts, training
 from gpumagic.oom.rules.facts import BatchSize, Facts, Loader, Model, Optimizer, TensorFact
@@ -74,7 +76,8 @@ def test_a_criterion_of_an_earlier_cell_says_itself_whether_it_adds_up(reduction
     names: dict[str, object] = {"criterion": torch.nn.MSELoss(reduction=reduction), "torch": torch}
     with pytest.raises(ZeroDivisionError) as failed:
         exec("1 / 0", names)
-    sums = failing_code.read_frames(Facts("host allocator", device="cpu"), failed.value, names, None, ()).sums
+    state = GuardState(names, Identities(names), {})
+    sums = failure.read_frames(Facts("host allocator", device="cpu"), failed.value, state).sums
     assert sums == ({"criterion"} if reduction == "sum" else set())
     loop = LOOPS["split"].replace("net(x).square().mean()", f"criterion({CRITERION})")
     code = f"batch_size = 8\n{loop}"

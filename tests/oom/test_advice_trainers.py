@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpumagic.oom.failing_code import find_trainer
+from gpumagic.oom.evidence import find_trainer
 from gpumagic.oom.rules import batch, loops
 from gpumagic.oom.rules.facts import BatchSize, Facts
 from gpumagic.source import cell_code
@@ -18,7 +18,7 @@ FITS = type("Trainer", (), {"__module__": "lightning.pytorch.trainer.trainer"})
 HISTORY = [
     "",
     "args = TrainingArguments(\n    'out',\n    per_device_train_batch_size=64, bf16=True)",
-    "get_ipython().run_cell_magic('time', '', 'trainer = Trainer(model, args)\\nx = 1')",
+    "trainer = Trainer(model, args)\nx = 1",
 ]
 
 

@@ -140,7 +140,7 @@ def test_debug_leaves_the_frames_and_says_what_they_hold(guarded, bare_shell) ->
     result = guarded("fail()", "--debug")
     assert type(result.error_in_exec) is torch.OutOfMemoryError
     assert allocated() - before == 2 * GIB
-    assert any("at least 2.0 GiB" in note for note in bare_shell.user_ns["report"].notes)
+    assert any("at most 2.0 GiB" in note for note in bare_shell.user_ns["report"].notes)
 
 
 def test_a_further_run_has_the_memory_of_the_failed_one(guarded, bare_shell) -> None:

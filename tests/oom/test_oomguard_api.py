@@ -104,7 +104,7 @@ def test_keep_raises_the_original_with_its_frames() -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught, gpumagic.oomguard(debug=True) as guard:
         fail()
     assert not isinstance(caught.value, gpumagic.OutOfMemory)
-    assert any("at least 1.0 GiB" in note for note in guard.report.notes)
+    assert any("at most 1.0 GiB" in note for note in guard.report.notes)
 
 
 def test_another_exception_passes_untouched() -> None:
@@ -179,7 +179,7 @@ def test_a_fault_of_our_own_costs_neither_the_release_nor_the_error(monkeypatch)
     def broken(*_):
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("gpumagic.oom.failing_code.read_frames", broken)
+    monkeypatch.setattr("gpumagic.oom.failure.read_frames", broken)
     monkeypatch.setattr("gpumagic.oom.ownership.by_names", broken)
     with gpumagic.oomguard(keep_going=True) as guard:
         fail()
