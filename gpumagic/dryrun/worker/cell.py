@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import linecache
 import sys
@@ -13,7 +12,7 @@ from types import CodeType, FrameType
 from gpumagic.dryrun.effects import CACHES
 from gpumagic.dryrun.worker.guesses import THREAD, Key
 from gpumagic.memory.ledger import Place
-from gpumagic.source.text import expression_at, span_at
+from gpumagic.source.text import span_at
 
 
 @dataclass
@@ -47,7 +46,6 @@ Location = tuple[str, str, int]
 """A file, a function in it, and a line."""
 _BETWEEN = ("gpumagic.", "torch._ops", "torch._compile", "torch._dynamo.eval_frame")
 """Modules that stand between the code that calls an operator and what answers for it."""
-_COPIES = {"cpu", "to", "copy_"}
 
 
 class Lines:
@@ -63,7 +61,6 @@ class Lines:
         self._lines = {name: text.splitlines() for name, text in sources.items()}
         self._place = functools.cache(self._place_of)
         self._text = functools.cache(self._text_at)
-        self._copies = functools.cache(self._copies_at)
 
     def where(self) -> Place:
         """Return the cell's innermost running line, and the notebook's function it is in where that is another's."""
@@ -72,9 +69,9 @@ class Lines:
     def reading(self) -> Key | None:
         """Return the cell's running line, the notebook's innermost expression, and below it the library's line.
 
-        None while kernels are measured.
+        None where what is read is the cell's only to show.
         """
-        if runs_in(*COMPILERS):
+        if runs_in(*UNHEARD):
             return None
         frame, inner = self._running()
         inner, below = inner or frame, _calling()
@@ -82,16 +79,6 @@ class Lines:
         if inner is None:
             return None, THREAD, library
         return (frame or inner).f_lineno, self._text(inner.f_code, inner.f_lasti, inner.f_lineno), library
-
-    def keeps(self) -> bool:
-        """Return whether a method is called that copies a tensor and looks at none of its numbers."""
-        frame = _calling()
-        return frame is not None and self._copies(frame.f_code, frame.f_lasti)
-
-    def _copies_at(self, code: CodeType, instruction: int) -> bool:
-        call = expression_at(code, instruction, self._lines.get(code.co_filename))
-        method = call.func if isinstance(call, ast.Call) else None
-        return isinstance(method, ast.Attribute) and method.attr in _COPIES
 
     def _running(self) -> tuple[FrameType | None, FrameType | None]:
         """Return the cell's innermost frame, and the innermost one of the notebook's other code that it has called."""
@@ -159,3 +146,5 @@ def runs_in(*prefixes: str) -> bool:
 
 COMPILERS = ("torch._inductor.runtime.", "torch._inductor.select_algorithm", "triton.")
 """What measures kernels while torch.compile chooses among them, and copies what they would overwrite."""
+UNHEARD = (*COMPILERS, "torch._tensor_str")
+"""What reads values by which the cell decides nothing."""

@@ -46,10 +46,6 @@ TRUTH, SELECTION, NUMBER = "truth", "selection", "number"
 went where nothing is noted."""
 MOST_FILLED = 64 << 20
 """Bytes of what of the host was not sent that are filled with something."""
-MOST_FETCHED = 16 << 20
-"""Bytes of a copy from a device that is filled with something."""
-ROOM, LEAST_COUNTED = 256 << 20, 1 << 20
-"""Bytes of all such copies together, those that are not small."""
 FILLING = (0x3F, 0x47, 0xBF)
 """Bytes that make a fraction around one, a large one and a negative one in every format."""
 NUMBERS: tuple[tuple[str, Callable[[int], float]], ...] = (
@@ -66,13 +62,6 @@ _TURNS: dict[str, Callable[[int], bool]] = {
     ALWAYS: lambda _: True, BUT_ONCE: lambda turn: turn != 1, ONCE: lambda turn: turn == 0,
 }  # fmt: skip
 """Which times that a loop comes to a place it goes another way there."""
-
-
-class _Thread(threading.local):
-    """What a thread does at the moment."""
-
-    reading: list[Read] | None = None
-    ignores = False
 
 
 class Guesses:
@@ -97,17 +86,15 @@ class Guesses:
         """Ends a run in which something is decided by what a run that follows values may know."""
         self.host: Any
         """The run's `host.Host`: takes a large tensor that was copied from a device, and remembers others."""
-        self.keeps: Callable[[], bool] = lambda: False
-        """Tells whether what is copied at the moment is not looked at by what copies it."""
+        self._looks = False
         self._number: int = course["numbers"]
         self._turned: dict[Key, bool | None] = dict(course["turned"])
         self._is_turned = _TURNS[course["when"]]
         self._notes: bool = course["notes"]
         self._assume = assume
         self._where = where
-        self._room = ROOM
         self._turns: Counter[tuple[Key, str]] = Counter()
-        self._thread = _Thread()
+        self._thread = threading.local()
 
     # ---- Numbers that note what they decide
 
@@ -118,29 +105,28 @@ class Guesses:
     @contextlib.contextmanager
     def noting(self) -> Iterator[list[Read]]:
         """Give the read inside numbers that will be noted, and return what was read unless it is known."""
-        before, self._thread.reading = self._thread.reading, []
+        before, self._thread.reading = self._reading, []
         try:
             yield self._thread.reading
         finally:
             self._thread.reading = before
 
     @contextlib.contextmanager
-    def ignoring(self) -> Iterator[None]:
-        """Let what is read inside decide nothing: it is shown."""
-        before, self._thread.ignores = self._thread.ignores, True
+    def looking(self) -> Iterator[None]:
+        """Let what is copied from a device inside go where nothing is noted."""
+        before, self._looks = self._looks, True
         try:
             yield
         finally:
-            self._thread.ignores = before
+            self._looks = before
 
     @property
-    def is_ignoring(self) -> bool:
-        """Whether what is read at the moment is only shown."""
-        return self._thread.ignores
+    def _reading(self) -> list[Read] | None:
+        return getattr(self._thread, "reading", None)
 
     def expects(self, dtype: torch.dtype) -> bool:
-        """Return whether a read needs no knowledge of values for now, since it will be noted or decides nothing."""
-        return self._thread.ignores or (self._thread.reading is not None and self.is_noted(dtype))
+        """Return whether a read needs no knowledge of values for now, since it will be noted."""
+        return self._reading is not None and self.is_noted(dtype)
 
     def decide(self, number: Read | None, outcome: bool) -> bool:
         """Return the outcome of a comparison, or of a truth that was read.
@@ -171,7 +157,7 @@ class Guesses:
             number: it.
             is_all: whether it stands for all the numbers of a tensor.
         """
-        if self._thread.ignores:
+        if self._where() is None:
             return
         if number.may_be_known:
             self.begin_again()
@@ -226,10 +212,6 @@ class Guesses:
         if self.host.leave(host):
             return
         key, turn = self._turn("contents")
-        whole = host
-        if host.nbytes > min(MOST_FETCHED, self._room):
-            host = host[:0]  # it stays zeros, which take no memory
-        self._room -= host.nbytes if host.nbytes >= LEAST_COUNTED else 0
         number = self._number_at(key, turn)
         if host.dtype == torch.bool:
             number = key in self._turned and self._is_turned(turn)
@@ -241,23 +223,23 @@ class Guesses:
         read = Read(number, key, may_be_known)
         if key is NOBODY or self._note(host.dtype, read):
             return
-        if self.keeps():
-            self.host.remember(whole, read)
-        else:
+        if self._looks:
             self.lose(read, is_all=True)
+        else:
+            self.host.remember(host, read)
 
     def _note(self, dtype: torch.dtype, read: Read) -> bool:
         """Return whether a read is given a number that is noted."""
-        if self._thread.reading is None or not self.is_noted(dtype):
+        if self._reading is None or not self.is_noted(dtype):
             return False
         self.noted += 1
-        self._thread.reading.append(read)
+        self._reading.append(read)
         return True
 
     def _turn(self, kind: str) -> tuple[Key, int]:
         """Return the expression that reads or decides, and how often it did before."""
         key = self._where()
-        if key is None or self._thread.ignores:
+        if key is None:
             return NOBODY, 0
         self._turns[key, kind] += 1
         return key, self._turns[key, kind] - 1
@@ -282,6 +264,6 @@ class Guesses:
 
     def _say(self, key: Key, what: str) -> None:
         line, code, _ = key
-        if self._thread.ignores or key is NOBODY or (code == THREAD and all(key != each for each, _ in self.decides)):
+        if key is NOBODY or (code == THREAD and all(key != each for each, _ in self.decides)):
             return
         self._assume(f"what {code} reads {what}" if line is None else f"line {line}: `{code}` {what}")

@@ -20,15 +20,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._device import _device_constructors
 
-from gpumagic.dryrun.worker.known import SIZED, Known
+from gpumagic.dryrun.worker.known import MAKE_ROOM, SHAPES, SIZED, Known, Shown, is_plain
 from gpumagic.dryrun.worker.modules import tensors_in
-from gpumagic.dryrun.worker.shown import Shown, is_plain
 
 if TYPE_CHECKING:
     from gpumagic.dryrun.worker.guesses import Guesses, Read
@@ -53,40 +52,10 @@ _MAKE = {"ones": 1, "zeros": 0, "full": None, "rand": "uniform_", "randn": "norm
 """Functions that make a tensor, by the number that they fill it with, None for their second argument, or the method."""
 _LEAST_MADE = 256 << 20
 """Bytes from which on what those make is left unwritten: below, following operators costs more than the pages."""
-_METADATA = frozenset({
-    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty", "new_empty_strided",
-    "new_zeros", "new_ones", "new_full", "is_pinned", "is_same_size",
-})  # fmt: skip
-"""Operators that look at a tensor's size, type and device only."""
 _COPIES = frozenset({"to", "_to_copy", "clone", "pin_memory"})
 
-T = TypeVar("T")
 
-
-class _Storages(Generic[T]):
-    """What is noted of some storages on the host, without keeping them."""
-
-    def __init__(self) -> None:
-        self.all: dict[int, tuple[StorageWeakRef, T]] = {}
-        self._most = _SWEPT
-
-    def of(self, tensor: torch.Tensor) -> T | None:
-        """Return what is noted of a tensor's storage."""
-        if not self.all or not tensor.is_cpu or not _has_storage(tensor):
-            return None
-        found = self.all.get(tensor.untyped_storage()._cdata)
-        return None if found is None else found[1]
-
-    def add(self, storage: torch.UntypedStorage, note: T) -> None:
-        """Note something of a storage."""
-        if storage._cdata not in self.all and len(self.all) >= self._most:
-            self.sweep()
-        self.all[storage._cdata] = StorageWeakRef(storage), note
-
-    def sweep(self) -> None:
-        """Forget the storages that are gone; until then no other one can have the number of one of them."""
-        self.all = {key: each for key, each in self.all.items() if not each[0].expired()}
-        self._most = max(_SWEPT, 2 * len(self.all))
+_Draw = Callable[[torch.Tensor], object]
 
 
 class _Unwritten(NamedTuple):
@@ -98,7 +67,7 @@ class _Unwritten(NamedTuple):
         span: the addresses of a file that is mapped: its parts are storages of their own, and keep it.
     """
 
-    draw: Callable[[torch.Tensor], object] | None = None
+    draw: _Draw | None = None
     is_exact: bool = False
     span: range | None = None
 
@@ -118,8 +87,9 @@ class Host:
         self._shown = shown
         self._known = known
         self._draws = draws
-        self._reads: _Storages[Read] = _Storages()
-        self._unwritten: _Storages[_Unwritten] = _Storages()
+        self._notes: dict[int, tuple[StorageWeakRef, Read | _Unwritten]] = {}
+        """What is noted of storages, which it does not keep, by their addresses in C++."""
+        self._most = _SWEPT
         self._files: list[_Unwritten] = []
         self._room = ROOM
         self._left_to_draw = self._left_to_copy = DRAWN
@@ -127,7 +97,6 @@ class Host:
         """Where the generator was after the last weights, if some were not drawn."""
         self._is_drawing = False
         self._thread = threading.get_ident()
-        self.read_of = self._reads.of
 
     def install(self) -> None:
         """Leave large fills undone, and remember what is copied to the host, for the rest of the process."""
@@ -152,9 +121,8 @@ class Host:
         def mapped(*args: Any, **kwargs: Any) -> Any:
             made = from_file(*args, **kwargs)
             if made.nbytes() >= LEAST:
-                unwritten = _Unwritten(span=range(made.data_ptr(), made.data_ptr() + made.nbytes()))
-                self._leave(made, unwritten)
-                self._files.append(unwritten)
+                self._files.append(_Unwritten(span=range(made.data_ptr(), made.data_ptr() + made.nbytes())))
+                self._add(made, self._files[-1])
             return made
 
         torch.UntypedStorage.from_file = staticmethod(mapped)
@@ -171,12 +139,11 @@ class Host:
                 self._skipped = None if self._skipped is None else torch.get_rng_state()
                 return made
             if self._of(tensor) is None and self._may_draw(tensor):
-                self._undisturbed(fill, tensor, *args, **kwargs)
+                self.undisturbed(fill, tensor, *args, **kwargs)
                 return tensor
             if is_method:
                 fill(tensor.detach().new_empty(0), *args, **kwargs)  # which raises what the arguments deserve
-            self._leave(tensor.untyped_storage(), _Unwritten(_drawing(fill, tensor.shape, args, kwargs)))
-            return tensor
+            return self._leave(tensor, _drawing(fill, tensor.shape, args, kwargs))
 
         return filled
 
@@ -189,11 +156,9 @@ class Host:
             is_random = isinstance(fill, str)
             if like.nbytes < _LEAST_MADE or not like.is_floating_point() or (is_random and self._may_draw(like)):
                 return make(*args, **kwargs)
-            blank = _blank(like)
             numbers = () if is_random else (kwargs.get("fill_value", args[-1]) if fill is None else fill,)
             method = getattr(torch.Tensor, fill if isinstance(fill, str) else "fill_")
-            draw = _drawing(method, blank.shape, numbers, {})
-            self._leave(blank.untyped_storage(), _Unwritten(draw, is_exact=not is_random))
+            blank = self._leave(_blank(like), _drawing(method, like.shape, numbers, {}), is_exact=not is_random)
             return blank.requires_grad_(like.requires_grad)
 
         return made
@@ -206,7 +171,7 @@ class Host:
             self._left_to_copy -= parameter.numel()
             if self._left_to_copy >= 0:
                 return copied(parameter, memo)
-            blank = self._left(parameter.detach())
+            blank = self._leave(_blank(parameter.detach()))
             return memo.setdefault(id(parameter), type(parameter)(blank, parameter.requires_grad))
 
         return deep_copied
@@ -215,11 +180,12 @@ class Host:
         def applied(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             """Take a module to a device: what it held before is gone then, and operators may be no more shown."""
             made = apply(module, *args, **kwargs)
-            if self._unwritten.all:
-                self._unwritten.sweep()
-                self._files = [each for _, each in self._unwritten.all.values() if each.span is not None]
-                if not self._unwritten.all:
-                    self._shown.end(self._unwritten)
+            if self._notes:
+                self._sweep()
+                notes = [each for _, each in self._notes.values() if isinstance(each, _Unwritten)]
+                self._files = [each for each in notes if each.span is not None]
+                if not self._notes:
+                    self._shown.end(self)
             return made
 
         return applied
@@ -239,14 +205,14 @@ class Host:
     def _may_leave(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is large and is the cell's; other threads' operators may not be shown."""
         is_followed = not self._is_drawing and threading.get_ident() == self._thread
-        return is_followed and tensor.is_cpu and _has_storage(tensor) and tensor.nbytes >= LEAST
+        return is_followed and tensor.is_cpu and is_plain(tensor) and tensor.nbytes >= LEAST
 
     def leave(self, host: torch.Tensor) -> bool:
         """Leave a tensor unwritten that a device was copied to, if it is large; return whether it is."""
-        if self._may_leave(host):
-            self._leave(host.untyped_storage(), _Unwritten())
-            return True
-        return False
+        is_left = self._may_leave(host)
+        if is_left:
+            self._leave(host)
+        return is_left
 
     def remember(self, tensor: torch.Tensor, read: Read) -> None:
         """Remember what was copied from a device.
@@ -255,19 +221,61 @@ class Host:
             tensor: it.
             read: what is told of it where something is decided.
         """
-        self._shown.begin(self._reads)
         if self.read_of(tensor) is None:
-            self._reads.add(tensor.untyped_storage(), read)
+            self._add(tensor.untyped_storage(), read)
+
+    # ---- What is noted
+
+    def _add(self, storage: torch.UntypedStorage, note: Read | _Unwritten) -> None:
+        if not self._notes:
+            self._shown.begin(self)
+        if storage._cdata not in self._notes and len(self._notes) >= self._most:
+            self._sweep()
+        self._notes[storage._cdata] = StorageWeakRef(storage), note
+
+    def _sweep(self) -> None:
+        """Forget the storages that are gone; until then no other one can have the address of one of them."""
+        self._notes = {key: each for key, each in self._notes.items() if not each[0].expired()}
+        self._most = max(_SWEPT, 2 * len(self._notes))
+
+    def _note_of(self, tensor: torch.Tensor) -> Read | _Unwritten | None:
+        if not self._notes or not tensor.is_cpu or not is_plain(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._notes:
+            return self._notes[storage._cdata][1]
+        at = storage.data_ptr() if self._files else 0
+        return next((each for each in self._files if each.span is not None and at in each.span), None)
+
+    def read_of(self, tensor: torch.Tensor) -> Read | None:
+        """Return what is remembered of a tensor that was copied from a device, or computed from one."""
+        note = self._note_of(tensor)
+        return None if isinstance(note, _Unwritten) else note
+
+    def _of(self, tensor: torch.Tensor) -> _Unwritten | None:
+        note = self._note_of(tensor)
+        return note if isinstance(note, _Unwritten) else None
+
+    def _leave(self, tensor: torch.Tensor, draw: _Draw | None = None, *, is_exact: bool = False) -> torch.Tensor:
+        """Note that a tensor's storage is not written."""
+        self._add(tensor.untyped_storage(), _Unwritten(draw, is_exact))
+        return tensor
+
+    def _like(self, tensor: torch.Tensor) -> _Draw | None:
+        return (self._of(tensor) or _Unwritten()).draw
 
     # ---- Where the host looks
 
     def _looking(self, look: Callable[..., Any]) -> Callable[..., Any]:
         def looked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._is_drawing:
+                return look(tensor, *args, **kwargs)
             self._write(tensor)
             read = self.read_of(tensor)
             if read is not None:
                 self._guesses.lose(read, is_all=True)
-            return look(tensor, *args, **kwargs)
+            with self._guesses.looking():
+                return look(tensor, *args, **kwargs)
 
         return looked
 
@@ -276,60 +284,41 @@ class Host:
             read = self.read_of(tensor)
             if read is None:
                 return is_true(tensor)
-            with self._guesses.ignoring():
-                outcome = is_true(tensor)
-            return self._guesses.decide(read, outcome)
+            return self._guesses.decide(read, self.undisturbed(is_true, tensor))
 
         return decided
 
-    def _of(self, tensor: torch.Tensor) -> _Unwritten | None:
-        found = self._unwritten.of(tensor)
-        if found is None and self._files and tensor.is_cpu and _has_storage(tensor):
-            at = tensor.untyped_storage().data_ptr()
-            return next((each for each in self._files if each.span is not None and at in each.span), None)
-        return found
-
-    def _leave(self, storage: torch.UntypedStorage, unwritten: _Unwritten) -> None:
-        """Note that a storage is not written."""
-        self._shown.begin(self._unwritten)
-        self._unwritten.add(storage, unwritten)
-
-    def _left(self, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a new tensor like one that is unwritten, which is unwritten too."""
-        made, known = _blank(like, dtype), self._of(like)
-        self._leave(made.untyped_storage(), _Unwritten(None if known is None else known.draw))
-        return made
-
-    def _undisturbed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call a function that fills for real."""
+    def undisturbed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that fills, or reads what was filled, and follow nothing that it does."""
         was_drawing, self._is_drawing = self._is_drawing, True
         try:
-            function(*args, **kwargs)
+            return function(*args, **kwargs)
         finally:
             self._is_drawing = was_drawing
 
     def _write(self, tensor: torch.Tensor) -> None:
         """Write what is in a tensor's storage, if it is unwritten: the host looks at it."""
-        known = self._of(tensor) if self._unwritten.all else None
+        known = self._of(tensor)
         if known is None or known.span is not None:
             return
         storage = tensor.untyped_storage()
         whole = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage)
         if not known.is_exact:
             is_room = storage.nbytes() <= self._room
-            self._undisturbed(self._guesses.fill, whole if is_room else whole[:0])
+            with self._guesses.looking():
+                self.undisturbed(self._guesses.fill, whole if is_room else whole[:0])
             if not is_room:
                 return
             self._room -= storage.nbytes()
         if known.draw is not None and (known.is_exact or self._draws):
-            self._undisturbed(known.draw, whole)
-        del self._unwritten.all[storage._cdata]
+            self.undisturbed(known.draw, whole)
+        del self._notes[storage._cdata]
 
     # ---- Operators on them
 
     def _answer(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operator that only copies what nobody reads, unwritten; else write what it reads."""
-        if self._is_drawing or not self._unwritten.all:
+        if self._is_drawing or not self._notes:
             return NotImplemented
         met = [each for each in tensors_in((args, kwargs)) if self._of(each) is not None]
         name = op._schema.name.removeprefix("aten::")
@@ -344,7 +333,7 @@ class Host:
             return op(args[0], source, *args[2:], **kwargs)
         if targets and all(map(self._may_leave, targets)) and not is_differentiated:
             for each in targets:
-                self._leave(each.untyped_storage(), _Unwritten((self._of(met[0]) or _Unwritten()).draw))
+                self._leave(each, self._like(met[0]))
             return args[0] if op._schema.returns else None
         if not all(any(each is one for one in targets) for each in met):  # else it writes to little, such as a row
             for each in met:
@@ -358,57 +347,46 @@ class Host:
             return torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, pin_memory=True)
         like = op(source.new_empty(0), *args[1:], **kwargs)
         if like.is_cpu and (name == "clone" or like.dtype != source.dtype):
-            return self._left(source, like.dtype)
+            return self._leave(_blank(source, like.dtype), self._like(source))
         return op(source if like.dtype == source.dtype else _blank(source, like.dtype), *args[1:], **kwargs)
 
     def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
         """Remember what was computed from a copy of a device's tensor."""
-        if not self._reads.all:
+        if self._is_drawing or not self._notes:
             return
         read = next((found for each in tensors_in((args, kwargs)) if (found := self.read_of(each)) is not None), None)
         if read is None:
             return
-        results = list(tensors_in(made))
+        results = [*tensors_in(made), *(tensors_in(args[:1]) if op._schema.is_mutable else ())]
         is_sized = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(op.tags)
         if is_sized or op._schema.name.removeprefix("aten::") in SIZED:
             self._guesses.lose(read, is_all=True)
-        if op._schema.is_mutable:
-            results += tensors_in(args[:1])
         for each in results:
-            if each.is_cpu and _has_storage(each):
+            if each.is_cpu and is_plain(each):
                 self.remember(each, read)
             elif self._known is not None and self._known.is_here(each):
                 self._known.write(each, None)
 
 
-def _drawing(
-    fill: Callable[..., Any], shape: torch.Size, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Callable[[torch.Tensor], object]:
+def _drawing(fill: Callable[..., Any], shape: torch.Size, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Draw:
     """Return what fills a storage as a tensor of some shape over it was to be."""
     return lambda whole: fill(whole.view(shape) if shape.numel() == whole.numel() else whole, *args, **kwargs)
 
 
 def _is_on_host(given: dict[str, Any]) -> bool:
     """Return whether a function that makes a tensor makes one on the host, in a way that `_making` knows."""
-    device = given.get("device")
-    device = torch.get_default_device() if device is None else torch.device(device)
-    return device.type == "cpu" and all(
-        given.get(each) is None for each in ("out", "layout", "generator", "names", "pin_memory")
-    )
+    others = ("out", "layout", "generator", "names", "pin_memory")
+    return torch.empty(0, device=given.get("device")).is_cpu and all(given.get(each) is None for each in others)
 
 
 def _looks_at_no_number(op: Any, name: str) -> bool:
     """Return whether an operator is a view, or looks at its tensors' sizes, types and devices only."""
-    if name in _METADATA or torch.Tag.inplace_view in op.tags:
+    if name in SHAPES | MAKE_ROOM or torch.Tag.inplace_view in op.tags:
         return True
     returns = op._schema.returns
     if not op._schema.is_mutable and not any("Tensor" in str(each.type) for each in returns):
         return not (name in SIZED or torch.Tag.data_dependent_output in op.tags)
     return any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and is_plain(tensor)
 
 
 def _blank(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

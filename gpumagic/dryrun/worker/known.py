@@ -1,31 +1,37 @@
-"""The contents of small tensors on the device, as far as the host put them there.
+"""The contents of small tensors on the device, as far as the host put them there, and how every operator is shown.
 
 Lengths that a loop reads back, a scale, the mask of a generator of text that ends at its longest length: an operator
 whose operands are known is run again on the CPU, over copies of them or over the device's own memory. Whatever else an
 operator writes to is forgotten.
+
+For that operators are shown, and to `host.Host`. A dispatch mode would change what is run: under one autograd adds no
+gradients in place, and some operators are composed in another way. So a kernel in Python shows them, at a key above all
+others that torch has for its own tests. It costs some ten microseconds an operator, so it is on only where something is
+followed. Each operator has a kernel of its own: one for all of them (`Library.fallback`) fails under the modes of
+others, where torch looks a kernel in Python up by the operator's name. To register them takes a tenth of a second, so
+that is done in the warm process. Operators that the cell registers are not shown.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from gpumagic.dryrun.worker.modules import tensors_in
-from gpumagic.dryrun.worker.shown import is_plain
 
 LARGEST = 1 << 14
 """Bytes of a storage up to which its contents are kept."""
 _OVERWRITES = frozenset({"fill_", "zero_", "copy_"})
 """Operators of which what was in their first operand does not matter."""
-_SHAPES = frozenset({
-    "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full",
+SHAPES = frozenset({
+    "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "rand_like", "randn_like",
 })  # fmt: skip
 """Operators that take from their first operand no more than what it looks like."""
-_MAKE_ROOM = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"})
+MAKE_ROOM = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"})
 SIZED = frozenset({
     "where", "argwhere", "nonzero_numpy", "repeat_interleave", "tensor_split", "narrow", "allclose", "is_nonzero",
     "_nested_tensor_from_mask_left_aligned", "_choose_qparams_per_tensor",
@@ -41,43 +47,45 @@ _ABSORBING = {
 """What an operand must be throughout for the other one not to matter."""
 
 
-@dataclass(frozen=True)
-class _Traits:
+class _Traits(NamedTuple):
     """What an operator does with contents.
 
     Attributes:
+        names: those of its arguments.
         is_view: whether its result may be its operand's memory.
         computes: whether its result follows from its operands.
-        written: the numbers and names of the arguments that it writes to.
+        written: the arguments that it writes to.
         overwritten: those of which what was there does not matter.
         absorbing: see `_ABSORBING`.
     """
 
     name: str
+    names: list[str]
     is_view: bool
     computes: bool
-    written: frozenset[int | str]
-    overwritten: frozenset[int | str]
+    written: set[str]
+    overwritten: set[str]
     absorbing: bool | None
 
 
 @functools.cache
 def _traits(op: Any) -> _Traits:
     name = op._schema.name.removeprefix("aten::")
-    aliased = [each for each in op._schema.arguments if each.alias_info is not None]
-    numbers = {each.name: number for number, each in enumerate(op._schema.arguments)}
+    arguments = op._schema.arguments
+    aliased = [each for each in arguments if each.alias_info is not None]
     written = {each.name for each in aliased if each.is_write}
     if "norm" in name:  # their schemas do not say that they write to these
-        written |= numbers.keys() & {"running_mean", "running_var"}
-    free = {each for each in written if op._schema.arguments[numbers[each]].kwarg_only}
-    if name in _OVERWRITES | _SHAPES:
-        free.add(op._schema.arguments[0].name)
+        written |= {each.name for each in arguments} & {"running_mean", "running_var"}
+    free = {each.name for each in arguments if each.kwarg_only} & written
+    if name in _OVERWRITES | SHAPES:
+        free.add(arguments[0].name)
     return _Traits(
-        name=name,
+        name,
+        [each.name for each in arguments],
         is_view=bool(aliased) and not written and name != _FROM_HOST,
-        computes=torch.Tag.nondeterministic_seeded not in op.tags and name not in _MAKE_ROOM,
-        written=frozenset({*written, *(numbers[each] for each in written)}),
-        overwritten=frozenset({*free, *(numbers[each] for each in free)}),
+        computes=torch.Tag.nondeterministic_seeded not in op.tags and name not in MAKE_ROOM,
+        written=written,
+        overwritten=free,
         absorbing=_ABSORBING.get(name, _ABSORBING.get(name.rstrip("_"))),
     )
 
@@ -117,7 +125,7 @@ class Known:
         """Return a tensor's contents on the CPU, over the memory that they are kept in; None if they are not known."""
         if tensor.device.type != self._type:
             return tensor if tensor.device.type == "cpu" else None
-        if tensor.layout is not torch.strided or not is_plain(tensor):
+        if not is_plain(tensor):
             return None
         raw = self._kept.get(self._key_of(tensor))
         if raw is None or raw.numel() != self._nbytes_of(tensor):
@@ -147,32 +155,34 @@ class Known:
             made: what it returned.
         """
         traits = _traits(op)
+        given = {**dict(zip(traits.names, args, strict=False)), **kwargs}
+        written = [each for name in traits.written for each in tensors_in(given.get(name)) if self.is_here(each)]
         results = [each for each in tensors_in(made) if self.is_here(each)]
         if traits.is_view:
-            given = {self._key_of(each) for each in tensors_in((args, kwargs)) if self.is_here(each)}
-            results = [each for each in results if self._key_of(each) not in given]
+            keys = {self._key_of(each) for each in tensors_in(given) if self.is_here(each)}
+            results = [each for each in results if self._key_of(each) not in keys]
             if not results:
                 return
         if op.namespace == "c10d":
             self._share(traits.name, args)
-            return
-        if traits.name == _FROM_HOST:
-            self._read_in(results)
-            return
+        elif traits.name == _FROM_HOST:  # what lies in its memory is what the host put there
+            small = (each for each in results if self._nbytes_of(each) <= LARGEST and self._key_of(each))
+            self._kept |= {self._key_of(each): self._memory_of(each) for each in small}
+        elif not self._is_computed(op, args, kwargs, given, results, written) and self._kept:
+            for each in (*results, *written):
+                self.forget(self._key_of(each))
+
+    def _is_computed(
+        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any],
+        results: list[torch.Tensor], written: list[torch.Tensor],
+    ) -> bool:  # fmt: skip
+        """Return whether what an operator wrote is known, or was before."""
+        traits = _traits(op)
         if traits.name == _LEAVES_FINITE:
-            return  # gradients are taken to be finite
-        is_small = results and all(each.numel() * each.itemsize <= LARGEST for each in results)
-        if (
-            is_small
-            and traits.computes
-            and (self._repeat(op, traits, args, kwargs, results) or self._absorb(traits, args, results))
-        ):
-            return
-        if self._kept:
-            for each in results:
-                self.forget(self._key_of(each))
-            for each in self._written(traits, args, kwargs):
-                self.forget(self._key_of(each))
+            return True  # gradients are taken to be finite
+        if not traits.computes or not results or any(each.numel() * each.itemsize > LARGEST for each in results):
+            return False
+        return self._repeat(op, args, kwargs, given, results, written) or self._absorb(traits, args, results)
 
     def _share(self, name: str, args: tuple[Any, ...]) -> None:
         """Note what a collective did, of which all ranks are taken to send the same; sums of that are not known."""
@@ -191,18 +201,14 @@ class Known:
         is_free = traits.absorbing is not None or bool(traits.overwritten)
         return is_free or not keys or any(key in self._kept for key in keys)
 
-    def _read_in(self, tensors: list[torch.Tensor]) -> None:
-        """Note that what lies in the memory of some tensors is what the host put there."""
-        for each in tensors:
-            if self._nbytes_of(each) <= LARGEST and (key := self._key_of(each)):
-                self._kept[key] = self._memory_of(each)
-
     def _repeat(
-        self, op: Any, traits: _Traits, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[torch.Tensor]
-    ) -> bool:
+        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any],
+        results: list[torch.Tensor], written: list[torch.Tensor],
+    ) -> bool:  # fmt: skip
         """Run the operator on what is known; return whether all it needed was."""
+        traits = _traits(op)
         twins: dict[int, torch.Tensor] = {}
-        for name, value in (*enumerate(args), *kwargs.items()):
+        for name, value in given.items():
             for tensor in tensors_in(value):
                 twin = self.of(tensor)
                 if name in traits.overwritten and twin is None:
@@ -218,7 +224,7 @@ class Known:
             return False
         for tensor, value in zip(results, tensors_in(returned), strict=False):
             self.write(tensor, value)
-        for tensor in self._written(traits, args, kwargs):
+        for tensor in written:
             self.write(tensor, twins[id(tensor)])
         return True
 
@@ -230,24 +236,14 @@ class Known:
         wanted = traits.absorbing
         if wanted is None or (wanted and any(each.dtype != torch.bool for each in results)):
             return False
-        if not any(self._is_all(each, wanted) for each in args):
+        known = (
+            self.of(each) if isinstance(each, torch.Tensor) else torch.as_tensor(each, device="cpu") for each in args
+        )
+        if not any(each is not None and (each == wanted).all() for each in known):
             return False
         for tensor in results:
             self.write(tensor, torch.full(tensor.shape, wanted, dtype=tensor.dtype, device="cpu"))
         return True
-
-    def _is_all(self, value: Any, wanted: bool) -> bool:
-        """Return whether an operand is known, and the same throughout."""
-        known = self.of(value) if isinstance(value, torch.Tensor) else value
-        return known is not None and bool(
-            (known == wanted).all() if isinstance(known, torch.Tensor) else known == wanted
-        )
-
-    def _written(self, traits: _Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-        if traits.written:
-            for name, value in (*enumerate(args), *kwargs.items()):
-                if name in traits.written:
-                    yield from filter(self.is_here, tensors_in(value))
 
     def is_here(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is on the device of the dry run."""
@@ -263,3 +259,121 @@ def _swapped(value: Any, twins: dict[int, torch.Tensor]) -> Any:
         kept = {name: each for name, each in value.items() if name not in {"generator", "pin_memory"}}
         return {name: _swapped(each, twins) for name, each in kept.items()}
     return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+# ---- Operators, shown
+
+Follow = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], object]
+"""Called with an operator, its arguments and what it returned."""
+Answer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Called with an operator and its arguments before it runs; returns what it is to return, or NotImplemented."""
+_NAME = "TESTING_ONLY_GenericMode"
+_KEY = torch._C._dispatch_key_parse(_NAME)
+_VIEWS = {
+    f"aten::{name}"
+    for name in (
+        "alias", "as_strided", "detach", "expand", "permute", "select.int", "slice.Tensor", "split.Tensor",
+        "squeeze.dim", "t", "transpose.int", "unbind.int", "unsqueeze", "view",
+    )
+}  # fmt: skip
+"""Operators that move no contents and are not shown; C++ relies on what `alias` and `detach` return being new."""
+
+
+class _Kernel:
+    """An operator's; the object that Python has for the operator is looked up once it is called."""
+
+    __slots__ = ("_name", "_op")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._op: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._op is None:
+            space, _, name = self._name.partition("::")
+            name, _, overload = name.partition(".")
+            self._op = getattr(getattr(getattr(torch.ops, space), name), overload or "default")
+        _show(False)
+        try:
+            answers = (answer(self._op, args, kwargs) for answer in _answerers)
+            made = next((each for each in answers if each is not NotImplemented), NotImplemented)
+            if made is NotImplemented:
+                made = self._op(*args, **kwargs)
+            for follow in _followers:
+                follow(self._op, args, kwargs, made)
+        except BaseException:
+            args, kwargs = (), {}  # the traceback would keep them
+            raise
+        finally:
+            _show(True)
+        return made
+
+
+_libraries: dict[str, Any] = {}
+"""What keeps the kernels, by the operators' namespace."""
+_ready: set[str] = set()
+"""The operators that have one."""
+_followers: list[Follow] = []
+_answerers: list[Answer] = []
+
+
+def get_ready() -> None:
+    """Give a kernel to each operator that has none yet; none is called before `Shown.begin`."""
+    if not _libraries:
+        _libraries["_"] = torch.library.Library("_", "IMPL")
+        _libraries["_"].fallback(torch.library.fallthrough_kernel, _NAME)
+    for full_name in torch._C._dispatch_get_all_op_names():
+        if full_name in _ready:
+            continue
+        _ready.add(full_name)
+        space, _, name = full_name.partition("::")
+        if space not in _libraries:
+            _libraries[space] = torch._C._dispatch_library("IMPL", space, "", __file__, 1)
+        kernel = torch.library.fallthrough_kernel if full_name in _VIEWS else _Kernel(full_name)
+        _libraries[space].impl(name, _NAME, kernel, False)
+
+
+class Shown:
+    """Shows operators while anybody wants it, in the thread that asks first and in those that begin later."""
+
+    def __init__(self) -> None:
+        self._wanted: list[object] = []
+        self._is_installed = False
+
+    def to(self, follow: Follow, answer: Answer | None = None) -> None:
+        """Show operators also to `follow`, after those who were there before, and before they run to `answer`."""
+        _followers.append(follow)
+        _answerers.extend([] if answer is None else [answer])
+
+    def begin(self, who: object) -> None:
+        """Show what is called from now on, until `end` was called for each `who`."""
+        if any(each is who for each in self._wanted):
+            return
+        self._wanted.append(who)
+        if not self._is_installed:
+            self._is_installed = True
+            get_ready()
+            threads: Any = threading.Thread
+            begin = threads._bootstrap_inner
+
+            def begin_shown(thread: threading.Thread) -> None:
+                _show(bool(self._wanted))
+                begin(thread)
+
+            threads._bootstrap_inner = begin_shown
+        _show(True)
+
+    def end(self, who: object) -> None:
+        """Show no more operators to one."""
+        self._wanted = [each for each in self._wanted if each is not who]
+        _show(bool(self._wanted))
+
+
+def _show(is_shown: bool) -> None:
+    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, is_shown)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has memory of its own, and neither a class nor a transform answers for it."""
+    is_its_own = type(tensor).__torch_dispatch__ != torch.Tensor.__torch_dispatch__ or tensor.layout != torch.strided
+    return not is_its_own and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

@@ -221,24 +221,16 @@ def install(guesses: Guesses) -> None:
         guesses: tells what is read.
     """
     tensor: Any = torch.Tensor
-    show = tensor.__repr__
-
-    def shown(tensor: torch.Tensor, **how: Any) -> str:
-        with guesses.ignoring():
-            return str(show(tensor, **how))
-
-    tensor.__repr__ = shown
+    encoder: Any = json.JSONEncoder
     setattr(builtins, "__dry_run_number__", _converting)  # noqa: B010
     owners = [each for each in (math, statistics, sys.modules.get("numpy")) if each is not None]
-    carrying = [(builtins, name) for name in ("min", "max")]
-    carrying += [(each, name) for each in owners for name in (*_MATH, *_AVERAGES) if hasattr(each, name)]
-    encoder: Any = json.JSONEncoder
+    carrying = [(each, name) for each in owners for name in (*_MATH, *_AVERAGES) if hasattr(each, name)]
     for replacing, places in (
         (functools.partial(_reading, guesses), [(tensor, "item"), (tensor, "tolist")]),
-        (_carrying, carrying),
-        (_testing, [(math, name) for name in _TESTS]),
-        (_writing, [(encoder, "encode"), (encoder, "iterencode")]),
-        (_losing, [(torch, "tensor"), (torch, "as_tensor")]),
+        (functools.partial(_with_plain, _carry), [(builtins, "min"), (builtins, "max"), *carrying]),
+        (functools.partial(_with_plain, lambda made, met: met[0].decide(made)), [(math, name) for name in _TESTS]),
+        (functools.partial(_with_plain, lambda made, _: made), [(encoder, "encode"), (encoder, "iterencode")]),
+        (functools.partial(_with_plain, _lose), [(torch, "tensor"), (torch, "as_tensor")]),
     ):
         for owner, name in places:
             setattr(owner, name, replacing(getattr(owner, name)))
@@ -259,8 +251,7 @@ def _reading(guesses: Guesses, read: Callable[..., Any]) -> Callable[..., Any]:
             known = guesses.host.read_of(tensor)
             if known is None:
                 return read(tensor)
-            with guesses.ignoring():
-                value = read(tensor)
+            value = guesses.host.undisturbed(read, tensor)
             guesses.noted += 1
             return wrapped(value, known)
         with guesses.noting() as reads:
@@ -284,35 +275,24 @@ def _converting(kind: Any) -> Any:
     return convert if kind is int or kind is float else kind
 
 
-def _carrying(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of numbers that carries the note on: what `min` returns decides no more than its operands."""
+def _with_plain(finish: Callable[[Any, list[Noted]], Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is given plain numbers, and whose result is finished with the noted ones that it met."""
 
-    def carried(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: Any, **kwargs: Any) -> Any:
         met: list[Noted] = []
-        is_list = len(args) == 1 and type(args[0]) in {list, tuple}
-        if kwargs or not any(type(each) is Noted for each in (args[0] if is_list else args)):
-            return function(*args, **kwargs)
-        made = function(*_plain(args, met))
-        value = made.item() if hasattr(made, "item") and getattr(made, "ndim", 1) == 0 else made
-        return met[0]._like(value, *met)
+        plain = _plain((args, kwargs), met)
+        return finish(function(*plain[0], **plain[1]), met) if met else function(*args, **kwargs)
 
-    return carried
+    return called
 
 
-def _testing(function: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value.decide(function(value.number)) if type(value) is Noted else function(value)
+def _carry(made: Any, met: list[Noted]) -> Any:
+    """Carry the note on: what `min` returns decides no more than its operands."""
+    value = made.item() if hasattr(made, "item") and getattr(made, "ndim", 1) == 0 else made
+    return met[0]._like(value, *met)
 
 
-def _writing(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda encoder, value, *args, **kwargs: function(encoder, _plain(value, []), *args, **kwargs)
-
-
-def _losing(function: Callable[..., Any]) -> Callable[..., Any]:
-    def made(data: Any, *args: Any, **kwargs: Any) -> Any:
-        met: list[Noted] = []
-        plain = _plain(data, met)
-        for each in met:
-            each.lose()
-        return function(plain, *args, **kwargs)
-
+def _lose(made: Any, met: list[Noted]) -> Any:
+    for each in met:
+        each.lose()
     return made

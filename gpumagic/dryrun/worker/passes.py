@@ -53,10 +53,6 @@ class Loop:
         """Note that it begins."""
         self.run, self.asked, self.is_over = 0, asked, False
 
-    def has(self, line: File) -> bool:
-        """Return whether a line is in it."""
-        return line[0] == self.filename and self.first <= line[1] <= self.last
-
 
 class Passes:
     """The loops of the notebook's code.
@@ -127,7 +123,8 @@ class Passes:
         lines = list(running)
         counts = []
         for loop in self._loops:
-            is_open = not loop.is_over and any(map(loop.has, lines))
+            is_in = any(name == loop.filename and loop.first <= line <= loop.last for name, line in lines)
+            is_open = not loop.is_over and is_in
             if loop.run or is_open:
                 counts.append((loop.place, loop.run, loop.asked if is_open else loop.run))
         return counts
@@ -171,21 +168,17 @@ class _Counted:
         return item
 
 
-def _length(iterable: object, iterator: object) -> int | None:
+def _length(iterable: Any, iterator: object) -> int | None:
     """Return how many items will come, where that can be told without taking one."""
-    if isinstance(iterator, enumerate):
-        return _hinted(iterator.__reduce__()[1][0])
-    if isinstance(iterator, zip):
-        lengths = [_hinted(each) for each in iterator.__reduce__()[1]]
+    if isinstance(iterable, enumerate | zip):
+        parts = iterable.__reduce__()[1]
+        lengths = [_length(each, each) for each in (parts[:1] if isinstance(iterable, enumerate) else parts)]
         return min((each for each in lengths if each is not None), default=None) if None not in lengths else None
-    known = _hinted(iterable)
-    return _hinted(iterator) if known is None else known
-
-
-def _hinted(value: object) -> int | None:
-    with contextlib.suppress(Exception):  # a length that the user wrote may raise anything
-        hint = operator.length_hint(value, -1)
-        return hint if hint >= 0 else None
+    for each in (iterable, iterator):
+        with contextlib.suppress(Exception):  # a length that the user wrote may raise anything
+            hint = operator.length_hint(each, -1)
+            if hint >= 0:
+                return hint
     return None
 
 

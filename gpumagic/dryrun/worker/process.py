@@ -79,11 +79,11 @@ def _warm_up(engine: str) -> None:
     """Import what every dry run needs; torch's meta kernels in Python are half of it."""
     import torch
 
-    from gpumagic.dryrun.worker import shown
+    from gpumagic.dryrun.worker import known
 
     tempfile.gettempdir()  # it is found by writing to it, which a dry run does not do
     importlib.import_module(f"gpumagic.dryrun.worker.{engine}")
-    shown.get_ready()
+    known.get_ready()
     if engine == "fake.run":
         from gpumagic.dryrun.worker.fake.operators import taken_apart
 

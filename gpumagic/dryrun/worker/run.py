@@ -24,11 +24,10 @@ from gpumagic.dryrun import parts
 from gpumagic.dryrun.worker import host, noted
 from gpumagic.dryrun.worker.cell import Lines, Notes
 from gpumagic.dryrun.worker.guesses import Guesses
-from gpumagic.dryrun.worker.known import Known
+from gpumagic.dryrun.worker.known import Known, Shown
 from gpumagic.dryrun.worker.modules import Modules
 from gpumagic.dryrun.worker.passes import File, Passes
 from gpumagic.dryrun.worker.sandbox import Magics
-from gpumagic.dryrun.worker.shown import Shown
 from gpumagic.memory import ledger
 from gpumagic.memory.ledger import NO_PEAK, Ledger
 from gpumagic.source import frames
@@ -82,7 +81,7 @@ class Run:
         """Run the cell and send the outcome, as plain data; the arguments are those of `Modules`."""
         self.host = host.Host(self.guesses, self.shown, self.known, draws=not self.request["turned"])
         self.host.install()
-        self.guesses.keeps, self.guesses.host = self.lines.keeps, self.host
+        self.guesses.host = self.host
         noted.install(self.guesses)
         self.notes.effects.clear()
         self._prepare()

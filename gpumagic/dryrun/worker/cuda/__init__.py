@@ -3,5 +3,4 @@
 run.py       one dry run, from unpacking the notebook to the outcome
 history.py   the CUDA allocator's history as a ledger
 layout.py    puts back what the notebook holds
-reading.py   what the host reads of the device
 """

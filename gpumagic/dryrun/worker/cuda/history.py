@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from gpumagic.dryrun.worker import shown
+from gpumagic.dryrun.worker import known
 from gpumagic.memory.allocator import rounded
 from gpumagic.memory.ledger import BUCKETS, GATHERED, Account, Ledger, Life, Peak, Place
 
 _NO_OPERATOR = frozenset({"forward", "_call_impl", "_wrapped_call_impl", "<lambda>", "<module>", "wrapper", "_fn"})
 
 _AT = operator.itemgetter("filename", "name", "line")
-_SHOWN = (shown.__file__, "__call__")
+_SHOWN = (known.__file__, "__call__")
 
 Trace = list[dict[str, Any]]
 """Of one device: an entry of `torch.cuda.memory_snapshot`'s for each block taken or given back."""

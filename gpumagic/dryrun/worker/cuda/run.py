@@ -19,9 +19,9 @@ from gpumagic.dryrun import parts
 from gpumagic.dryrun.worker import ranks, sandbox
 from gpumagic.dryrun.worker.cuda.history import History, Trace
 from gpumagic.dryrun.worker.cuda.layout import Layout
-from gpumagic.dryrun.worker.cuda.reading import Reading, address_of, memory_of
 from gpumagic.dryrun.worker.host import LEAST
 from gpumagic.dryrun.worker.known import Known
+from gpumagic.dryrun.worker.reading import CudaReading, address_of, memory_of
 from gpumagic.dryrun.worker.run import Outcome, Run, failure
 from gpumagic.memory import segments
 from gpumagic.memory.allocator import rounded
@@ -72,7 +72,7 @@ class CudaRun(Run):
             self.is_brief = True
             self.notes.not_known("which line needs most: cudaMallocAsync keeps no history")
         self.guesses.fill_blanks(parts.blanks)
-        Reading(self.guesses, self.known, self._start_again, self.notes.assume).install()
+        CudaReading(self.guesses, self.known, self._start_again, self.notes.assume).install()
         if self.known is not None:
             self.shown.to(self.known.follow)
         else:

@@ -7,5 +7,4 @@ storages.py      storages of torch's with a size, a device and no bytes
 operators.py     answers every operator on the device by shape
 calls.py         one operator's call, and what it returned for operands of some metadata, kept
 scratch.py       what CUDA's kernels allocate besides their results, and which of attention's are run
-contents.py      asks for the few small values that are known, and sizes results by them
 """

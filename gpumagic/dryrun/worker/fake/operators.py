@@ -3,7 +3,7 @@
 torch decides above this what an operator is made of, by the same code as for a real out-of-tree device, since the
 tensors are plain ones of that device. What arrives here are the kernels. Views are made by the CPU's own kernels,
 which only touch sizes; everything else runs on meta tensors, and its results are given storages of their own.
-Operators whose results are as large as values say (masks, positions, distinct values) are in `contents.py`.
+Operators whose results are as large as values say (masks, positions, distinct values) are in `worker/reading.py`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.dryrun.worker.fake.allocator import FakeLedger
 from gpumagic.dryrun.worker.fake.backend import FakeModule
 from gpumagic.dryrun.worker.fake.calls import MOST, Call, Operands, Operator, Plan
-from gpumagic.dryrun.worker.fake.contents import Contents
 from gpumagic.dryrun.worker.fake.scratch import scratch
 from gpumagic.dryrun.worker.fake.storages import CPU, Form, Storages
+from gpumagic.dryrun.worker.reading import FakeReading
 
 aten = torch.ops.aten
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -60,7 +60,7 @@ class Operators:
     """
 
     def __init__(
-        self, module: FakeModule, storages: Storages, ledger: FakeLedger, contents: Contents,
+        self, module: FakeModule, storages: Storages, ledger: FakeLedger, contents: FakeReading,
         assume: Callable[[str], None], is_cuda: bool,
     ) -> None:  # fmt: skip
         self._module = module

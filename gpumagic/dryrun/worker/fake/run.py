@@ -14,11 +14,11 @@ from gpumagic.dryrun import parts
 from gpumagic.dryrun.worker import ranks, sandbox
 from gpumagic.dryrun.worker.fake import backend
 from gpumagic.dryrun.worker.fake.allocator import Allocator, FakeAccount, FakeLedger
-from gpumagic.dryrun.worker.fake.contents import Contents
 from gpumagic.dryrun.worker.fake.names import Names
 from gpumagic.dryrun.worker.fake.operators import Operators
 from gpumagic.dryrun.worker.fake.scratch import without_rule
 from gpumagic.dryrun.worker.fake.storages import Storages, key_of
+from gpumagic.dryrun.worker.reading import FakeReading
 from gpumagic.dryrun.worker.run import Outcome, Run, failure
 from gpumagic.memory.ledger import Place
 
@@ -42,7 +42,7 @@ class FakeRun(Run):
         module = backend.register(name, self.ledger)
         self._storages = Storages(self.ledger.take, self._gone)
         self.ledger.settle = self._storages.settle
-        self._contents = Contents(name, self._storages, self.guesses)
+        self._contents = FakeReading(name, self._storages, key_of, self.guesses)
         self.known = self._contents.known
         self._operators = Operators(
             module, self._storages, self.ledger, self._contents, self.notes.assume, known == "cuda"
