@@ -176,6 +176,8 @@ class _Scenarios:
         conclusive = [each for each in self._all if each.is_conclusive]
         if not conclusive:
             return self._failed()
+        numbers = {place for each in conclusive for place, kind, _ in each.decides if kind == NUMBER}
+        is_sure = is_sure and numbers.isdisjoint(_one_way(conclusive))  # else every other number made it fail
         grows = self._grows(conclusive)
         counted = [each for each in conclusive if each.course["numbers"] != LARGE or not grows] or conclusive
         if all(each.fits is None for each in counted):

@@ -34,7 +34,7 @@ SHAPES = frozenset({
 MAKE_ROOM = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"})
 SIZED = frozenset({
     "where", "argwhere", "nonzero_numpy", "repeat_interleave", "tensor_split", "narrow", "allclose", "is_nonzero",
-    "_nested_tensor_from_mask_left_aligned", "_choose_qparams_per_tensor",
+    "_nested_tensor_from_mask_left_aligned", "_choose_qparams_per_tensor", "_pack_padded_sequence",
 })  # fmt: skip
 """Operators that return as much, or something else, as values say, or are composed of such, and that have no tag."""
 _FROM_HOST = "lift_fresh"
