@@ -216,25 +216,6 @@ def fill_tensor(tensor: Any, state: dict[str, Any]) -> None:
     tensor.__dict__.update(state)
 
 
-def make_sparse(
-    layout: str, components: list[Any], shape: tuple[int, ...], is_coalesced: bool, requires_grad: bool
-) -> Any:
-    """Return a sparse tensor over its components."""
-    import torch
-
-    try:
-        if layout == "torch.sparse_coo":
-            made = torch.ops.aten._sparse_coo_tensor_unsafe(*components, shape, is_coalesced=is_coalesced)
-        else:
-            kind, of = getattr(torch, layout.removeprefix("torch.")), components[-1]
-            made = torch.sparse_compressed_tensor(
-                *components, shape, dtype=of.dtype, device=of.device, layout=kind, check_invariants=False
-            )
-    except (RuntimeError, NotImplementedError):  # fake tensors have none
-        return Absent("a sparse tensor")
-    return made.requires_grad_(requires_grad)
-
-
 def _storage(part: StoragePart) -> Any:
     import torch
 

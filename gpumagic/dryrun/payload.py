@@ -23,13 +23,15 @@ import pickle
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpumagic.dryrun import parts, sendable
 from gpumagic.heap.kinds import Graphs
-from gpumagic.heap.storages import COMPONENTS
 from gpumagic.memory.allocator import rounded
 from gpumagic.source.frames import names_looked_up
+
+if TYPE_CHECKING:
+    from gpumagic.dryrun.targets import Target
 
 KEPT_CONTENTS = 1 << 20
 """Bytes up to which a CPU tensor's or an array's contents go with the rest."""
@@ -63,11 +65,8 @@ class Payload:
 def pack(
     namespace: Mapping[str, Any],
     names: Iterable[str],
-    extra: object = None,
-    *,
-    backend: str = "",
-    with_graphs: bool = False,
-    only_used: bool = False,
+    extra: object,
+    target: Target,
 ) -> Payload:
     """Return what code that uses these names of the namespace needs.
 
@@ -75,15 +74,16 @@ def pack(
         namespace: the notebook's.
         names: those the code uses.
         extra: one more object, under the name ``__dry_run__``.
-        backend: whose devices the dry run has; tensors on others are left out.
-        only_used: whether to leave out what only holds tensors, and so stays alive in the dry run.
-        with_graphs: whether what graphs keep is sent with the tensors that lead to them.
+        target: the devices that the dry run has; tensors on others are left out. Where it is known what lies where on
+            them, what graphs keep is sent with the tensors that lead to them; where none of them is here, nothing is
+            sent that only holds tensors, and so stays alive in the dry run.
     """
     bad: set[str] = set()
+    names = [*names, *(sendable.holders(namespace) if target.is_here else ())]
     while True:
-        packing = _Packing(namespace, backend, Graphs() if with_graphs else None)
+        packing = _Packing(namespace, target.backend, Graphs() if target.tells_segments() else None)
         try:
-            failed = packing.fill([*names, *(() if only_used else sendable.holders(namespace))], extra, bad)
+            failed = packing.fill(names, extra, bad)
         except BaseException:  # Ctrl-C
             packing.shared.close()
             raise
@@ -100,12 +100,6 @@ def _undisturbed(obj: Any, reduced: Any) -> Any:
     if not is_usual or "__getattr__" not in defined or "__setstate__" in defined or reduced[2] is None:
         return reduced
     return (*reduced, *[None] * (5 - len(reduced)), parts.fill_object)
-
-
-def _state(tensor: Any) -> dict[str, Any]:
-    """Return a tensor's attributes, and its gradient as one of them."""
-    grad = {"grad": tensor.grad} if tensor.is_leaf and tensor.grad is not None else {}
-    return {**vars(tensor), **grad}
 
 
 class _Packing(pickle.Pickler):
@@ -209,8 +203,6 @@ class _Packing(pickle.Pickler):
             return kind, (tensor.requires_grad, str(tensor.device), tensor.dtype), dict(vars(tensor)) or None
         if tensor.device.type not in self.backends:
             return parts.Absent, (f"a tensor on {tensor.device} (make it on {self.backend} in the cell)",)
-        if kind in {torch.Tensor, torch.nn.Parameter} and str(tensor.layout) in COMPONENTS:
-            return self._sparse(tensor)
         if kind not in {torch.Tensor, torch.nn.Parameter} or tensor.layout != torch.strided or tensor.is_quantized:
             return parts.Absent, (f"a tensor of the kind {kind.__name__} with layout {tensor.layout}",)
         if torch._is_functional_tensor(tensor) or tensor.is_conj() or tensor.is_neg():
@@ -222,7 +214,11 @@ class _Packing(pickle.Pickler):
         is_whole = not (tensor.is_floating_point() or tensor.is_complex())
         storage = self._storage(tensor.untyped_storage(), is_whole)
         geometry = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
-        state = _state(tensor)
+        state = dict(vars(tensor))
+        if tensor.is_leaf and tensor.grad is not None:
+            state["grad"] = tensor.grad
+            if tensor.grad.layout != torch.strided:
+                self.notes.append("what a sparse gradient from an earlier cell leads to: it is left out")
         if not tensor.is_leaf:
             saved = [self._storage(each, is_whole=False) for each in self._saved(torch, tensor)]
             state |= {parts.GRAPH: saved} if saved else {}
@@ -238,15 +234,6 @@ class _Packing(pickle.Pickler):
             is_plain = each.layout == torch.strided and not torch._is_functional_tensor(each)
             if each.device == tensor.device and is_plain:
                 yield each.untyped_storage()
-
-    def _sparse(self, tensor: Any) -> Any:
-        layout = str(tensor.layout)
-        components = [getattr(tensor.detach(), name)() for name in COMPONENTS[layout]]
-        is_coalesced = layout == "torch.sparse_coo" and tensor.is_coalesced()
-        state = _state(tensor)
-        arguments = (layout, components, tuple(tensor.shape), is_coalesced, tensor.is_leaf and tensor.requires_grad)
-        self.held += [state, arguments]
-        return parts.make_sparse, arguments, state, None, None, parts.fill_tensor
 
     def _storage(self, storage: Any, is_whole: bool) -> parts.StoragePart:
         key = storage._cdata

@@ -148,11 +148,7 @@ def _dry_run(
                 "a snapshot is of torch's CUDA allocator: it takes a CUDA build of torch and a C compiler"
             )
     client.start(target.engine)  # it imports torch while the notebook is packed
-    sent = payload.pack(
-        namespace, what.names(), what.function, backend=target.backend,
-        with_graphs=target.tells_segments(), only_used=not target.is_here,
-    )  # fmt: skip
-    with contextlib.closing(sent) as parts:
+    with contextlib.closing(payload.pack(namespace, what.names(), what.function, target)) as parts:
         request = _request(what, parts, target, dict(values), time_limit)
         outcome = scenarios.run({**request, "snapshot": snapshot is not None, "rank": rank}, only)
         if "ended" in outcome:

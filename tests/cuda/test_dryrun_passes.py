@@ -55,16 +55,13 @@ def test_every_line_where_a_value_decides_is_told_with_how_it_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cell", "where"),
+    ("cell", "how"),
     [
-        (
-            "import ctypes\nx = torch.ones(9, device='cuda:0')\nctypes.string_at(0)",
-            "line 3, in `string_at` with SIGSEGV",
-        ),
-        ("import os\ndef f():\n    os.abort()\nf()", "line 3 with SIGABRT"),
-        ("import os\n\nos._exit(3)", "line 3, in `_exit` with exit status 3"),
+        ("import ctypes\nctypes.string_at(0)", "SIGSEGV"),
+        ("import os\nos.abort()", "SIGABRT"),
+        ("import os\nos._exit(3)", "exit status 3"),
     ],
 )
-def test_a_crash_is_told_with_its_line_and_function(cell, where) -> None:
+def test_a_crash_is_told_with_how_it_came(cell, how) -> None:
     report = run.dry_run(script_of(cell), {"torch": torch}, targets.choose("cuda:0", None))
-    assert f"crashed its process in {where}" in report.verdict
+    assert f"crashed its process with {how}" in report.verdict

@@ -115,6 +115,7 @@ REFUSED = {
     "what is typed": ("", "n = int(input('How many? '))"),
     "a generator": ("numbers = (each * 2 for each in range(3))", "n = next(numbers)"),
     "a file that is read": ("sizes = open(FOLDER / 'sizes.txt', 'w+')", "n = int(sizes.readline())"),
+    "a sparse matrix": ("graph = torch.eye(64).to_sparse()", "y = graph @ x[:64]"),
     "a database's rows": ("import sqlite3\nd = sqlite3.connect(':memory:')", "rows = d.execute('select 1').fetchall()"),
     "an empty queue": ("import queue\ntodo = queue.Queue()", "y = todo.get()"),
 }

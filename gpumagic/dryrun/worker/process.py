@@ -1,15 +1,14 @@
 """The warm process that dry runs run in: torch is imported once, and each dry run is a fork of it, a few at once.
 
 The process itself never runs a cell, so that it stays clean: it starts no thread and no backward pass, which a fork
-would not survive. A crash, an abort or a hang of a dry run ends that fork, and the answer says so: Python's
-`faulthandler` writes where it was into a pipe. What the kernel refuses a fork is heard here, and joins its answer.
+would not survive. A crash, an abort or a hang of a dry run ends that fork, and the answer says so. What the kernel
+refuses a fork is heard here, and joins its answer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
 import fcntl
 import gc
 import importlib
@@ -17,7 +16,6 @@ import json
 import math
 import os
 import pickle
-import re
 import resource
 import signal
 import socket
@@ -232,19 +230,16 @@ class _Fork:
 
     def __init__(self, request: dict[str, Any], serve: Serve, private: Iterable[int]) -> None:
         receiving, sending = os.pipe()
-        self._last_words, writing = os.pipe()
         ours, theirs = socket.socketpair()
         self.request, self._inherited = request, devices.private_memory(os.getpid())
         self._pid = os.fork()
         if self._pid == 0:
             ours.close()
-            for descriptor in (receiving, self._last_words, *private):
+            for descriptor in (receiving, *private):
                 os.close(descriptor)
-            _run_child({**request, "watcher": theirs}, serve, _out_of_reach(sending), _out_of_reach(writing))
+            _run_child({**request, "watcher": theirs}, serve, _out_of_reach(sending))
         theirs.close()
         os.close(sending)
-        os.close(writing)
-        os.set_blocking(self._last_words, False)
         self.answers, self.watch = Connection(receiving, writable=False), Watch(ours)
         self.until = time.monotonic() + request["time_limit"] + _TO_TELL
 
@@ -268,10 +263,9 @@ class _Fork:
             os.killpg(self._pid, signal.SIGKILL)
         _, status = os.waitpid(self._pid, 0)
         if not sentence:
-            words = b""
-            with contextlib.suppress(BlockingIOError):
-                words = os.read(self._last_words, 1 << 16)
-            sentence = _crash(status, words.decode(errors="replace"), self.request["filename"])
+            code = os.waitstatus_to_exitcode(status)
+            how = f"with {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
+            sentence = f"the dry run crashed its process {how}, as the cell might: nothing is known of its memory"
         self._close()
         return self._with_effects(_ended(sentence, exceeds_host=exceeds_host))
 
@@ -280,7 +274,6 @@ class _Fork:
             os.killpg(self._pid, signal.SIGKILL)  # what the cell has started
         self.answers.close()
         self.watch.close()
-        os.close(self._last_words)
 
     def _with_effects(self, answer: bytes) -> bytes:
         """Return an answer with what the kernel refused, in words."""
@@ -303,14 +296,12 @@ def _out_of_reach(descriptor: int) -> int:
     return descriptor
 
 
-def _run_child(request: dict[str, Any], serve: Serve, sending: int, last_words: int) -> NoReturn:
+def _run_child(request: dict[str, Any], serve: Serve, sending: int) -> NoReturn:
     """Be the process that runs a request."""
     try:
         os.setsid()  # away from the notebook's terminal, and a group of its own
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_DIES_WITH_ITS_PARENT, signal.SIGKILL)
-        os.set_blocking(last_words, False)  # rather lose the rest than wait for a reader
-        faulthandler.enable(last_words)
 
         def send(outcome: Outcome) -> None:
             outcome["seconds"] = time.process_time()  # by which further runs are chosen, whatever else the machine does
@@ -324,24 +315,6 @@ def _run_child(request: dict[str, Any], serve: Serve, sending: int, last_words: 
         with contextlib.suppress(OSError):
             Connection(sending, readable=False).send_bytes(_ended(sentence))
     os._exit(1)
-
-
-def _crash(status: int, words: str, filename: str) -> str:
-    """Return how a process ended that gave no answer.
-
-    Args:
-        status: as `os.waitpid` tells.
-        words: what `faulthandler` wrote, the innermost frame first.
-        filename: the cell's.
-    """
-    code = os.waitstatus_to_exitcode(status)
-    how = f"with {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
-    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', words.partition("Current thread")[2].partition("\n\n")[0])
-    line = next((number for file, number, _ in frames if file == filename), None)
-    where = "" if line is None else f" in line {line}"
-    if frames and frames[0][0] != filename:
-        where += f", in `{frames[0][2]}`"
-    return f"the dry run crashed its process{where} {how}, as the cell might: nothing is known of its memory"
 
 
 def _ended(sentence: str, *, exceeds_host: bool = False) -> bytes:
