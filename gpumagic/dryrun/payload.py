@@ -22,6 +22,7 @@ import marshal
 import pickle
 import sys
 import types
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -35,31 +36,11 @@ if TYPE_CHECKING:
 
 KEPT_CONTENTS = 1 << 20
 """Bytes up to which a CPU tensor's or an array's contents go with the rest."""
+_ZEROS = f"of large tensors and arrays on the CPU, those beyond {parts.ROOM >> 20} MiB in all are assumed to be zeros"
 _NOT_SENT = frozenset({"__builtins__", "In", "_ih", "_dh", "get_ipython", "exit", "quit", "open", "_i", "_ii", "_iii"})
 _CLASS_OWN = frozenset({
     "__dict__", "__weakref__", "_abc_impl", "__slots__", "__static_attributes__", "__firstlineno__",
 })  # fmt: skip
-
-
-@dataclasses.dataclass
-class Payload:
-    """What is sent."""
-
-    data: bytes
-    scopes: int
-    device_bytes: dict[str, int]
-    """The bytes of the storages on each device, each rounded as an allocator does."""
-    notes: list[str]
-    """What is not as in the notebook."""
-    assumed: list[str]
-    files: set[str]
-    """The files whose code is in it: cells."""
-    shared: parts.SharedMemory
-    """What the worker maps while it dry-runs."""
-
-    def close(self) -> None:
-        """Let go of the shared memory."""
-        self.shared.close()
 
 
 def pack(
@@ -81,15 +62,15 @@ def pack(
     bad: set[str] = set()
     names = [*names, *(sendable.holders(namespace) if target.is_here else ())]
     while True:
-        packing = _Packing(namespace, target.backend, Graphs() if target.tells_segments() else None)
+        packed = Payload(namespace, target.backend, Graphs() if target.tells_segments() else None)
         try:
-            failed = packing.fill(names, extra, bad)
+            failed = packed.fill(names, extra, bad)
         except BaseException:  # Ctrl-C
-            packing.shared.close()
+            packed.shared.close()
             raise
         if failed is None:
-            return packing.payload()
-        packing.shared.close()
+            return packed
+        packed.shared.close()
         bad.add(failed)
 
 
@@ -102,33 +83,49 @@ def _undisturbed(obj: Any, reduced: Any) -> Any:
     return (*reduced, *[None] * (5 - len(reduced)), parts.fill_object)
 
 
-class _Packing(pickle.Pickler):
+class Payload(pickle.Pickler):
+    """What is sent.
+
+    Args:
+        namespace: the notebook's variables.
+        backend: whose devices the dry run has.
+        graphs: reads what graphs keep; None where that is not sent.
+
+    Attributes:
+        buffer: the names and their values.
+        device_bytes: the bytes of the storages on each device, each rounded as an allocator does.
+        assumed: what is taken to be so.
+        scopes: the namespaces that functions of it have, of which the first is the notebook's.
+        notes: what is not as in the notebook.
+        files: the files whose code is in it: cells.
+        shared: what the worker maps while it dry-runs.
+    """
+
     def __init__(self, namespace: Mapping[str, Any], backend: str, graphs: Graphs | None) -> None:
         self.buffer = io.BytesIO()
         super().__init__(self.buffer, protocol=5)
-        self.graphs = graphs
-        self.backend = backend
-        self.backends = {backend, "cpu", "meta"}
+        self.device_bytes: Counter[str] = Counter()
+        self.assumed: list[str] = []
         self.scopes: list[Mapping[str, Any]] = [namespace]
-        self.todo: list[tuple[int, str]] = []
-        self.done: set[tuple[int, str]] = set()
-        self.storages: dict[int, parts.StoragePart] = {}
-        self.held: list[Any] = []  # what ids in the memo stand for must live as long as it does
         self.notes: list[str] = []
         self.files: set[str] = set()
         self.shared = parts.SharedMemory()
-        self.zeroed = False
+        self._graphs, self._backend = graphs, backend
+        self._todo: list[tuple[int, str]] = []
+        self._done: set[tuple[int, str]] = set()
+        self._storages: dict[int, parts.StoragePart] = {}
+        self._held: list[Any] = []  # what ids in the memo stand for must live as long as it does
 
     def fill(self, names: list[str], extra: object, bad: set[str]) -> str | None:
         """Write everything; return the name that could not be written."""
-        self.todo += [(0, name) for name in names]
+        self._todo += [(0, name) for name in names]
         if extra is not None:
             self.dump((0, "__dry_run__", extra))
-        while self.todo:
-            scope, name = self.todo.pop()
-            if (scope, name) in self.done or name in _NOT_SENT or name not in self.scopes[scope]:
+        while self._todo:
+            scope, name = self._todo.pop()
+            if (scope, name) in self._done or name in _NOT_SENT or name not in self.scopes[scope]:
                 continue
-            self.done.add((scope, name))
+            self._done.add((scope, name))
             value = self.scopes[scope][name]
             label = f"{scope}.{name}"
             try:
@@ -137,21 +134,11 @@ class _Packing(pickle.Pickler):
                 return label
         return None
 
-    def number_of(self, scope: Mapping[str, Any]) -> int | None:
+    def _number_of(self, scope: Mapping[str, Any]) -> int | None:
         return next((index for index, known in enumerate(self.scopes) if known is scope), None)
 
-    def payload(self) -> Payload:
-        totals: dict[str, int] = {}
-        for part in self.storages.values():
-            if part.nbytes:
-                totals[part.device] = totals.get(part.device, 0) + rounded(part.nbytes)
-        limit = f"{parts.ROOM >> 20} MiB"
-        zeros = f"of large tensors and arrays on the CPU, those beyond {limit} in all are assumed to be zeros"
-        assumed = [zeros] if self.zeroed else []
-        return Payload(self.buffer.getvalue(), len(self.scopes), totals, self.notes, assumed, self.files, self.shared)
-
     def persistent_id(self, obj: Any) -> Any:
-        found = self.number_of(obj) if isinstance(obj, dict) else None
+        found = self._number_of(obj) if isinstance(obj, dict) else None
         return None if found is None else ("scope", found)
 
     def reducer_override(self, obj: Any) -> Any:  # noqa: PLR0911  # one way a kind of object
@@ -181,7 +168,8 @@ class _Packing(pickle.Pickler):
         if array.nbytes <= parts.ROOM:
             whole = numpy.ascontiguousarray(array)
             slot = self.shared.put(whole.ctypes.data, whole.nbytes)
-        self.zeroed |= slot is None
+        if slot is None:
+            self.assumed = [_ZEROS]
         return parts.make_array, (array.dtype.str, array.shape, array.nbytes, slot)
 
     def _plain(self, obj: Any) -> Any:
@@ -194,21 +182,21 @@ class _Packing(pickle.Pickler):
             reduced = dispatch(obj) if dispatch else obj.__reduce_ex__(4)
         except Exception:
             return parts.Absent, (sendable.described(obj),)
-        self.held.append(reduced)
+        self._held.append(reduced)
         return _undisturbed(obj, reduced)
 
     def _tensor(self, torch: Any, tensor: Any) -> Any:
         kind = type(tensor)
         if torch.nn.parameter.is_lazy(tensor):  # of a lazy module that has not run: no storage, and few methods
             return kind, (tensor.requires_grad, str(tensor.device), tensor.dtype), dict(vars(tensor)) or None
-        if tensor.device.type not in self.backends:
-            return parts.Absent, (f"a tensor on {tensor.device} (make it on {self.backend} in the cell)",)
+        if tensor.device.type not in {self._backend, "cpu", "meta"}:
+            return parts.Absent, (f"a tensor on {tensor.device} (make it on {self._backend} in the cell)",)
         if kind not in {torch.Tensor, torch.nn.Parameter} or tensor.layout != torch.strided or tensor.is_quantized:
             return parts.Absent, (f"a tensor of the kind {kind.__name__} with layout {tensor.layout}",)
         if torch._is_functional_tensor(tensor) or tensor.is_conj() or tensor.is_neg():
             return parts.Absent, ("a lazily conjugated or functional tensor",)
         if not tensor.is_leaf:
-            kept = "" if self.graphs is None else " as long as the tensor"
+            kept = "" if self._graphs is None else " as long as the tensor"
             why = f"dry-run without that graph, whose memory stays in use{kept}"
             self.notes.append(f"a tensor with a graph from an earlier cell is {why}")
         is_whole = not (tensor.is_floating_point() or tensor.is_complex())
@@ -224,12 +212,12 @@ class _Packing(pickle.Pickler):
             state |= {parts.GRAPH: saved} if saved else {}
         dtype = str(tensor.dtype).removeprefix("torch.")
         arguments = (storage, dtype, geometry, tensor.requires_grad, kind is torch.nn.Parameter)
-        self.held += [state, arguments]
+        self._held += [state, arguments]
         return parts.make_tensor, arguments, state or None, None, None, parts.fill_tensor if state else None
 
     def _saved(self, torch: Any, tensor: Any) -> Iterator[Any]:
         """Yield the storages on the tensor's device that its graph keeps; a node that several share is read once."""
-        graph = None if self.graphs is None or tensor.device.type == "cpu" else self.graphs.walk(tensor.grad_fn)
+        graph = None if self._graphs is None or tensor.device.type == "cpu" else self._graphs.walk(tensor.grad_fn)
         for each in graph or ():
             is_plain = each.layout == torch.strided and not torch._is_functional_tensor(each)
             if each.device == tensor.device and is_plain:
@@ -237,26 +225,28 @@ class _Packing(pickle.Pickler):
 
     def _storage(self, storage: Any, is_whole: bool) -> parts.StoragePart:
         key = storage._cdata
-        if key not in self.storages:
+        if key not in self._storages:
             device, nbytes = str(storage.device), storage.nbytes()
             contents = slot = None
             if device == "cpu" and nbytes > KEPT_CONTENTS:
                 slot = self.shared.put(storage.data_ptr(), nbytes)
             elif device == "cpu":
                 contents = ctypes.string_at(storage.data_ptr(), nbytes) if nbytes else b""
-            self.zeroed |= device == "cpu" and contents is None and slot is None
+            if device == "cpu" and contents is None and slot is None:
+                self.assumed = [_ZEROS]
+            self.device_bytes[device] += rounded(nbytes) if nbytes else 0
             address = storage.data_ptr()
-            self.storages[key] = parts.StoragePart(device, nbytes, contents, address, slot, is_whole)
-            self.held.append(storage)
-        return self.storages[key]
+            self._storages[key] = parts.StoragePart(device, nbytes, contents, address, slot, is_whole)
+            self._held.append(storage)
+        return self._storages[key]
 
     def _function(self, function: types.FunctionType) -> Any:
-        scope = self.number_of(function.__globals__)
+        scope = self._number_of(function.__globals__)
         if scope is None:
             scope = len(self.scopes)
             self.scopes.append(function.__globals__)
         self.files.add(function.__code__.co_filename)
-        self.todo += [(scope, name) for name in names_looked_up(function.__code__)]
+        self._todo += [(scope, name) for name in names_looked_up(function.__code__)]
         state = {
             name: getattr(function, name)
             for name in ("__defaults__", "__kwdefaults__", "__qualname__", "__module__", "__doc__", "__dict__")
@@ -264,7 +254,7 @@ class _Packing(pickle.Pickler):
         arguments = (
             marshal.dumps(function.__code__), function.__globals__, function.__name__, function.__closure__
         )  # fmt: skip
-        self.held += [state, arguments]
+        self._held += [state, arguments]
         return parts.make_function, arguments, state, None, None, parts.fill_attributes
 
     def _class(self, made: type) -> Any:
@@ -279,5 +269,5 @@ class _Packing(pickle.Pickler):
             names = (slots,) if isinstance(slots, str) else tuple(slots)
             body = {name: value for name, value in body.items() if name not in names}
         arguments = (type(made), made.__name__, made.__bases__, early)
-        self.held += [body, arguments]
+        self._held += [body, arguments]
         return parts.make_class, arguments, body, None, None, parts.fill_attributes

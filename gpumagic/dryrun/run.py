@@ -40,6 +40,7 @@ People measured 1.6 GB for one communicator (https://github.com/NVIDIA/nccl/issu
 _HOST = re.compile(r"(_Array)?MemoryError:|.*DefaultCPUAllocator: ", re.DOTALL)
 """How Python, numpy and torch say that the host's memory does not do."""
 _ROCM = ("what ROCm takes for itself: of this GPU only the size is known here, and CUDA on an A100 stands in",)
+_NEEDS_CUDA = "{} torch's own CUDA: that takes a CUDA build of torch, which needs no GPU, and a C compiler"
 Rank = tuple[int, int, int, dict[str, list[str]]]
 """Which, of how many, how many a machine has, and what ranks that were run before have sent to it."""
 Run = Callable[[Rank], tuple[DryRunReport, dict[str, Any]]]
@@ -72,7 +73,20 @@ def dry_run(
     """
 
     def one(rank: Rank | None) -> tuple[DryRunReport, dict[str, Any]]:
-        return _dry_run(what, namespace, target, values or {}, time_limit, only, snapshot, rank)
+        """Return the report, and what the worker told."""
+        here = targets.with_engine(target if rank is None else replace(target, chosen=rank[0] % rank[2]))
+        if here.engine == targets.FAKE and (rank is not None or snapshot is not None):
+            if rank is None:
+                raise OptionError(_NEEDS_CUDA.format("a snapshot is of"))
+            raise DryRunUnavailable(_NEEDS_CUDA.format("ranks are dry-run on"))
+        client.start(here.engine)  # it imports torch while the notebook is packed
+        packed = payload.pack(namespace, what.names(), what.function, here)
+        with contextlib.closing(packed.shared):
+            request = _request(what, packed, here, dict(values or {}), time_limit)
+            outcome = scenarios.run({**request, "snapshot": snapshot is not None, "rank": rank}, only)
+        if snapshot is not None and outcome.get("snapshot") is not None:
+            Path(snapshot).write_bytes(base64.b64decode(outcome["snapshot"]))
+        return report_of(outcome, here, packed, sizes_in(what.source or "")), outcome
 
     if target.ranks is None:
         report, outcome = one(None)
@@ -123,66 +137,26 @@ def _fullest(run: Run, ranks: Ranks) -> DryRunReport:
     return replace(reports[most], rank=most, world=ranks.world, ranks=tuple(needs))
 
 
-def _dry_run(
-    what: Script,
-    namespace: Mapping[str, Any],
-    target: Target,
-    values: Mapping[str, object],
-    time_limit: float,
-    only: scenarios.Course | None,
-    snapshot: str | os.PathLike[str] | None,
-    rank: Rank | None,
-) -> tuple[DryRunReport, dict[str, Any]]:
-    """Return the report, and what the worker told."""
-    if rank is not None:
-        target = replace(target, chosen=rank[0] % rank[2])
-    target = targets.with_engine(target)
-    if target.engine == targets.FAKE:
-        if rank is not None:
-            raise DryRunUnavailable(
-                "ranks are dry-run on torch's own CUDA and NCCL: that takes a CUDA build of torch, which needs no GPU, "
-                "and a C compiler"
-            )
-        if snapshot is not None:
-            raise OptionError(
-                "a snapshot is of torch's CUDA allocator: it takes a CUDA build of torch and a C compiler"
-            )
-    client.start(target.engine)  # it imports torch while the notebook is packed
-    with contextlib.closing(payload.pack(namespace, what.names(), what.function, target)) as parts:
-        request = _request(what, parts, target, dict(values), time_limit)
-        outcome = scenarios.run({**request, "snapshot": snapshot is not None, "rank": rank}, only)
-        if "ended" in outcome:
-            nothing = DryRunReport(
-                target.names[target.chosen], {}, {}, capacity=target.capacities[target.chosen], gpu=target.gpu,
-                engine=target.engine, error=outcome["ended"], exceeds_host=outcome.get("exceeds_host", False),
-                effects=tuple(outcome.get("effects", ())),
-            )  # fmt: skip
-            return nothing, outcome
-        if snapshot is not None and outcome["snapshot"] is not None:
-            Path(snapshot).write_bytes(base64.b64decode(outcome["snapshot"]))
-        return replace(report_of(outcome, target, parts), sizes=sizes_in(what.source or "")), outcome
-
-
 def _request(
-    what: Script, parts: payload.Payload, target: Target, values: dict[str, object], time_limit: float
+    what: Script, packed: payload.Payload, target: Target, values: dict[str, object], time_limit: float
 ) -> dict[str, Any]:
     import torch
 
     base = [
-        max(0, held - parts.device_bytes.get(name, 0)) if segments is None else 0
+        max(0, held - packed.device_bytes[name]) if segments is None else 0
         for name, held, segments in zip(target.names, target.allocated, target.segments, strict=True)
     ]
     # Where torch keeps workspaces for cuBLAS: on an imagined device nowhere.
     found = [] if target.is_imagined or target.ranks is not None else segments.find_workspaces()
     numpy = sys.modules.get("numpy")
-    sources = {name: "".join(linecache.getlines(name)) for name in parts.files if not is_library("", name)}
+    sources = {name: "".join(linecache.getlines(name)) for name in packed.files if not is_library("", name)}
     if what.source is not None:
         sources[what.filename] = what.source
     return {
         "engine": target.engine, "is_brief": False, "gpus": target.gpus,
         "workspaces": [[(each.address, each.size) for each in found if each.device == name] for name in target.names],
-        "source": what.source, "filename": what.filename, "data": parts.data, "shared": parts.shared.path,
-        "scopes": parts.scopes,
+        "source": what.source, "filename": what.filename, "data": packed.buffer.getvalue(),
+        "shared": packed.shared.path, "scopes": len(packed.scopes),
         "sources": {name: text for name, text in sources.items() if text}, "values": values,
         "backend": target.backend, "chosen": target.chosen, "base": base, "cuts_to_size": target.cuts_to_size,
         "capacities": [
@@ -195,8 +169,14 @@ def _request(
     }  # fmt: skip
 
 
-def report_of(outcome: dict[str, Any], target: Target, parts: payload.Payload) -> DryRunReport:
-    """Return the report of a worker's outcome."""
+def report_of(outcome: dict[str, Any], target: Target, packed: payload.Payload, sizes: tuple[str, ...]) -> DryRunReport:
+    """Return the report of a worker's outcome; of one without figures with the sentence that says why."""
+    if "ended" in outcome:
+        return DryRunReport(
+            target.names[target.chosen], {}, {}, capacity=target.capacities[target.chosen], gpu=target.gpu,
+            engine=target.engine, error=outcome["ended"], exceeds_host=outcome.get("exceeds_host", False),
+            effects=tuple(outcome.get("effects", ())),
+        )  # fmt: skip
     error, names, communicators = outcome["error"], target.names, outcome.get("communicators", 0)
     complete = error is None and not outcome["is_open"]
     decided = complete and not outcome.get("depends")
@@ -207,7 +187,7 @@ def report_of(outcome: dict[str, Any], target: Target, parts: payload.Payload) -
     deciding = min(range(len(devices)), key=lambda each: _room(devices[each], names[target.chosen]))
     device, found = devices[deciding], outcome["devices"][deciding]
     at, failure, fits = found["at"], found["failure"], {each.fits for each in devices}
-    unknown = (*outcome["unknown"], *parts.notes, *target.unknown, *_ROCM * target.is_amd)
+    unknown = (*outcome["unknown"], *packed.notes, *target.unknown, *_ROCM * target.is_amd)
     return DryRunReport(
         device=device.device,
         peak={each.device: each.peak for each in devices},
@@ -220,7 +200,7 @@ def report_of(outcome: dict[str, Any], target: Target, parts: payload.Payload) -
         passes=tuple(records.Passes(*each) for each in outcome["passes"]),
         modules=dict(found.get("modules", ())),
         timeline=tuple(records.DryRunPoint(names[index], *point) for index, *point in outcome["timeline"]),
-        assumed=(*outcome["assumed"], *parts.assumed), unknown=tuple(dict.fromkeys(unknown)),
+        assumed=(*outcome["assumed"], *packed.assumed), unknown=tuple(dict.fromkeys(unknown)),
         engine=target.engine, gpu=target.gpu, overhead=target.extra, scenario=outcome.get("most"), runs=outcome["runs"],
         flat=tuple((place, number) for place, number in outcome.get("flat", ())),
         function=at["function"] or None, operator_bytes=at["nbytes"],
@@ -233,7 +213,7 @@ def report_of(outcome: dict[str, Any], target: Target, parts: payload.Payload) -
             records.DryRunRow(names[each["device"]], each["line"], each["code"], each["peak"], each["after"])
             for each in sorted(outcome["lines"], key=lambda each: (each["line"], each["device"]))
         ),
-        operators=outcome["operators"], seconds=outcome["seconds"], versions=outcome.get("versions", {}),
+        operators=outcome["operators"], seconds=outcome["seconds"], versions=outcome.get("versions", {}), sizes=sizes,
     )  # fmt: skip
 
 

@@ -235,10 +235,8 @@ def _become(
     os.environ.update({
         "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local), "GROUP_RANK": str(node),
         "LOCAL_WORLD_SIZE": str(min(per_node, world)), "GROUP_WORLD_SIZE": str(-(-world // per_node)),
-        "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(world), "ROLE_NAME": "default",
         "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCHELASTIC_RESTART_COUNT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0",
     })  # fmt: skip
 
     objects = Objects(rank, said)
