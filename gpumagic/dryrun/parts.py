@@ -14,12 +14,11 @@ import marshal
 import mmap
 import os
 import tempfile
-import threading
 import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 find_code: Callable[[types.CodeType], types.CodeType] = lambda code: code  # noqa: E731  # the worker puts its own there
 """Returns the code to run for a function's code: the same, or one whose passes of loops are counted."""
@@ -90,7 +89,8 @@ class StoragePart:
     nbytes: int
     contents: bytes | None
     address: int = 0
-    slot: Slot | None = None
+    slot: int | None = None
+    """Where in the shared memory."""
     is_whole: bool = False
     """Whether it holds whole numbers."""
     made: Any = None
@@ -100,11 +100,6 @@ def fill_cell(cell: types.CellType, contents: tuple[Any, ...]) -> None:
     """Put the contents, if there are any, into a cell."""
     if contents:
         cell.cell_contents = contents[0]
-
-
-def make_lock(is_reentrant: bool = False) -> Any:
-    """Return a lock that nobody holds."""
-    return threading.RLock() if is_reentrant else threading.Lock()
 
 
 streams: dict[int, Any] = {}
@@ -180,7 +175,7 @@ def make_enum(base: type, name: str, members: dict[str, Any], module: str) -> An
     return base(name, members, module=module)
 
 
-def make_array(dtype: str, shape: tuple[int, ...], nbytes: int, slot: Slot | None) -> Any:
+def make_array(dtype: str, shape: tuple[int, ...], nbytes: int, slot: int | None) -> Any:
     """Return an array; one that was not sent holds zeros, which cost no memory until it is written to."""
     import numpy as np
 
@@ -245,20 +240,22 @@ ROOM = 256 << 20
 """Bytes of all that is shared with one dry run."""
 _PAGE = mmap.ALLOCATIONGRANULARITY
 
-Slot = tuple[str, int]
-"""Where something lies: a path that the worker can open, and an offset."""
+_held: list[int] = []
 
 
 class SharedMemory:
     """What one dry run gets."""
 
     def __init__(self) -> None:
-        self._file: int | None = None
-        self.path = ""
-        """Where the worker finds it; empty while there is nothing on it."""
+        if hasattr(os, "memfd_create"):
+            self._file: IO[bytes] = open(os.memfd_create("gpumagic", os.MFD_CLOEXEC), "w+b")  # noqa: PTH123, SIM115
+            self.path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+        else:
+            self._file = tempfile.NamedTemporaryFile(prefix="gpumagic-")  # noqa: SIM115  # until `close`
+            self.path = self._file.name
         self._used = 0
 
-    def put(self, address: int, nbytes: int) -> Slot | None:
+    def put(self, address: int, nbytes: int) -> int | None:
         """Return where a copy of memory lies; None where there is no room for it.
 
         Args:
@@ -268,49 +265,24 @@ class SharedMemory:
         if self._used + nbytes > ROOM:
             return None
         try:
-            file = self._open()
-            view = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-            done = 0
-            while done < nbytes:
-                done += os.pwrite(file, view[done:], self._used + done)
+            self._file.seek(self._used)
+            self._file.write(memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B"))
+            self._file.flush()
         except OSError:  # no room there either
             return None
         offset, self._used = self._used, -(-(self._used + nbytes) // _PAGE) * _PAGE
-        return self.path, offset
+        return offset
 
     def close(self) -> None:
         """Let go of it; what the worker has mapped stays until it ends."""
-        if self._file is not None:
-            os.close(self._file)
-            if not self.path.startswith("/proc/"):
-                with contextlib.suppress(OSError):
-                    os.unlink(self.path)  # noqa: PTH108  # next to `os.close`
-            self._file = None
-
-    def _open(self) -> int:
-        if self._file is None:
-            if hasattr(os, "memfd_create"):
-                self._file = os.memfd_create("gpumagic", os.MFD_CLOEXEC)
-                self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-            else:
-                self._file, self.path = tempfile.mkstemp(prefix="gpumagic-")
-        return self._file
-
-
-_held: dict[str, int] = {}
+        self._file.close()
 
 
 def hold(path: str) -> None:
     """Open shared memory, for a process that will not be able to."""
-    if path:
-        _held[path] = os.open(path, os.O_RDONLY)
+    _held[:] = [os.open(path, os.O_RDONLY)]
 
 
-def mapped(slot: Slot, nbytes: int) -> Any:
+def mapped(offset: int, nbytes: int) -> Any:
     """Return what lies there, as memory of this process alone."""
-    path, offset = slot
-    file = os.dup(_held[path]) if path in _held else os.open(path, os.O_RDONLY)
-    try:
-        return mmap.mmap(file, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
-    finally:
-        os.close(file)
+    return mmap.mmap(_held[0], nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)

@@ -59,8 +59,8 @@ _EXACTLY: dict[type, Callable[[Any], Any]] = {
     weakref.ReferenceType: _weak,
     weakref.WeakMethod: _weak,
     weakref.KeyedRef: _weak,
-    type(threading.Lock()): lambda _: (parts.make_lock, ()),
-    type(threading.RLock()): lambda _: (parts.make_lock, (True,)),
+    type(threading.Lock()): lambda _: (threading.Lock, ()),
+    type(threading.RLock()): lambda _: (threading.RLock, ()),
     threading.local: lambda _: (threading.local, ()),
     types.MappingProxyType: lambda obj: (types.MappingProxyType, (dict(obj),)),
 }

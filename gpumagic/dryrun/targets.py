@@ -111,13 +111,14 @@ def choose(device: str | None, capacity: int | None, gpu: str | None = None, ran
     count = max(chosen + 1, sum(each.startswith(f"{backend}:") for each in here))
     names = [f"{backend}:{each}" for each in range(count)]
     figures = [allocator.device_stats(name) if name in here else None for name in names]
+    allocated = [0 if each is None else each.allocated for each in figures]
+    room = [devices.room(name) if capacity is None and name in here else None for name in names]
     simulated = backend == "simgpu"
-    initialised = any(figures)
     target = Target(
         backend, chosen,
-        capacities=[_capacity(name, capacity, here) for name in names],
-        allocated=[0 if each is None else each.allocated for each in figures],
-        extra=(0, 0) if simulated else STATED if is_stated else _extra(has_context=initialised and capacity is None),
+        capacities=[capacity if free is None else free + held for free, held in zip(room, allocated, strict=True)],
+        allocated=allocated,
+        extra=(0, 0) if simulated else STATED if is_stated else _extra(has_context=any(figures) and capacity is None),
         cuts_to_size=simulated,
         segments=[
             None if each is None or capacity is not None else segments.read_segments(name, each)
@@ -143,14 +144,6 @@ def _extra(*, has_context: bool) -> tuple[int, int]:
         return WORKSPACES
     most = EAGER if os.environ.get("CUDA_MODULE_LOADING") == "EAGER" else CONTEXT[1]
     return CONTEXT[0] + WORKSPACES[0], most + WORKSPACES[1]
-
-
-def _capacity(name: str, capacity: int | None, here: list[str]) -> int | None:
-    """Return what this process can have of a device: what it holds already, and what is free."""
-    if capacity is not None or name not in here:
-        return capacity
-    free, figures = devices.room(name), allocator.device_stats(name)
-    return free if free is None or figures is None else free + figures.allocated
 
 
 # ---- The engine
