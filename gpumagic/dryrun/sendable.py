@@ -53,9 +53,6 @@ def _absent(obj: object) -> Any:
 
 _EXACTLY: dict[type, Callable[[Any], Any]] = {
     types.CellType: _cell,
-    property: lambda obj: (property, (obj.fget, obj.fset, obj.fdel, obj.__doc__)),
-    staticmethod: lambda obj: (staticmethod, (obj.__func__,)),
-    classmethod: lambda obj: (classmethod, (obj.__func__,)),
     weakref.ReferenceType: _weak,
     weakref.WeakMethod: _weak,
     weakref.KeyedRef: _weak,
@@ -66,6 +63,9 @@ _EXACTLY: dict[type, Callable[[Any], Any]] = {
 }
 """How objects are sent that go in another way than pickle's."""
 _BY_BASE: dict[str, Callable[[Any], Any]] = {
+    "builtins.property": lambda obj: (type(obj), (obj.fget, obj.fset, obj.fdel, obj.__doc__)),
+    "builtins.staticmethod": lambda obj: (type(obj), (obj.__func__,)),
+    "builtins.classmethod": lambda obj: (type(obj), (obj.__func__,)),
     "_io._IOBase": _absent,
     "threading.Condition": _absent,  # whoever waits for it would wait for ever
     "threading.Thread": _absent,

@@ -243,3 +243,20 @@ def test_a_card_that_is_too_small_for_what_the_notebook_holds_is_said_to_be() ->
     report = run.dry_run(script_of("y = held[:1].clone()"), names, targets.choose("cuda:0", 1 << 29))
     assert report.fits is None
     assert report.error == "what the notebook holds already is more than the memory of the device"
+
+
+WITHOUT_COMPILER = """
+import os, sys
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name in {"torch._dynamo", "torch._inductor"}:
+            os._exit(3)
+sys.meta_path.insert(0, Watch())
+x = torch.ones(1000, device="cuda")
+"""
+
+
+def test_the_first_dry_run_of_a_session_imports_no_compiler_to_tell_what_a_plain_cell_takes() -> None:
+    """It takes as long as the rest of the worker's start, and torch asks for it to name the lines of compiled code."""
+    client.close()
+    assert gpumagic.dry_run(WITHOUT_COMPILER, {"torch": torch}, device="cuda:0").error is None

@@ -165,6 +165,8 @@ class CudaRun(Run):
         self.names = self.modules.look_around(self.namespace)
         for workspace in segments.find_workspaces():
             self._history.note(Ledger.mark, workspace.address, "library workspaces")
+        # It asks torch for its compiler, to name the lines of compiled code, which imports that: a second for nothing.
+        getattr(torch, "_lazy_modules", set()).discard("_inductor")
         snapshot = torch.cuda.memory._snapshot()
         # As `torch.cuda.memory._dump_snapshot` would write it.
         others["snapshot"] = base64.b64encode(pickle.dumps(snapshot)).decode() if self.request["snapshot"] else None
