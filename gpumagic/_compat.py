@@ -53,11 +53,9 @@ def skip_in_compilers(code: CodeType) -> None:
 
 def output_can_be_silenced(magic: Magic) -> Magic:
     """Mark a magic whose value a trailing `;` hides; IPython before 8.8 has no such mark (ipython PR#13841)."""
-    try:
-        from IPython.core.magic import output_can_be_silenced as mark
-    except ImportError:
-        return magic
-    marked: Magic = mark(magic)
+    from IPython.core import magic as magics
+
+    marked: Magic = getattr(magics, "output_can_be_silenced", lambda same: same)(magic)
     return marked
 
 
@@ -78,8 +76,15 @@ def add_completer(
     """
     from IPython.core import completer
 
-    if not hasattr(completer, "context_matcher"):
-        _add_hook(shell, pattern, complete, undo)
+    if not hasattr(completer, "context_matcher"):  # IPython 7's hook has a fragment that starts after the last `:`
+
+        def hook(_: InteractiveShell, event: Any) -> list[str]:
+            fragment, names = complete(event.text_until_cursor, "")
+            cut = len(fragment) - len(event.symbol)
+            return [name[cut:] for name in names]
+
+        undo.append(lambda: shell.strdispatchers["complete_command"].regexs.pop(pattern, None))
+        shell.set_hook("complete_command", hook, re_key=pattern)
         return
 
     @completer.context_matcher()  # type: ignore[untyped-decorator, unused-ignore]
@@ -94,20 +99,6 @@ def add_completer(
     matchers = shell.Completer.custom_matchers
     undo.append(lambda: matchers.remove(gpumagic_matcher) if gpumagic_matcher in matchers else None)
     matchers.append(gpumagic_matcher)
-
-
-def _add_hook(
-    shell: InteractiveShell, pattern: re.Pattern[str], complete: Complete, undo: list[Callable[[], object]]
-) -> None:
-    """Complete through IPython 7's hook, whose fragment starts after the last `:`, so that `cuda:1` is cut."""
-
-    def hook(_: InteractiveShell, event: Any) -> list[str]:
-        fragment, names = complete(event.text_until_cursor, "")
-        cut = len(fragment) - len(event.symbol)
-        return [name[cut:] for name in names]
-
-    undo.append(lambda: shell.strdispatchers["complete_command"].regexs.pop(pattern, None))
-    shell.set_hook("complete_command", hook, re_key=pattern)
 
 
 def add_note(error: BaseException, text: str) -> None:

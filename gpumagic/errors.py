@@ -2,14 +2,6 @@
 
 Every error a user can cause is a `GpuMagicError` whose message is one line that ends in what to do.
 The magics turn them into IPython's `UsageError` in one place (`magics.py`); the plain API raises them as they are.
-
-    GpuMagicError
-    |-- OptionError          an option, a size or a count that cannot be read
-    |-- DeviceNotFound       a device that cannot be read or is not here
-    |-- DryRunUnavailable a cell cannot be dry-run here
-    |-- SimgpuUnavailable    the simulated accelerator cannot be built or changed
-    `-- FakecudaUnavailable  torch's CUDA build, or a compiler for the fake runtime below it, is not here
-
 `gpumagic.OutOfMemory` is not among them: it must be a subclass of torch's own, so it lives beside the
 code that recognises out-of-memory, `gpumagic.oom.recognition`.
 """

@@ -73,14 +73,7 @@ def attach(
     needs_body: Mapping[str, Collection[str]],
     lets_run: Mapping[str, Collection[str]] | None = None,
 ) -> None:
-    """Wire a class of magics into a shell, unless one is wired already.
-
-    Args:
-        shell: where.
-        magics: makes the magics for a shell and its cell sessions.
-        needs_body: the cell magics to promote, each with the options for which it needs the cell's text.
-        lets_run: those to promote only with some options; see `PromoteCellMagics`.
-    """
+    """Wire a class of magics into a shell, unless one is wired already; for the rest see `PromoteCellMagics`."""
     earlier = shell.meta.get(_KEY)
     if earlier is not None and earlier.is_whole:
         return

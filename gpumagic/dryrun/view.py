@@ -11,8 +11,7 @@ from gpumagic.dryrun import report as records
 from gpumagic.dryrun.report import DryRunReport, overhead, passes_sentence, peak_of, reserved_of, shortcoming
 from gpumagic.report import document as doc
 from gpumagic.report.base import grouped
-from gpumagic.report.document import Column, Table, document_of, stacking_order
-from gpumagic.report.tree import tree_blocks
+from gpumagic.report.document import Column, Table, document_of, stacking_order, tree_blocks
 from gpumagic.report.units import count, duration, size, size_of, size_range
 
 COLUMNS = 60

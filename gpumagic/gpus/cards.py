@@ -14,55 +14,38 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath
-from types import ModuleType
 from typing import Any
 
 from gpumagic.gpus import nvml
 from gpumagic.gpus.nvml import NvmlFailure, Readings
-from gpumagic.gpus.report import FIGURES, ProcessRow, call, text_of
+from gpumagic.gpus.report import FIGURES, GpuRow, ProcessRow, call, text_of
 from gpumagic.gpus.torch_devices import HOST_MEMORY, bare_uuid, cuda_devices
 from gpumagic.memory import devices
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """A GPU, or a MIG instance of one, as NVML sees it."""
-
-    index: int
-    """NVML's index; for an instance that of its card."""
-    values: Mapping[str, Any]
-    """Figures by the names of `GpuRow`'s fields."""
-    reasons: Mapping[str, str]
-    processes: tuple[ProcessRow, ...] | None = None
-    instances: tuple[Card, ...] = ()
-    mig: bool = False
-    """Whether the card is in MIG mode: CUDA then uses its instances, never the card itself."""
-    is_instance: bool = False
-
-    @property
-    def uuid(self) -> str | None:
-        """Return the UUID with its ``GPU-`` or ``MIG-`` prefix, None if it could not be read."""
-        uuid: str | None = self.values.get("uuid")
-        return uuid
+from gpumagic.report.base import grouped
 
 
 @dataclass(frozen=True, slots=True)
 class NvmlSnapshot:
     """All cards of the machine at one moment."""
 
-    cards: tuple[Card, ...]
+    rows: tuple[GpuRow, ...]
+    """Each card, with its MIG instances behind it, without what torch knows."""
     driver_version: str | None
     cuda_version: tuple[int, int] | None = None
     """The newest CUDA that the driver knows."""
 
     @property
-    def flat(self) -> list[Card]:
-        """The cards, each followed by its instances."""
-        return [each for card in self.cards for each in (card, *card.instances)]
+    def cards(self) -> list[list[GpuRow]]:
+        """The cards in NVML's order, each with its instances behind it."""
+        return list(grouped((row.nvml_index, row) for row in self.rows).values())
+
+
+SPLIT, ONE_INSTANCE = "split into MIG instances", "CUDA uses one MIG instance a process"
+"""Why torch has no name for a card in MIG mode, whose instances CUDA uses, and for an instance."""
 
 
 def read_cards() -> NvmlSnapshot | NvmlFailure:
@@ -80,17 +63,17 @@ def _read_cards() -> NvmlSnapshot | NvmlFailure:
     if reason is not None:
         cuda, _ = nvml.query(binding.nvmlSystemGetCudaDriverVersion)
     handles = [nvml.query(partial(binding.nvmlDeviceGetHandleByIndex, index)) for index in range(count)]
-    cards = []
+    rows: list[GpuRow] = []
     for index, (handle, reason) in enumerate(handles):
         if reason is not None:
-            cards.append(Card(index, {}, {"all": reason}))
-            continue
-        cards.append(_read_card(Readings(binding, handle), index))
+            rows.append(GpuRow(None, index, reasons={"all": reason}))
+        else:
+            rows += _read_card(Readings(binding, handle), index)
     newest = None if cuda is None else (cuda // 1000, cuda % 1000 // 10)
-    return NvmlSnapshot(tuple(cards), driver, newest)
+    return NvmlSnapshot(tuple(rows), driver, newest)
 
 
-def _read_card(card: Readings, index: int) -> Card:
+def _read_card(card: Readings, index: int) -> Iterator[GpuRow]:
     mode, _ = card.ask(*call("MigMode"))
     mig = bool(mode and mode[0])
     for name, figure in FIGURES.items():
@@ -101,21 +84,20 @@ def _read_card(card: Readings, index: int) -> Card:
         _use_host_memory(card, processes)
     if mig:
         not_of_the_card = [name for name, reason in card.reasons.items() if reason == "not supported"]
-        card.reasons.update(dict.fromkeys(not_of_the_card, "n/a (MIG)"))
+        card.reasons.update({**dict.fromkeys(not_of_the_card, "n/a (MIG)"), "device": SPLIT})
+    yield GpuRow(None, index, **card.values, reasons=card.reasons, processes=processes)
     limit = card.ask(*call("MaxMigDeviceCount"))[0] if mig else 0
-    handles = [card.ask(*call("MigDeviceHandleByIndex", number))[0] for number in range(int(limit or 0))]
-    instances = tuple(_read_instance(card.binding, each, index) for each in handles if each is not None)  # empty slots
-    return Card(index, card.values, card.reasons, processes, instances, mig)
-
-
-def _read_instance(binding: ModuleType, handle: Any, index: int) -> Card:
-    instance = Readings(binding, handle)
-    for name, figure in FIGURES.items():
-        if figure.of_instance:
-            instance.take(name, *figure.read, to=figure.to)
-    processes = list_processes(instance)
-    # The driver has all else for the whole card only (nvitop#5, dcgm-exporter#216); 0 would be wrong.
-    return Card(index, instance.values, {"all": "n/a (MIG)", **instance.reasons}, processes, is_instance=True)
+    for number in range(int(limit or 0)):
+        handle, empty = card.ask(*call("MigDeviceHandleByIndex", number))
+        if empty is None:
+            instance = Readings(card.binding, handle)
+            for name, figure in FIGURES.items():
+                if figure.of_instance:
+                    instance.take(name, *figure.read, to=figure.to)
+            processes = list_processes(instance)
+            # The driver has all else for the whole card only (nvitop#5, dcgm-exporter#216); 0 would be wrong.
+            reasons = {"all": "n/a (MIG)", **instance.reasons, "device": ONE_INSTANCE}
+            yield GpuRow(None, index, **instance.values, reasons=reasons, processes=processes)
 
 
 UNIFIED_MEMORY_NAMES = re.compile(r"\b(GB10|N1X|Orin|Xavier|Thor|Tegra|Jetson)\b", re.IGNORECASE)

@@ -71,13 +71,10 @@ class GpuWatch:
             self._end("interrupted")
 
     def stop(self) -> None:
-        """Stop and wait for the thread: NVML must not be queried while the process exits (nvitop#222).
-
-        A driver that hangs is not waited for.
-        """
+        """Stop and wait for the thread: NVML must not be queried while the process exits (nvitop#222)."""
         self._stopping.set()
         if self._thread is not None and self._thread.is_alive():
-            self._thread.join(STOP_LIMIT)
+            self._thread.join(STOP_LIMIT)  # a driver that hangs is not waited for
         atexit.unregister(self.stop)
 
     def _refresh(self) -> None:
@@ -102,13 +99,7 @@ class GpuWatch:
 
 
 def watch(shell: InteractiveShell, read: Callable[[], GPUReport], seconds: float) -> GpuWatch:
-    """Show the GPUs in place until `%gpuinfo -w off` or the extension's unloading; in a terminal until Ctrl-C.
-
-    Args:
-        shell: in a kernel's, other cells can run meanwhile; another waits for Ctrl-C.
-        read: as for `GpuWatch`.
-        seconds: from one snapshot to the next.
-    """
+    """Show the GPUs in place until `%gpuinfo -w off` or the extension's unloading; in a terminal until Ctrl-C."""
     stop_watching(shell)
     if getattr(shell, "kernel", None) is None:
         watching = GpuWatch(read, seconds, terminal_display())

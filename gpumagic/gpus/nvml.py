@@ -174,11 +174,9 @@ def reason_of(error: Exception) -> str:
     """Return in a few words why a field could not be read."""
     if isinstance(error, Unavailable):
         return str(error)
-    if isinstance(error, UnicodeDecodeError):
-        return "not decodable"
     if isinstance(error, AttributeError):
         return "nvidia-ml-py too old"
-    if isinstance(error, ValueError):
+    if isinstance(error, ValueError):  # also a text that cannot be decoded
         return "unreadable"
     number = error_code(error)
     if number == -1:

@@ -13,11 +13,11 @@ from dataclasses import replace
 
 from gpumagic.errors import DeviceNotFound
 from gpumagic.gpus import cards, torch_devices, visibility
-from gpumagic.gpus.cards import ESTIMATED, Card, NvmlSnapshot, attribute_processes
+from gpumagic.gpus.cards import ESTIMATED, SPLIT, NvmlSnapshot, attribute_processes
 from gpumagic.gpus.nvml import NvmlFailure
 from gpumagic.gpus.report import NOT_KNOWN, NULLABLE, GPUReport, GpuRow
 from gpumagic.gpus.torch_devices import TorchBuild, torch_build
-from gpumagic.gpus.visibility import TorchName, Visibility
+from gpumagic.gpus.visibility import Visibility
 from gpumagic.memory.devices import Device, DriverFigures
 from gpumagic.report import base
 
@@ -118,13 +118,11 @@ def _nvidia_rows(
 ) -> tuple[list[GpuRow], list[str], Visibility | None]:
     if isinstance(answer, NvmlFailure):
         return [], [], None
-    flat = answer.flat
     view = visibility.visible_cards(
-        os.environ.get("CUDA_VISIBLE_DEVICES"), [card.uuid for card in answer.cards],
-        [instance.uuid for card in answer.cards for instance in card.instances],
+        os.environ.get("CUDA_VISIBLE_DEVICES"), [card.uuid for card, *_ in answer.cards],
+        [instance.uuid for _, *instances in answer.cards for instance in instances],
     )  # fmt: skip
-    names = visibility.torch_names(answer, flat, build, view)
-    rows = [_gpu_row(each, names.get(position), build, answer) for position, each in enumerate(flat)]
+    rows = [_gpu_row(row, build, answer) for row in visibility.with_torch_names(answer, build, view)]
     # By torch's index; instances follow their card.
     first = {row.nvml_index: _sort_key(row) for row in sorted(rows, key=_sort_key, reverse=True)}
     rows.sort(key=lambda row: first[row.nvml_index])
@@ -135,37 +133,31 @@ def _sort_key(row: GpuRow) -> tuple[bool, int, int]:
     return row.device is None, Device.parse(row.device or "").index, row.nvml_index or 0
 
 
-def _gpu_row(card: Card, name: TorchName | None, build: TorchBuild, answer: NvmlSnapshot) -> GpuRow:
-    reasons = dict(card.reasons)
-    if name is None:
-        reasons["device"] = _why_unusable(card, build, answer)
-    if card.processes is None:
+def _gpu_row(row: GpuRow, build: TorchBuild, answer: NvmlSnapshot) -> GpuRow:
+    reasons = dict(row.reasons)
+    if row.device is None:
+        reasons["device"] = _why_unusable(row, build, answer)
+    if row.processes is None:
         processes, others, reason = None, None, reasons.get("processes") or reasons.get("all")
     else:
-        used = card.values.get("memory_used") if "memory_reserved" in card.values else None
-        processes, others, reason = attribute_processes(card.processes, used)
+        used = None if row.memory_reserved is None else row.memory_used
+        processes, others, reason = attribute_processes(row.processes, used)
     if reason:
         reasons["other_processes"] = reason
-    row = GpuRow(
-        device=f"cuda:{name.ordinal}" if name else None, nvml_index=card.index,
-        predicted=name is not None and name.predicted, **card.values, reasons=reasons,
-        processes=processes, other_processes=others,
-    )  # fmt: skip
+    row = replace(row, reasons=reasons, processes=processes, other_processes=others)
     return torch_devices.with_kernel_memory(row)
 
 
-def _why_unusable(card: Card, build: TorchBuild, answer: NvmlSnapshot) -> str:
-    if not card.values:
-        return card.reasons.get("all", "not known")
-    if card.mig:
-        return "split into MIG instances"
+def _why_unusable(row: GpuRow, build: TorchBuild, answer: NvmlSnapshot) -> str:
+    if row.reasons.keys() == {"all"} or row.reasons.get("device") == SPLIT:
+        return row.reasons.get("device") or row.reasons["all"]
     if build.version is None:
         return "torch is not installed"
     if build.cuda is None:
         return "torch is not built for it"
     if visibility.driver_is_too_old(answer, build):
         return "torch's CUDA is newer than the driver"
-    return "CUDA uses one MIG instance a process" if card.is_instance else "not visible to CUDA in this process"
+    return row.reasons.get("device", "not visible to CUDA in this process")
 
 
 def with_reasons(row: GpuRow) -> GpuRow:
@@ -177,9 +169,7 @@ def with_reasons(row: GpuRow) -> GpuRow:
 def _notes(rows: Sequence[GpuRow], view: Visibility) -> list[str]:
     candidates = {
         "Names marked ? are predicted: until CUDA is in use in this process only it knows how it numbers these "
-        "GPUs. CUDA_DEVICE_ORDER=PCI_BUS_ID makes it number them as nvidia-smi does.": any(
-            row.predicted for row in rows
-        ),
+        "GPUs. CUDA_DEVICE_ORDER=PCI_BUS_ID numbers them as nvidia-smi does.": any(row.predicted for row in rows),
         f"CUDA_VISIBLE_DEVICES {view.problem}.": view.problem and any(row.device for row in rows),
         "Unified memory is the host's: total is all of it, free is what the host can still give, used is what the "
         "driver charges to processes on the GPU. Until CUDA, which knows, is in use here, a GPU's name tells whether "

@@ -29,9 +29,10 @@ from gpumagic.report.units import (
     truncate_words,
 )
 
-BAR_LEGEND = "Bar: this kernel's tensors, its cache, other use."
-ELSEWHERE = "in a wider terminal, or with -a"
-UTILIZATION_LEGEND = "Util: percent of the last sample period in which any kernel ran; 100% need not be full load."
+LEGEND = (
+    "Bar: this kernel's tensors, its cache, other use. Util: percent of the last sample period in which any kernel "
+    "ran; 100% need not be full load."
+)
 
 
 @document_of.register(GPUReport)
@@ -39,14 +40,13 @@ def view_gpus(report: GPUReport) -> Document:
     """Return the report as a table of devices, or as one paragraph where there is none."""
     blocks: list[Block] = [Heading(headline(report.devices, report.cause)), Paragraph(_versions(report), muted=True)]
     if report.devices:
-        elsewhere = "in the lists below" if report.show_all else ELSEWHERE
+        elsewhere = "in the lists below" if report.show_all else "in a wider terminal, or with -a"
         blocks += table_blocks(report.devices, explained=report.cause is not None, elsewhere=elsewhere)
     if report.show_processes and report.devices:
         blocks += process_blocks(report.devices)
-    if report.show_all:
+    if report.show_all and report.devices:
         blocks += [block for row in report.devices for block in details_blocks(row)]
-        has_utilization = any(row.utilization is not None for row in report.devices)
-        blocks.append(Paragraph(f"{BAR_LEGEND} {UTILIZATION_LEGEND}" if has_utilization else BAR_LEGEND, muted=True))
+        blocks.append(Paragraph(LEGEND, muted=True))
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
 
@@ -173,9 +173,7 @@ def _device(row: GpuRow) -> Cell:
     indent = "· " if row.is_instance else ""
     if row.device is None:
         return Cell(indent + row.label, muted=True, title=row.reasons.get("device", ""))
-    if row.predicted:
-        return Cell(f"{indent}{row.device}?", title="predicted from the environment")
-    return Cell(indent + row.device)
+    return Cell(indent + row.device + "?" * row.predicted, title="predicted from the environment" * row.predicted)
 
 
 def _name(row: GpuRow) -> Cell:
@@ -189,30 +187,25 @@ def _name(row: GpuRow) -> Cell:
     return Cell(name, title=row.name or "")
 
 
-def _memory(row: GpuRow) -> Cell:
-    if row.memory_used is None:
-        return Cell(size(row.memory_total), title=row.reasons.get("memory_used", ""))
-    kept = "" if row.memory_reserved is None else f", reserved by the driver {size(row.memory_reserved)}"
-    title = f"free {size(row.memory_free)}, used {size(row.memory_used)}{kept}"
-    return Cell(size_pair(row.memory_used, row.memory_total), bar=memory_bar(row), title=title)
-
-
 SMALLEST = 0.005
 """The share of a device's memory below which its bar is empty: in text a twelfth is the least that can be drawn."""
 
 
-def memory_bar(row: GpuRow) -> tuple[Segment, ...]:
-    """Return the shares of tensors, cache and other memory in use; empty where they are unknown."""
-    if not row.memory_total or row.memory_used is None:
-        return ()
+def _memory(row: GpuRow) -> Cell:
+    """Return the memory in use, with a bar of the shares of tensors, cache and the rest."""
+    total, used = row.memory_total or 0, row.memory_used
+    if used is None:
+        return Cell(size(row.memory_total), title=row.reasons.get("memory_used", ""))
+    kept = "" if row.memory_reserved is None else f", reserved by the driver {size(row.memory_reserved)}"
     allocated, reserved = row.kernel_allocated or 0, row.kernel_reserved or 0
-    if max(row.memory_used, reserved) < SMALLEST * row.memory_total:
-        return (Segment(0),)
-    return (
-        Segment(allocated / row.memory_total, "main"),
-        Segment(max(0, reserved - allocated) / row.memory_total, "second"),
-        Segment(max(0, row.memory_used - reserved) / row.memory_total, "other"),
-    )
+    bar: tuple[Segment, ...] = ()
+    if total and max(used, reserved) < SMALLEST * total:
+        bar = (Segment(0),)
+    elif total:
+        cache, rest = max(0, reserved - allocated), max(0, used - reserved)
+        bar = Segment(allocated / total), Segment(cache / total, "second"), Segment(rest / total, "other")
+    title = f"free {size(row.memory_free)}, used {size(used)}{kept}"
+    return Cell(size_pair(used, row.memory_total), bar=bar, title=title)
 
 
 def _kernel(row: GpuRow) -> Cell | str:

@@ -12,13 +12,13 @@ import os
 import re
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
 
-from gpumagic.gpus.cards import Card, NvmlSnapshot
+from gpumagic.gpus.cards import ONE_INSTANCE, SPLIT, NvmlSnapshot
 from gpumagic.gpus.nvml import NvmlFailure
+from gpumagic.gpus.report import GpuRow
 from gpumagic.gpus.torch_devices import TorchBuild, bare_uuid, cuda_devices
 
 
@@ -89,26 +89,31 @@ def _ended_by(entry: str) -> str:
     return f"names no GPU with {entry!r}, and CUDA stops at the first such entry" if entry else "is empty"
 
 
-class TorchName(NamedTuple):
-    """Torch's index of a card or instance, and whether it is only predicted."""
-
-    ordinal: int
-    predicted: bool
-
-
-def torch_names(
-    answer: NvmlSnapshot, flat: Sequence[Card], build: TorchBuild, view: Visibility
-) -> dict[int, TorchName]:
-    """Return the names of those positions in ``flat`` that torch can use."""
-    if build.cuda is None:
-        return {}
-    in_use = cuda_devices()
+def with_torch_names(answer: NvmlSnapshot, build: TorchBuild, view: Visibility) -> list[GpuRow]:
+    """Return the rows, those that torch can use with its names for them."""
+    rows, in_use = list(answer.rows), cuda_devices()
+    if build.cuda is None or (not in_use and driver_is_too_old(answer, build)):
+        return rows
+    unsure = False
     if in_use:
-        found = {i: in_use.get(bare_uuid(each.uuid)) for i, each in enumerate(flat) if each.uuid}
-        return {i: TorchName(device[0], predicted=False) for i, device in found.items() if device is not None}
-    if driver_is_too_old(answer, build):
-        return {}
-    return _predicted_names(answer, flat, view)
+        ordinals = {
+            id(row): in_use[bare_uuid(row.uuid)][0] for row in rows if row.uuid and bare_uuid(row.uuid) in in_use
+        }
+    elif view.instance is not None:
+        ordinals = {id([row for row in rows if row.reasons.get("device") == ONE_INSTANCE][view.instance]): 0}
+    else:
+        # By default CUDA puts the fastest card first, whatever its slot.
+        names = {card.name for card, *_ in answer.cards}
+        is_certain = view.by_uuid or len(answer.cards) == 1 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+        has_mig = any(row.reasons.get("device") == SPLIT for row in rows)
+        unsure = has_mig or (not is_certain and (None in names or len(names) > 1))
+        # CUDA never uses a card in MIG mode itself, but its first instance.
+        used = [([*cards[1:], None] if cards[0].reasons.get("device") == SPLIT else cards)[0] for cards in answer.cards]
+        ordinals = {id(used[index]): ordinal for ordinal, index in enumerate(view.cards)}
+    return [
+        replace(row, device=f"cuda:{ordinals[id(row)]}", predicted=unsure) if id(row) in ordinals else row
+        for row in rows
+    ]
 
 
 def driver_is_too_old(answer: NvmlSnapshot, build: TorchBuild) -> bool:
@@ -117,28 +122,7 @@ def driver_is_too_old(answer: NvmlSnapshot, build: TorchBuild) -> bool:
     return answer.cuda_version is not None and major.isdigit() and int(major) > answer.cuda_version[0]
 
 
-def _predicted_names(answer: NvmlSnapshot, flat: Sequence[Card], view: Visibility) -> dict[int, TorchName]:
-    if view.instance is not None:
-        instances = [position for position, each in enumerate(flat) if each.is_instance]
-        return {instances[view.instance]: TorchName(0, predicted=False)}
-    # By default CUDA puts the fastest card first, whatever its slot.
-    names = [card.values.get("name") for card in answer.cards]
-    is_certain = view.by_uuid or len(names) == 1 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
-    differ = None in names or len(set(names)) > 1
-    unsure = any(card.mig for card in answer.cards) or (differ and not is_certain)
-    named = {}
-    for ordinal, index in enumerate(view.cards):
-        card = answer.cards[index]
-        # CUDA never uses a card in MIG mode itself, but its first instance.
-        if not card.mig or card.instances:
-            target = card.instances[0] if card.mig else card
-            named[next(i for i, each in enumerate(flat) if each is target)] = TorchName(ordinal, predicted=unsure)
-    return named
-
-
 ROOT = Path("/")
-NVIDIA_VENDOR, DISPLAY_CLASS = "0x10de", "0x03"
-INSTALL_TORCH = "install a CUDA build with the command that https://pytorch.org/get-started gives"
 
 
 def detect_environment() -> set[str]:
@@ -165,18 +149,23 @@ def explain(
     here = detect_environment() if here is None else here
     if build.hip:
         return "torch is a ROCm build, whose GPUs are only shown once in use: run torch.cuda.init() and ask again."
-    if isinstance(answer, NvmlFailure):
-        return _no_driver(answer, build, here)
-    if not answer.cards:
-        return _on_hosted_notebook(here) or _NOT_LISTED["container" in here]
-    if build.version is None:
-        return "PyTorch is not installed in this environment, so nothing here can use the GPU: pip install torch."
-    if build.cuda is None:
-        return f"torch {build.version} is a CPU-only build and cannot use the GPU: {INSTALL_TORCH}."
+    if isinstance(answer, NvmlFailure) and build.xpu:
+        return "torch is an XPU build, whose devices are shown once it is imported: import torch and ask again."
+    if isinstance(answer, NvmlFailure) or not answer.rows:
+        problem, detail = (answer.problem, answer.detail) if isinstance(answer, NvmlFailure) else ("no GPU", "")
+        found = (said for of, signs, said in _CAUSES if of in ("", problem) and set(signs.split()) <= set(here))
+        return next(found).format(detail)
     return _hidden_from_cuda(answer, build, view)
 
 
 def _hidden_from_cuda(answer: NvmlSnapshot, build: TorchBuild, view: Visibility | None) -> str:
+    if build.version is None:
+        return "PyTorch is not installed in this environment, so nothing here can use the GPU: pip install torch."
+    if build.cuda is None:
+        return (
+            f"torch {build.version} is a CPU-only build and cannot use the GPU: install a CUDA build with the command "
+            "that https://pytorch.org/get-started gives."
+        )
     if driver_is_too_old(answer, build) and answer.cuda_version is not None:
         newest = "{}.{}".format(*answer.cuda_version)
         return (
@@ -190,34 +179,18 @@ def _hidden_from_cuda(answer: NvmlSnapshot, build: TorchBuild, view: Visibility 
             f"CUDA_VISIBLE_DEVICES={variable!r} {problem}, so this process may use none of the "
             f"{len(answer.cards)} here: correct or unset it and restart the kernel."
         )
-    if any(card.mig and not card.instances for card in answer.cards):
+    if any(card.reasons.get("device") == SPLIT and not instances for card, *instances in answer.cards):
         return "The GPU is in MIG mode without an instance: have an administrator create one (nvidia-smi mig)."
     return "CUDA started in this process and found none of the driver's GPUs: restart the kernel."
 
 
-def _no_driver(failure: NvmlFailure, build: TorchBuild, here: Collection[str]) -> str:
-    if hosted := _on_hosted_notebook(here):
-        return hosted
-    if "mac" in here:
-        return "A Mac has no NVIDIA driver; its own GPU is shown once torch is imported and was built with MPS."
-    if build.xpu:
-        return "torch is an XPU build, whose devices are shown once it is imported: import torch and ask again."
-    for problem, signs, sentence in _CAUSES:
-        if problem == failure.problem and set(signs.split()) <= set(here):
-            return sentence.format(failure.detail)
-    return f"The NVIDIA driver does not answer ({failure.detail}): see what nvidia-smi says in a terminal."
-
-
-def _on_hosted_notebook(here: Collection[str]) -> str | None:
-    if "colab" in here:
-        return "This Colab runtime has no GPU: choose one in the menu Runtime > Change runtime type."
-    if "kaggle" in here:
-        return "This Kaggle session has no GPU: choose one under Settings > Accelerator."
-    return None
-
-
 _ASK_FOR_GPU = "start it with --gpus all (Docker) or ask for nvidia.com/gpu (Kubernetes)."
 _CAUSES = (
+    ("", "colab", "This Colab runtime has no GPU: choose one in the menu Runtime > Change runtime type."),
+    ("", "kaggle", "This Kaggle session has no GPU: choose one under Settings > Accelerator."),
+    ("", "mac", "A Mac has no NVIDIA driver; its own GPU is shown once torch is imported and was built with MPS."),
+    ("no GPU", "container", f"The NVIDIA driver answers but has given this container no GPU: {_ASK_FOR_GPU}"),
+    ("no GPU", "", "The NVIDIA driver runs but finds no GPU: see why in sudo dmesg (lines with NVRM), or reboot."),
     ("no answer", "", ("The NVIDIA driver did not answer in {}: see whether nvidia-smi does in a terminal; if it "
      "hangs too, the GPU or its driver does, which ends with a reboot.")),
     ("no binding", "", "nvidia-ml-py is not installed, so the driver cannot be asked: pip install nvidia-ml-py."),
@@ -243,12 +216,9 @@ _CAUSES = (
     ("no permission", "", ("This user may not open the NVIDIA devices: check the permissions of /dev/nvidia* (on "
      "many machines the group video), or ask an administrator.")),
     ("old driver", "", "The NVIDIA driver is too old to be asked: install a current one."),
+    ("", "", "The NVIDIA driver does not answer ({}): see what nvidia-smi says in a terminal."),
 )  # fmt: skip
 """Why NVML does not answer: its problem, the signs that must be there, and what to say; the first that applies."""
-_NOT_LISTED = {
-    False: "The NVIDIA driver runs but finds no GPU: see why in sudo dmesg (lines with NVRM), or reboot.",
-    True: f"The NVIDIA driver answers but has given this container no GPU: {_ASK_FOR_GPU}",
-}
 
 
 def _exists(*names: str) -> bool:
@@ -258,8 +228,8 @@ def _exists(*names: str) -> bool:
 def _has_nvidia_card() -> bool:
     try:
         return any(
-            (device / "vendor").read_text().startswith(NVIDIA_VENDOR)
-            and (device / "class").read_text().startswith(DISPLAY_CLASS)
+            (device / "vendor").read_text().startswith("0x10de")  # NVIDIA
+            and (device / "class").read_text().startswith("0x03")  # a display
             for device in (ROOT / "sys/bus/pci/devices").iterdir()
         )
     except OSError:

@@ -23,7 +23,7 @@ from gpumagic.dryrun import effects
 from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.source import frames
-from gpumagic.source.lines import CellLineFinder
+from gpumagic.source.frames import CellLineFinder
 
 _FILLS_CACHES = ("huggingface_hub.", "torch.hub", "torch._inductor.", "triton.")
 """Modules that fetch or compile what a dry run finds in a cache."""

@@ -111,9 +111,8 @@ def _in_notebook() -> Callable[[str, str], None]:
     begin = [handle.display]
 
     def show(text: str, known: str) -> None:
-        data = (
-            {"text/plain": f"{known}\n\n{text}".lstrip()} if text else {}
-        )  # without any JupyterLab draws no output, not even an empty one
+        # Without data JupyterLab draws no output, not even an empty one.
+        data = {"text/plain": f"{known}\n\n{text}".lstrip()} if text else {}
         (begin.pop() if begin else handle.update)(data, raw=True)
 
     return show

@@ -106,7 +106,9 @@ def _broken(line: str, width: int, digits: int) -> list[str]:
 
 def _sparkline(block: doc.Sparkline, width: int) -> str:
     """Return a line of blocks, one for each band too, and under the marked one an arrow with its note beside it."""
-    names = _changing_bands(block)
+    # The bands that change, the highest first, where more than one does: a flat line says nothing.
+    changing = [name for name, band in block.bands.items() if max(band) - min(band) > 1 / 16][::-1]
+    names = changing if len(changing) > 1 else []
     label = max((_width(name) + len(GAP) for name in names), default=0)
     columns = min(len(block.heights), max(8, width - label))
     lines = [_pad(name, label, "left") + _spark_characters(block.bands[name], columns, " ") for name in names]
@@ -114,12 +116,6 @@ def _sparkline(block: doc.Sparkline, width: int) -> str:
     mark = -(-(block.mark + 1) * columns // len(block.heights)) - 1
     lines.append(_under(printable(block.note), label + mark, width, label + columns // 2))
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _changing_bands(block: doc.Sparkline) -> list[str]:
-    """Return the bands that change, the highest first, where more than one does: a flat line says nothing."""
-    changing = [name for name, band in block.bands.items() if max(band) - min(band) > 1 / 16][::-1]
-    return changing if len(changing) > 1 else []
 
 
 def _spark_characters(heights: Sequence[float], columns: int, nothing: str = "") -> str:
@@ -159,10 +155,13 @@ def _table(table: doc.Table, width: int) -> str:
     left_out = [column.title for column in table.columns if column.title not in kept]
     widths = _widths(columns, grid, width)
     if _total(widths) > width:
-        stacked = (
-            [_stacked(columns, row, width), *_notes(cells, width)] for row, cells in zip(grid, table.rows, strict=True)
-        )
-        return "\n".join(itertools.chain.from_iterable(stacked))
+        stacked = []  # a row that no width is enough for is a sentence: its first cell, and what the others are
+        for row, cells in zip(grid, table.rows, strict=True):
+            first, *others = (text.strip() for text in row)
+            said = [f"{column.title.strip()} {text}" for column, text in zip(columns[1:], others, strict=True) if text]
+            text = f"{first}: {' · '.join(said)}" if first and said else first or " · ".join(said)
+            stacked += [_wrap(text, width), *_notes(cells, width)]
+        return "\n".join(stacked)
     lines = [_row([column.title for column in columns], columns, widths)]
     lines.append(GAP.join("─" * w for w in widths))
     for row, cells in zip(grid, table.rows, strict=True):
@@ -175,13 +174,6 @@ def _table(table: doc.Table, width: int) -> str:
 def _notes(cells: Sequence[doc.Cell | str], width: int) -> list[str]:
     notes = [note for cell in cells if isinstance(cell, doc.Cell) for note in cell.notes]
     return [_wrap(f"→ {note}", width, indent=6) for note in notes]
-
-
-def _stacked(columns: Sequence[doc.Column[Any]], row: Sequence[str], width: int) -> str:
-    """Return a row that no width is enough for as a sentence: its first cell, and what the others are."""
-    first, *others = (text.strip() for text in row)
-    said = [f"{column.title.strip()} {text}" for column, text in zip(columns[1:], others, strict=True) if text]
-    return _wrap(f"{first}: {' · '.join(said)}" if first and said else first or " · ".join(said), width)
 
 
 def _fitted(table: doc.Table, width: int, *, bars: bool) -> tuple[list[doc.Column[Any]], list[list[str]]]:

@@ -4,6 +4,5 @@ Start with `text`, which parses a cell and makes edits to it, and `frames`, whic
 
     text.py        a cell's text with its syntax tree, and edits that keep every other character
     cell_code.py   facts in a cell's text: its loops, batch sizes and copies, and the number that its memory goes with
-    frames.py      frames and exceptions: whose code they run, their variables, chained exceptions
-    lines.py       which lines a cell has, as the user typed them, which one runs, and which ran between two moments
+    frames.py      frames and exceptions: whose code they run, their variables, and the line of a cell that runs
 """

@@ -18,8 +18,7 @@ from typing import Any
 from gpumagic.heap.branches import stored_attribute
 from gpumagic.memory import allocator
 from gpumagic.source import frames
-from gpumagic.source.frames import MISSING, is_function_frame, is_user_code
-from gpumagic.source.lines import cell_file, lines_above, lines_of
+from gpumagic.source.frames import MISSING, cell_file, is_function_frame, is_user_code, lines_above, lines_of
 from gpumagic.source.text import failing_node, names_in, parse_lines
 from gpumagic.transfers import device_errors
 from gpumagic.transfers.device_errors import DeviceError

@@ -17,8 +17,8 @@ from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.devices import Device
 from gpumagic.report import base
-from gpumagic.source import lines
-from gpumagic.source.lines import WatchedCode
+from gpumagic.source import frames
+from gpumagic.source.frames import WatchedCode
 from gpumagic.transfers import explain, log, move, tracebacks
 from gpumagic.transfers.advice import suggestions
 from gpumagic.transfers.report import TransferReport
@@ -165,7 +165,7 @@ class DeviceRun:
     def __enter__(self) -> DeviceRun:  # noqa: PYI034  # typing.Self is 3.11, and this class has no subclasses
         if self._code.line is None:
             caller = sys._getframe(1)
-            above = lines.lines_above(caller, self._filename) or 0
+            above = frames.lines_above(caller, self._filename) or 0
             self._code = WatchedCode(self._namespace, self._filename, caller.f_lineno + above)
             self._block = caller.f_code
         self.open()
@@ -263,7 +263,7 @@ def for_caller(
                 f"move: {name!r} is a variable of {code.co_name}(), and only those of a module or a notebook can be "
                 f'bound from outside; write {name} = {name}.to("{device}")'
             )
-    return DeviceRun(device, namespace=caller.f_globals, move=move, filename=lines.cell_file(caller), trace=trace)
+    return DeviceRun(device, namespace=caller.f_globals, move=move, filename=frames.cell_file(caller), trace=trace)
 
 
 class _Clock:

@@ -16,7 +16,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.source import frames
-from gpumagic.source.lines import cell_file, lines_above, lines_of
+from gpumagic.source.frames import cell_file, lines_above, lines_of
 from gpumagic.source.text import expression_at, names_in
 from gpumagic.transfers.advice import CHECK
 

@@ -152,7 +152,7 @@ def test_a_name_that_cannot_be_read_costs_only_the_name(machine: MakeMachine, pr
         nameless.fail("nvmlDeviceGetName", NOT_SUPPORTED)
     row = only(nameless.probe())
     assert row["name"] is None
-    assert row["reasons"]["name"] in ("not supported", "not decodable")
+    assert row["reasons"]["name"] in ("not supported", "unreadable")
     assert row["memory_total"] == 80 * GIB
 
 

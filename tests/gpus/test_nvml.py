@@ -28,11 +28,11 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     return install(monkeypatch, FakeLibrary())
 
 
-def only_card() -> cards.Card:
+def only_card() -> report.GpuRow:
     """Return what is read of the only card."""
     snapshot = cards.read_cards()
     assert isinstance(snapshot, cards.NvmlSnapshot)
-    [card] = snapshot.cards
+    [card] = snapshot.rows
     return card
 
 
@@ -91,7 +91,7 @@ def test_a_warning_about_the_package_does_not_reach_the_user(
         (pynvml.NVMLLibraryMismatchError("no _v3"), "driver too old"),
         (AttributeError("nvmlDeviceGetNews"), "nvidia-ml-py too old"),
         (TypeError("version"), "unreadable (TypeError)"),
-        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no"), "not decodable"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no"), "unreadable"),
     ],
 )
 def test_refusals_have_words(error: Exception, words: str) -> None:
@@ -140,7 +140,7 @@ def test_a_lost_gpu_is_not_asked_again() -> None:
 def test_free_memory_is_the_drivers_own_figure(library: FakeLibrary) -> None:
     """Total less used is something else where the driver keeps a part for itself."""
     library.free = 17
-    assert only_card().values["memory_free"] == 17
+    assert only_card().memory_free == 17
 
 
 def test_memory_survives_a_binding_patched_by_gpustat(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,14 +148,14 @@ def test_memory_survives_a_binding_patched_by_gpustat(library: FakeLibrary, monk
     original = pynvml.nvmlDeviceGetMemoryInfo
     patched = lambda handle: original(handle, version=pynvml.nvmlMemory_v2)  # noqa: E731
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", patched)
-    values = only_card().values
-    assert (values["memory_total"], values["memory_reserved"]) == (8 * GIB, GIB // 4)
+    card = only_card()
+    assert (card.memory_total, card.memory_reserved) == (8 * GIB, GIB // 4)
 
 
 def test_a_driver_without_newer_functions_is_asked_the_older_ones(library: FakeLibrary) -> None:
     """The fake has the older temperature call alone, and no power call at all."""
     card = only_card()
-    assert card.values["temperature"] == 55.0
+    assert card.temperature == 55.0
     assert card.reasons["power"] == "driver too old"
 
 

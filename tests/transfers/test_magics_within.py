@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import linecache
 from typing import Any
 
 import IPython
 import pytest
 
-from gpumagic.source import lines
+from gpumagic.source import frames
 from gpumagic.transfers.report import TransferReport
 
 pytestmark = pytest.mark.usefixtures("two_devices")
@@ -62,14 +61,6 @@ def test_an_error_about_devices_in_a_timed_cell_has_the_line_of_the_cell(shell: 
     assert (found.line, found.code, found.fix) == (6, "y = x + g", 'x = x.to("simgpu:0")')
 
 
-def test_a_magic_that_clears_the_cache_of_lines_leaves_the_cells(shell: Any) -> None:
-    """As `%%lprun_all` of line_profiler does when it shows its own."""
-    shell.register_magic_function(lambda line, cell: (exec(cell, shell.user_ns), linecache.clearcache()), "cell", "own")
-    report = report_of(shell, f"%%ondevice simgpu:0 -q -o r\n%%own\n{BODY}")
-    assert report.lines[2] == (3, "for _ in range(5):")
-    assert report.advice[0].change == "move x before the loop"
-
-
 def test_a_block_in_a_timed_cell_has_the_lines_of_the_cell(shell: Any) -> None:
     shell.run_cell(
         "%%time\nimport gpumagic\n\nwith gpumagic.ondevice('simgpu:0') as on:\n    y = x.to('simgpu:0')\nr = on.report"
@@ -93,7 +84,7 @@ def test_commands_and_magics_are_shown_as_typed(shell: Any) -> None:
 
 def test_what_cannot_be_read_back_stays_as_it_is() -> None:
     code = "get_ipython().system(command)\nget_ipython().run_cell_magic('time', '', 'x')\nget_ipython().other('a')"
-    assert lines.as_typed(code) == ("get_ipython().system(command)", "%%time", "get_ipython().other('a')")
+    assert frames.as_typed(code) == ("get_ipython().system(command)", "%%time", "get_ipython().other('a')")
 
 
 def test_a_copy_by_a_class_of_the_users_is_told_by_the_line_that_uses_it(shell: Any) -> None:

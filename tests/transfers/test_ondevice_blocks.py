@@ -11,7 +11,7 @@ import torch
 
 import gpumagic
 from gpumagic.errors import OptionError
-from gpumagic.source import lines
+from gpumagic.source import frames
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 
@@ -144,4 +144,4 @@ def test_a_function_whose_body_runs_later_cannot_be_decorated() -> None:
     ],
 )
 def test_magics_are_shown_as_they_were_written(code: str, number: int, written: str) -> None:
-    assert lines.as_typed("x = 1\n" * (number - 1) + code)[number - 1] == written
+    assert frames.as_typed("x = 1\n" * (number - 1) + code)[number - 1] == written

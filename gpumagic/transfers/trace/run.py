@@ -22,7 +22,7 @@ import numpy as np
 from gpumagic.memory.devices import Device
 from gpumagic.memory.history import AllocatorHistory, turns
 from gpumagic.source import frames
-from gpumagic.source.lines import WatchedCode
+from gpumagic.source.frames import WatchedCode
 from gpumagic.transfers.recorder import Recorder
 from gpumagic.transfers.report import LineReport, LineRow
 from gpumagic.transfers.trace.events import Events, events
