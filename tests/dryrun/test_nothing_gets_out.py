@@ -178,6 +178,17 @@ def test_no_process_that_a_cell_starts_outlives_the_worker(device: Accelerator) 
     _wait_until_left_behind(0)
 
 
+@pytest.mark.deep
+def test_no_process_that_a_cell_starts_outlives_its_notebook() -> None:
+    names = "dict(torch=torch, device='cuda:0', waits=True)"
+    code = f"import gpumagic, torch\ngpumagic.dry_run({LEAVES_A_PROCESS!r}, {names}, capacity='1GiB')"
+    notebook = subprocess.Popen([sys.executable, "-c", code])
+    _wait_until_left_behind(1)
+    notebook.kill()
+    notebook.wait()
+    _wait_until_left_behind(0)
+
+
 def _wait_until_left_behind(count: int) -> None:
     until = time.monotonic() + 60
     while [_name(each) for each in Path("/proc").glob("[0-9]*")].count("left-behind") != count:
