@@ -5,42 +5,12 @@ from __future__ import annotations
 import functools
 import linecache
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from types import CodeType, FrameType
 
-from gpumagic.dryrun.effects import CACHES
 from gpumagic.dryrun.worker.guesses import THREAD, Key
 from gpumagic.memory.ledger import Place
 from gpumagic.source.text import span_at
-
-
-@dataclass
-class Notes:
-    """Sentences for the report, each once."""
-
-    assumed: dict[str, None] = field(default_factory=dict)
-    unknown: dict[str, None] = field(default_factory=dict)
-    effects: dict[str, None] = field(default_factory=dict)
-    written: Callable[[], Iterable[str]] = tuple
-    """Tells what was done to files, also by code that no hook sees."""
-
-    def assume(self, text: str) -> None:
-        """Note what is assumed."""
-        self.assumed.setdefault(text)
-
-    def effect(self, text: str) -> None:
-        """Note what the cell would do to the world."""
-        self.effects.setdefault(text)
-
-    def all_effects(self) -> list[str]:
-        """Return what the cell would do to the world, with what the files themselves tell."""
-        return [*self.effects, *(each for each in self.written() if not any(part in each for part in CACHES))]
-
-    def not_known(self, text: str) -> None:
-        """Note what is not known."""
-        self.unknown.setdefault(text)
-
 
 Location = tuple[str, str, int]
 """A file, a function in it, and a line."""

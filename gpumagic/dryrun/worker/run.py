@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from gpumagic.dryrun import parts
-from gpumagic.dryrun.worker import host, noted
-from gpumagic.dryrun.worker.cell import Lines, Notes
+from gpumagic.dryrun.effects import CACHES
+from gpumagic.dryrun.worker import host, noted, sandbox
+from gpumagic.dryrun.worker.cell import Lines
 from gpumagic.dryrun.worker.guesses import Guesses
 from gpumagic.dryrun.worker.known import Known, Shown
 from gpumagic.dryrun.worker.modules import Modules
 from gpumagic.dryrun.worker.passes import File, Passes
-from gpumagic.dryrun.worker.sandbox import Magics
 from gpumagic.memory import ledger
 from gpumagic.memory.ledger import NO_PEAK, Ledger
 from gpumagic.source import frames
@@ -46,10 +46,13 @@ class Run:
     def __init__(self, request: dict[str, Any], send: Callable[[Outcome], None]) -> None:
         self.request = request
         self.send = send
-        self.notes = Notes()
+        self.assumed: dict[str, None] = {}
+        self.unknown: dict[str, None] = {}
+        self.effects: dict[str, None] = {}
+        """Sentences for the report, each once: what is assumed, what is not known, what the cell would do outside."""
         self.lines = Lines(request["filename"], request["sources"])
         self.passes = Passes(request["filename"], request["sources"])
-        self.guesses = Guesses(request, self.notes.assume, self.lines.reading)
+        self.guesses = Guesses(request, self.assumed.setdefault, self.lines.reading)
         self.shown = Shown()
         self.known: Known | None = None
         """What is known of the device's values, where they are followed."""
@@ -59,6 +62,10 @@ class Run:
         self._until = math.inf
         self.names: list[str] = []
         self.namespace: dict[str, Any] = {}
+
+    def close_in(self) -> None:
+        """Let nothing that this process does have an effect outside, before modules of the user's are imported."""
+        self.box = sandbox.block(self.effects.setdefault, self.assumed.setdefault, self.request["watcher"])
 
     def unpack(self, coming: Callable[[parts.StoragePart], AbstractContextManager[object]]) -> None:
         """Put what the notebook sent into the scopes it is of, of which the first is the cell's.
@@ -83,7 +90,7 @@ class Run:
         self.host.install()
         self.guesses.host = self.host
         noted.install(self.guesses)
-        self.notes.effects.clear()
+        self.effects.clear()
         self._prepare()
         self.modules = Modules(note, key_of, self.lines.where)
         if not self.is_brief:
@@ -112,7 +119,7 @@ class Run:
     def _prepare(self) -> None:
         """Let the cell find what it would in the notebook: variables, a shell, the random generators' state."""
         request, namespace = self.request, self.namespace
-        shell = Magics(namespace, self.notes.effect)
+        shell = sandbox.Magics(namespace, self.effects.setdefault)
         namespace.update({**request["values"], "__name__": "__main__"})
         namespace.setdefault("display", lambda *_, **__: None)
         namespace["get_ipython"] = lambda: shell
@@ -140,7 +147,7 @@ class Run:
     def stop(self, running: list[File]) -> None:
         """Send what is known so far."""
         seconds = self.request["time_limit"]
-        self.notes.not_known(f"what the cell needs later: it was run for {seconds:g} s and not to its end")
+        self.unknown.setdefault(f"what the cell needs later: it was run for {seconds:g} s and not to its end")
         flat = self.passes.flat(self.allocated()[0])
         self.send({**self.outcome(None, running), "is_open": True, "flat": flat})
 
@@ -153,7 +160,7 @@ class Run:
         """
         signal.setitimer(signal.ITIMER_REAL, 0)
         if self.host.draws_others:
-            self.notes.assume(host.OTHERS)
+            self.assumed.setdefault(host.OTHERS)
         book, devices, others = self.account(error)
         for device, told in enumerate(devices):
             told |= {"at": NO_PEAK.told(), "breakdown": {}, "modules": []}
@@ -163,11 +170,12 @@ class Run:
                 told["failure"] = account.failure and account.failure.told()
                 told["breakdown"] = book.breakdown(device)
                 told["modules"] = [] if self.is_brief else book.by_module(device, self.names)
+        written = [each for each in self.box.written() if not any(part in each for part in CACHES)]
         return {
             "devices": devices, "lines": [use for use in book.lines.values() if use["line"] is not None],
             "timeline": ledger.timeline(book), "error": error,
-            "operators": book.operators, "assumed": list(self.notes.assumed), "unknown": list(self.notes.unknown),
-            "effects": self.notes.all_effects(), "passes": self.passes.counts(running), "is_open": False,
+            "operators": book.operators, "assumed": list(self.assumed), "unknown": list(self.unknown),
+            "effects": [*self.effects, *written], "passes": self.passes.counts(running), "is_open": False,
             **self.guesses.told(), "versions": {"torch": torch.__version__}, **others,
         }  # fmt: skip
 

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from gpumagic.dryrun import effects
 from gpumagic.dryrun.parts import CannotDryRun
-from gpumagic.dryrun.worker import box, cell
+from gpumagic.dryrun.worker import box
 from gpumagic.dryrun.worker.box import NOT_DONE
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _OF_ANY_ACCELERATOR = (
 )  # fmt: skip
 
 
-def arrange(module: DeviceModule, assume: Callable[[str], None]) -> None:
+def arrange(module: DeviceModule, assume: Callable[[str], object]) -> None:
     """Make the changes, for the rest of the process.
 
     Args:
@@ -85,7 +85,7 @@ _OF_WORKERS = {
 """The attributes of a data loader that start processes or threads, as they are where none are."""
 
 
-def load_in_this_process(assume: Callable[[str], None]) -> None:
+def load_in_this_process(assume: Callable[[str], object]) -> None:
     """Let data loaders start no worker processes; a dataset that asks is told that it is in the only one."""
     make, worker = DataLoader._get_iterator, torch.utils.data._utils.worker
 
@@ -124,7 +124,7 @@ class Magics:
         note: called with a sentence for each thing that was not done.
     """
 
-    def __init__(self, namespace: dict[str, Any], note: Callable[[str], None]) -> None:
+    def __init__(self, namespace: dict[str, Any], note: Callable[[str], object]) -> None:
         self.user_ns = namespace
         self._note = note
 
@@ -164,23 +164,21 @@ _LARGE = 64 << 20
 """Bytes of which `torch.save` writes none."""
 
 
-def block(notes: cell.Notes, watcher: socket.socket | None = None) -> Box:
+def block(note: Callable[[str], object], assume: Callable[[str], object], watcher: socket.socket) -> Box:
     """Block effects for the rest of the process; return what the kernel enforces.
 
     Args:
-        notes: gets a sentence for each thing that was kept from happening, and for each that cannot be.
+        note: called with a sentence for each thing that was kept from happening.
+        assume: called with one for each that cannot be.
         watcher: takes the listener of what the kernel refuses.
     """
-    note = notes.effect
-    made = box.enter(listens=watcher is not None)
+    made = box.enter()
     for each in made.missing:
-        notes.assume(f"the cell has no effects by {each}, which this system does not keep in")
-    if watcher is not None:
-        if made.listener is not None:
-            socket.send_fds(watcher, [b"."], [made.listener])
-            os.close(made.listener)
-        watcher.close()
-    notes.written = made.written
+        assume(f"the cell has no effects by {each}, which this system does not keep in")
+    if made.listener is not None:
+        socket.send_fds(watcher, [b"."], [made.listener])
+        os.close(made.listener)
+    watcher.close()
     if made.has_files:
         _save_privately()
     else:
@@ -208,7 +206,7 @@ def _save_privately() -> None:
     torch.save = saved
 
 
-def _write_nowhere(note: Callable[[str], None]) -> None:
+def _write_nowhere(note: Callable[[str], object]) -> None:
     """Let no file be written, where the process has none of its own."""
     real = io.open
 
@@ -229,7 +227,7 @@ def _write_nowhere(note: Callable[[str], None]) -> None:
     torch.save = save  # torch's own writer is C++, which no hook of Python's sees
 
 
-def _skipped(name: str, note: Callable[[str], None]) -> Callable[..., None]:
+def _skipped(name: str, note: Callable[[str], object]) -> Callable[..., None]:
     def skip(*args: Any, **_: Any) -> None:
         note(f"calls {name}({', '.join(str(each) for each in args[:2])})")
 
@@ -244,7 +242,7 @@ class _CannotConnect(CannotDryRun, ConnectionRefusedError):
     """Raised as the network would: libraries that can do without it then do, from what they have cached."""
 
 
-def _hook(note: Callable[[str], None], made: Box) -> Callable[[str, tuple[Any, ...]], None]:
+def _hook(note: Callable[[str], object], made: Box) -> Callable[[str, tuple[Any, ...]], None]:
     """Return an audit hook that refuses what the kernel does not, and tells it."""
 
     def hook(event: str, args: tuple[Any, ...]) -> None:

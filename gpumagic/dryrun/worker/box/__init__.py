@@ -76,12 +76,8 @@ class Box(NamedTuple):
             return []
 
 
-def enter(*, listens: bool = False) -> Box:
-    """Close this process in, which has one thread, for good.
-
-    Args:
-        listens: whether the other end will watch `Box.listener`.
-    """
+def enter() -> Box:
+    """Close this process in, which has one thread, for good; `Box.listener` is for the other end to watch."""
     if sys.platform != "linux":
         _let_no_file_grow()
         return Box(None, has_network=False, listener=None, missing=(_FILES, _SIGNALS, _CONNECTIONS))
@@ -100,7 +96,7 @@ def enter(*, listens: bool = False) -> Box:
         elif os.geteuid() == 0:
             missing.append(_DEVICE_FILES)
     try:
-        listener = seccomp.install(_rules(has_files=has_files, has_network=has_network), listens=listens)
+        listener = seccomp.install(_rules(has_files=has_files, has_network=has_network))
     except OSError:
         listener = None
         missing += [_SIGNALS, *(() if has_network else (_CONNECTIONS,))]

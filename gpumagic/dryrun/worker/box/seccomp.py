@@ -107,13 +107,12 @@ class Refused(NamedTuple):
     arguments: tuple[int, ...]
 
 
-def install(rules: Sequence[Rule], *, listens: bool = False) -> int | None:
+def install(rules: Sequence[Rule]) -> int | None:
     """Apply rules to this thread and all that it will start; return the listener's descriptor, if there is one.
 
     Args:
-        rules: of two for the same call the first holds; a call without a rule is made.
-        listens: whether somebody will answer; without, or where the kernel has no listeners, `NOTIFY` is refused with
-            EPERM.
+        rules: of two for the same call the first holds; a call without a rule is made. Somebody has to answer what is
+            to `NOTIFY`; where the kernel has no listeners, it is refused with EPERM.
 
     Raises:
         OSError: this system or processor has no such filter.
@@ -124,14 +123,12 @@ def install(rules: Sequence[Rule], *, listens: bool = False) -> int | None:
     if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")
     number = _ARCHITECTURES[platform.machine()][2]
-    if listens:
-        for flags in _WITH_LISTENER | _ONLY_KILLED, _WITH_LISTENER:
-            descriptor = libc.syscall(
-                number, _SET_FILTER, flags | _NO_SPECULATION_GUARD, ctypes.byref(_Program.of(rules))
-            )
-            if descriptor >= 0:
-                os.set_inheritable(descriptor, False)
-                return int(descriptor)
+    listens = any(rule.answer == NOTIFY for rule in rules)  # of all filters of a process one may have a listener
+    for flags in (_WITH_LISTENER | _ONLY_KILLED, _WITH_LISTENER) if listens else ():
+        descriptor = libc.syscall(number, _SET_FILTER, flags | _NO_SPECULATION_GUARD, ctypes.byref(_Program.of(rules)))
+        if descriptor >= 0:
+            os.set_inheritable(descriptor, False)
+            return int(descriptor)
     silent = [rule._replace(answer=refuse(errno.EPERM)) if rule.answer == NOTIFY else rule for rule in rules]
     if libc.syscall(number, _SET_FILTER, _NO_SPECULATION_GUARD, ctypes.byref(_Program.of(silent))):
         raise OSError(ctypes.get_errno(), "seccomp")

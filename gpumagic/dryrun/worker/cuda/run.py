@@ -59,20 +59,20 @@ class CudaRun(Run):
         for device, capacity in enumerate(self.request["capacities"]):
             if capacity is None:
                 fakecuda.set_memory(device, limit=UNLIMITED)
-        made = sandbox.block(self.notes, self.request["watcher"])  # before modules of the user's are imported
-        if not made.has_files:
+        self.close_in()
+        if not self.box.has_files:
             sandbox.refuse_compiler()
-        sandbox.load_in_this_process(self.notes.assume)
-        self._objects = ranks.take_part(self.request, self.send, self.notes.assume)
+        sandbox.load_in_this_process(self.assumed.setdefault)
+        self._objects = ranks.take_part(self.request, self.send, self.assumed.setdefault)
         try:
             self._lay_out()
         except torch.OutOfMemoryError:
             self.send({"ended": "what the notebook holds already is more than the memory of the device"})
         if torch.cuda.get_allocator_backend() != "native":
             self.is_brief = True
-            self.notes.not_known("which line needs most: cudaMallocAsync keeps no history")
+            self.unknown.setdefault("which line needs most: cudaMallocAsync keeps no history")
         self.guesses.fill_blanks(parts.blanks)
-        CudaReading(self.guesses, self.known, self._start_again, self.notes.assume).install()
+        CudaReading(self.guesses, self.known, self._start_again, self.assumed.setdefault).install()
         if self.known is not None:
             self.shown.to(self.known.follow)
         else:
@@ -109,7 +109,7 @@ class CudaRun(Run):
         def in_threads(modules: Any, *args: Any, **kwargs: Any) -> Any:
             if len(modules) > 1:
                 self._is_racy = True
-                self.notes.not_known(
+                self.unknown.setdefault(
                     "how the threads of DataParallel take turns, by which its peak differs from run to run"
                 )
             return apply(modules, *args, **kwargs)
@@ -151,7 +151,7 @@ class CudaRun(Run):
         communicators = unknown.pop("NCCL communicator", 0)
         written = {"cudnn": "cuDNN", "cusolver": "cuSOLVER", "cusparse": "cuSPARSE", "cufft": "cuFFT"}
         for library in sorted({written.get(re.split("[^a-z]", name)[0], name) for name in unknown}):
-            self.notes.not_known(f"what {library} takes for itself, which only a real GPU tells")
+            self.unknown.setdefault(f"what {library} takes for itself, which only a real GPU tells")
         others: Outcome = {
             "lacks": bool(unknown) or self._is_racy, "versions": _versions(),
             "communicators": communicators,

@@ -45,19 +45,19 @@ class FakeRun(Run):
         self._contents = FakeReading(name, self._storages, key_of, self.guesses)
         self.known = self._contents.known
         self._operators = Operators(
-            module, self._storages, self.ledger, self._contents, self.notes.assume, known == "cuda"
+            module, self._storages, self.ledger, self._contents, self.assumed.setdefault, known == "cuda"
         )
         self._operators.register()
         backend.Autocast(name).register()
         if known in IN_TREE:
             Names(known).install(module)
-        sandbox.arrange(module, self.notes.assume)
+        sandbox.arrange(module, self.assumed.setdefault)
         self._before: list[int] = []
 
     def run(self) -> None:
         """Run the cell and send the outcome."""
-        sandbox.block(self.notes, self.request["watcher"])  # before modules of the user's are imported
-        ranks.take_part(self.request, self.send, self.notes.assume)
+        self.close_in()
+        ranks.take_part(self.request, self.send, self.assumed.setdefault)
         self.ledger.unpacking = True
 
         def coming(part: parts.StoragePart) -> contextlib.AbstractContextManager[object]:
@@ -107,7 +107,7 @@ class FakeRun(Run):
             self.names = self.modules.look_around(self.namespace)
         unknown = without_rule(self._operators.seen) if self.request["backend"] == "cuda" else []
         if unknown:
-            self.notes.not_known(f"what CUDA's kernels take for themselves in {', '.join(unknown)}")
+            self.unknown.setdefault(f"what CUDA's kernels take for themselves in {', '.join(unknown)}")
         devices = [
             {
                 "peak": account.peak.allocated, "before": before, "after": account.allocated,
