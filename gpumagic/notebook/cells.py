@@ -224,14 +224,11 @@ class CellSessions:
     def _repair(self) -> None:
         """Restore what interrupts have kept the guards of ended cells of this thread from restoring."""
         thread = threading.get_ident()
-        left = [each for each in self._begun if each.thread == thread and not self._is_open(each)]
-        in_reverse(left, _Session.repair)
-        self._begun = [each for each in self._begun if not each.restored]
         self._sessions = [each for each in self._sessions if not _is_among(each.info, self._ended)]
+        mine = [each for each in self._begun if each.thread == thread]
+        in_reverse([each for each in mine if each.closed or not _is_among(each, self._sessions)], _Session.repair)
+        self._begun = [each for each in self._begun if not each.restored]
         self._ended.clear()
-
-    def _is_open(self, session: _Session) -> bool:
-        return not session.closed and _is_among(session, self._sessions) and not _is_among(session.info, self._ended)
 
     def _cell_ends(self) -> None:
         """Close the guards of the cell that ran last; by identity, since empty cells and widgets fire this too."""

@@ -6,7 +6,6 @@ import functools
 import re
 from argparse import Action
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpumagic import _compat, options
@@ -27,23 +26,18 @@ def install(shell: InteractiveShell, devices: Names, undo: list[Callable[[], obj
 
     def complete_line(line: str, below: str) -> tuple[str, list[str]]:
         variables = functools.partial(session.names_of_users, shell.user_ns)
-        return complete(line, Offers(devices, variables, lambda: numbers(shell.user_ns, below)))
+        ints = functools.partial(numbers, shell.user_ns, below)
+        offers: dict[str, Names] = {"DEVICE": devices, "why": variables, "move": variables, "fit": ints, "shrink": ints}
+        return complete(line, offers)
 
     _compat.add_completer(shell, _LINE, complete_line, undo)
 
 
-@dataclass(frozen=True)
-class Offers:
-    """What there is to choose from, asked for when it is wanted."""
+def complete(line: str, offers: Mapping[str, Names]) -> tuple[str, list[str]]:
+    """Return the last fragment of a magic's line up to the cursor, and its completions.
 
-    devices: Names = tuple
-    variables: Names = tuple
-    numbers: Names = tuple
-    """Names of ints, in the cell and among the variables."""
-
-
-def complete(line: str, offers: Offers) -> tuple[str, list[str]]:
-    """Return the last fragment of a magic's line up to the cursor, and its completions."""
+    `offers` has what returns the names to choose from, by options and for ``"DEVICE"``.
+    """
     match = _LINE.match(line)
     assert match is not None
     parser = options.PARSERS[match[1]]
@@ -60,31 +54,21 @@ def complete(line: str, offers: Offers) -> tuple[str, list[str]]:
         names = [name for name in parser.option_strings() if name not in before]
     else:
         positional = [action for action in parser._actions if not action.option_strings]
-        asked = [action for action in positional if not _is_of_no_cell(action, line)]
-        names = [name for action in asked for name in _values(action, offers)]
+        if line.lstrip().startswith("%%"):  # a word such as `on` makes no sense where the magic has a cell below it
+            positional = [action for action in positional if action.choices is None]
+        names = [name for action in positional for name in _values(action, offers)]
     return fragment, _starting(fragment, names)
 
 
-def _values(action: Action, offers: Offers) -> Collection[str]:
+def _values(action: Action, offers: Mapping[str, Names]) -> Collection[str]:
     """Return what an option may be followed by."""
     if action.choices is not None:
         return [str(choice) for choice in action.choices]
-    if action.metavar == "DEVICE":
-        return offers.devices()
-    offered: dict[str, Names] = {
-        "gpu": _gpus,
-        "fit": offers.numbers,
-        "shrink": offers.numbers,
-        "why": offers.variables,
-        "move": offers.variables,
-    }
-    return offered[action.dest]() if action.dest in offered else ()
+    if action.dest == "gpu":
+        from gpumagic.memory.presets import GPUS, typed
 
-
-def _gpus() -> Collection[str]:
-    from gpumagic.memory.presets import GPUS, typed
-
-    return typed(GPUS)
+        return typed(GPUS)
+    return offers.get("DEVICE" if action.metavar == "DEVICE" else action.dest, tuple)()
 
 
 def numbers(namespace: Mapping[str, object], cell: str) -> Collection[str]:
@@ -93,11 +77,6 @@ def numbers(namespace: Mapping[str, object], cell: str) -> Collection[str]:
 
     variables = {name for name, value in namespace.items() if type(value) is int and not name.startswith("_")}
     return sorted(variables | cell_code.names_in_text(cell))
-
-
-def _is_of_no_cell(action: Action, line: str) -> bool:
-    """Return whether a word such as `on` makes no sense where the magic has a cell below it."""
-    return action.choices is not None and line.lstrip().startswith("%%")
 
 
 def _starting(fragment: str, names: Collection[str]) -> list[str]:

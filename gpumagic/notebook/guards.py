@@ -53,15 +53,11 @@ class Guard(Protocol):
     def close(self, error: BaseException | None) -> None:
         """Stop, right after the last statement, in its thread and on every way out, silent cells included.
 
-        A guard that a later one of its name replaces is closed at that moment, so one of another name, opened
-        in between, may still be open.
+        A guard that a later one of its name replaces is closed then; one of another name may still be open.
         """
 
     def restore(self) -> None:
-        """Restore what the session must not keep.
-
-        `close` does it; an interrupt of that, or of `open`, has it done again, whatever had been opened by then.
-        """
+        """Restore what the session must not keep: in `close`, and again after an interrupt of that or of `open`."""
 
     def finish(self, result: Outcome) -> object | None:
         """Return the report to show, or None.

@@ -6,7 +6,7 @@ import pytest
 
 from gpumagic.dryrun.report import DryRunReport
 from gpumagic.memory.presets import GPUS
-from gpumagic.notebook.completion import Offers, complete, numbers
+from gpumagic.notebook.completion import complete, numbers
 from gpumagic.options import PARSERS
 
 
@@ -136,7 +136,7 @@ def test_without_any_accelerator_the_error_says_what_to_type(run, bare_shell, ca
 
 def test_completion_offers_ints_and_gpus(run, bare_shell) -> None:
     names = {"batch_size": 3, "model": "m", "flag": True, "_hidden": 1}
-    offers = Offers(numbers=lambda: numbers(names, "epochs = 3\nlr = 0.1"))
+    offers = {"fit": lambda: numbers(names, "epochs = 3\nlr = 0.1")}
     assert complete("%%dryrun --fit ", offers) == ("", ["batch_size", "epochs"])
     assert complete("%%oomguard --shrink b", offers) == ("b", ["batch_size"])
     assert complete("%%dryrun --gpu RTX-309", offers) == ("RTX-309", ["RTX-3090", "RTX-3090-Ti"])

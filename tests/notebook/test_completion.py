@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumagic.notebook.completion import Offers, complete
+from gpumagic.notebook.completion import complete
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_devices_with_an_index_are_completed_past_the_colon(loaded, monkeypatch)
 )
 def test_what_stands_before_the_cursor_decides(line, fragment, names):
     """An option's value after it, nothing for a new variable's name or a number, no option twice."""
-    assert complete(line, Offers(devices=lambda: ["cpu", "meta"])) == (fragment, names)
+    assert complete(line, {"DEVICE": lambda: ["cpu", "meta"]}) == (fragment, names)
 
 
 def test_variables_are_offered_where_one_is_asked_for(loaded, is_new):
