@@ -63,7 +63,7 @@ def devices(
     from gpumagic.tensors import scan
 
     names = [resolve(device) for device in devices]
-    namespace = _globals_of_caller() if namespace is None else namespace
+    namespace = sys._getframe(1).f_globals if namespace is None else namespace
     return scan.scan(namespace, devices=names, group_by=by, limit=limit, shell=_shell_of(namespace), thorough=True)
 
 
@@ -79,7 +79,7 @@ def why(name: str, *, namespace: Mapping[str, object] | None = None) -> WhyRepor
     """
     from gpumagic.tensors import why
 
-    namespace = _globals_of_caller() if namespace is None else namespace
+    namespace = sys._getframe(1).f_globals if namespace is None else namespace
     return why.find_holders(name, namespace, _shell_of(namespace))
 
 
@@ -93,11 +93,6 @@ def free_leaks() -> FreedReport:
 
     shell = session.shell()
     return why.release(session.user_variables(shell), shell)
-
-
-def _globals_of_caller() -> Mapping[str, object]:
-    """Return the globals of the code that called one of our functions."""
-    return sys._getframe(2).f_globals
 
 
 def _shell_of(namespace: Mapping[str, object]) -> InteractiveShell | None:

@@ -11,6 +11,7 @@ open is taken for the one that the driver means.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -22,7 +23,7 @@ from typing import Any
 
 from gpumagic.gpus import nvml
 from gpumagic.gpus.nvml import NvmlFailure, Readings
-from gpumagic.gpus.report import FIGURES, GpuRow, ProcessRow, call, text_of
+from gpumagic.gpus.report import FIGURES, GpuRow, ProcessRow, call
 from gpumagic.gpus.torch_devices import HOST_MEMORY, bare_uuid, cuda_devices
 from gpumagic.memory import devices
 from gpumagic.report.base import grouped
@@ -58,7 +59,7 @@ def _read_cards() -> NvmlSnapshot | NvmlFailure:
     if isinstance(answer, NvmlFailure):
         return answer
     binding, count = answer
-    driver, _ = nvml.query(lambda: text_of(binding.nvmlSystemGetDriverVersion()))
+    driver, _ = nvml.query(binding.nvmlSystemGetDriverVersion)
     cuda, reason = nvml.query(binding.nvmlSystemGetCudaDriverVersion_v2)
     if reason is not None:
         cuda, _ = nvml.query(binding.nvmlSystemGetCudaDriverVersion)
@@ -227,17 +228,12 @@ def in_container() -> bool:
 
 def uses_cuda(pid: int) -> bool:
     """Return whether a process in here has CUDA's device file open; False without the permission to see it."""
-    try:
-        return any(_link_target(link).startswith(CUDA_FILES) for link in (PROC / str(pid) / "fd").iterdir())
-    except OSError:
-        return False
-
-
-def _link_target(link: Path) -> str:
-    try:
-        return str(link.readlink())
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError):
+        for link in (PROC / str(pid) / "fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if str(link.readlink()).startswith(CUDA_FILES):
+                    return True
+    return False
 
 
 def program_name(pid: int) -> str | None:

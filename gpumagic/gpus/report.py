@@ -76,11 +76,6 @@ THROTTLE_REASONS = {
 }
 
 
-def text_of(value: Any) -> str:
-    """Return a string of the binding as str; older bindings return bytes."""
-    return value.decode() if isinstance(value, bytes) else value
-
-
 def reserved(memory: Any) -> int:
     """Return what the driver reserves for itself."""
     if not hasattr(memory, "reserved"):
@@ -132,8 +127,8 @@ class GpuRow:
     device: str | None
     """Torch's name in this process, such as ``"cuda:1"``; None if torch cannot use it."""
     nvml_index: int | None = figure("NVML index", column=Column("NVML", align="right", priority=2))
-    uuid: str | None = figure("UUID", read=call("UUID"), to=text_of, of_instance=True)
-    name: str | None = figure("", read=call("Name"), to=text_of, column=Column("Name", shrinks=True), of_instance=True)
+    uuid: str | None = figure("UUID", read=call("UUID"), of_instance=True)
+    name: str | None = figure("", read=call("Name"), column=Column("Name", shrinks=True), of_instance=True)
     memory_total: int | None = figure(
         "Memory, total", size, read=MEMORY, to=lambda memory: int(memory.total), column=Column("Memory"),
         of_instance=True,
