@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gpumagic.dryrun import report as records
 from gpumagic.dryrun.report import DryRunReport, overhead, passes_sentence, peak_of, reserved_of, shortcoming
 from gpumagic.report import document as doc
 from gpumagic.report.base import grouped
-from gpumagic.report.document import Column, Table, document_of, stacking_order, tree_blocks
+from gpumagic.report.document import Column, Table, document_of, stacking_order
 from gpumagic.report.units import count, duration, size, size_of, size_range
 
 COLUMNS = 60
@@ -20,6 +20,8 @@ ENOUGH = 3
 WORTH_SAYING = 0.01
 """The share of the peak below which nobody asks which operator added it."""
 MOST_NAMED = 3
+FEW_MODULES = 16
+"""As many are listed one by one; of more, those that differ in their numbers are one line, and all of them folded."""
 
 
 @document_of.register(DryRunReport)
@@ -197,14 +199,15 @@ def _details(report: DryRunReport) -> Iterator[doc.Block]:
         table = Table.of(lines, _LINES, "What each line of the cell takes", whole=peak_of(report))
         yield doc.Fold(f"By line: {named}", [table])
     if report.modules:
-        families: Counter[str] = Counter()
+        families: dict[str, Counter[str]] = {}
         for path, parts in report.modules.items():
-            families[re.sub(r"\.\d+(?=\.|$).*", ".*", path)] += sum(parts.values())
-        named = _named((path, nbytes) for path, nbytes in families.items() if path)
-        kinds = stacking_order(kind for parts in report.modules.values() for kind in parts)
-        tree = tree_blocks(report.modules, kinds, "What each module takes at the peak")
+            families.setdefault(re.sub(r"\.\d+(?=\.|$).*", ".*", path), Counter()).update(parts)
+        named = _named((path, each.total()) for path, each in families.items() if path)
         if named:
-            yield doc.Fold(f"By module: {named}", list(tree))
+            every, are_few = f"All {count(len(report.modules), 'module')}", len(report.modules) <= FEW_MODULES
+            blocks = [_modules(report.modules if are_few else families, "What each module takes at the peak")]
+            folded = [] if are_few else [doc.Fold(every, [_modules(report.modules, every)])]
+            yield doc.Fold(f"By module: {named}", [*blocks, *folded])
     if len(report.ranks) > 1:
         named = _named((f"rank {each.rank:,}", each.peak) for each in report.ranks)
         yield doc.Fold(f"By rank: {named}", [Table.of(report.ranks, _RANKS, "The ranks that were run")])
@@ -214,6 +217,21 @@ def _details(report: DryRunReport) -> Iterator[doc.Block]:
         yield doc.Fold(f"Other devices: {others}", [Table.of(devices, _DEVICES, "Each device")])
     if report.operators:
         yield doc.Fold(_how(report), list(_small_print(report)))
+
+
+def _modules(found: Mapping[str, Mapping[str, int]], caption: str) -> Table:
+    """Return the table of modules, the largest first, with a column for each kind of what they take."""
+
+    def of_kind(kind: str) -> Column[tuple[str, Mapping[str, int]]]:
+        return Column(kind.capitalize(), lambda row: size(row[1][kind]) if row[1].get(kind) else "", "right", 1)
+
+    columns: tuple[Column[tuple[str, Mapping[str, int]]], ...] = (
+        Column("Module", lambda row: row[0] or "(no module)", shrinks=True, cut="middle", code=True),
+        Column("Size", lambda row: size(sum(row[1].values())), "right", bar=lambda row: row[1]),
+        *map(of_kind, stacking_order(kind for parts in found.values() for kind in parts)),
+    )
+    rows = sorted(found.items(), key=lambda row: -sum(row[1].values()))
+    return Table.of(rows, columns, caption, whole=sum(sum(parts.values()) for parts in found.values()))
 
 
 _LINES: tuple[Column[records.DryRunRow], ...] = (

@@ -24,6 +24,6 @@ def test_a_saved_report_opens_without_other_files_and_unfolds(browser, tmp_path:
     assert (asked, failed) == ([address], [])
     assert page.title() == report.verdict
     page.get_by_text("By module").click()
-    page.get_by_text("All 41 branches").click()
+    page.get_by_text("All 40 modules").click()
     assert page.get_by_text("39.<b>attn</b>").last.is_visible()
     page.close()

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from gpumagic.report import document as doc
 from gpumagic.report import html, text
-from gpumagic.report.document import Column, Table, tree_of
+from gpumagic.report.document import Column, Table
 from gpumagic.report.units import few, more, size
 
 
@@ -65,13 +65,3 @@ def test_the_first_few_of_many_names() -> None:
     assert few(["a", "b"], 2) == "a, b"
     assert few(list("abcdef"), 2) == "a, b and 4 more"
     assert few(list("abc"), 2, "route") == "a, b and 1 more route"
-
-
-def test_a_tree_sums_its_branches() -> None:
-    found = {f"net.blocks.{number}.{name}": {"parameters": 10} for number in range(12) for name in ("up", "down")}
-    net, *below = tree_of(found)
-    assert (net.name, net.depth, net.parts) == ("net.blocks", 0, {"parameters": 240})
-    assert [each.name for each in below if each.depth == 1] == [str(number) for number in range(12)]
-    assert [tuple(each) for each in tree_of({"": {"a": 1}, "m": {"b": 2}, "m.k": {"a": 0}, "m.i.w": {"b": 3}})] == [
-        ("m", 0, {"b": 5, "a": 0}), ("i.w", 1, {"b": 3}), ("k", 1, {"a": 0}), ("(no module)", 0, {"a": 1})
-    ]  # fmt: skip
