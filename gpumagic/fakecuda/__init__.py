@@ -30,11 +30,12 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from gpumagic.errors import OptionError
-from gpumagic.memory.presets import GPU, GPUS
+from gpumagic.memory.presets import GPU, GPUS, name_of, settings
+from gpumagic.report.units import parse_size
 
 __all__ = [
     "GPU", "GPUS", "Copy", "copies", "environment", "is_enabled", "launches", "leave_out", "memory", "reset",
@@ -67,14 +68,12 @@ def environment(
         OptionError: an argument cannot be read.
         FakecudaUnavailable: torch is no CUDA build, or there is no C compiler.
     """
-    from dataclasses import replace
-
     from gpumagic.fakecuda import build
-    from gpumagic.memory.presets import settings
 
-    chosen, held = _chosen(gpus, devices), _bytes(others)
+    chosen, held = _chosen(gpus, devices), others if isinstance(others, int) else parse_size(others)
     if capacity is not None:
-        chosen = [replace(gpu, capacity=_bytes(capacity)) for gpu in chosen]
+        nbytes = capacity if isinstance(capacity, int) else parse_size(capacity)
+        chosen = [replace(gpu, capacity=nbytes) for gpu in chosen]
     parts = [f"peer={int(peer_access)}", *(settings(gpu, number, held) for number, gpu in enumerate(chosen))]
     folder = build.libraries()
     made = sorted(str(path) for path in folder.glob("*.so*") if not path.is_symlink())
@@ -88,8 +87,6 @@ def environment(
 
 
 def _chosen(gpus: str | GPU | Sequence[str | GPU], devices: int | None) -> list[GPU]:
-    from gpumagic.memory.presets import name_of
-
     asked = [gpus] if isinstance(gpus, (str, GPU)) else list(gpus)
     found = [gpu if isinstance(gpu, GPU) else GPUS[name_of(gpu)] for gpu in asked]
     count = len(found) if devices is None else devices
@@ -98,12 +95,6 @@ def _chosen(gpus: str | GPU | Sequence[str | GPU], devices: int | None) -> list[
     if len(found) not in {1, count}:
         raise OptionError(f"{count} devices cannot be made of {len(found)} GPUs; name one, or one for each")
     return found * count if len(found) == 1 else found
-
-
-def _bytes(size: str | int) -> int:
-    from gpumagic.report.units import parse_size
-
-    return size if isinstance(size, int) else parse_size(size)
 
 
 # ---- What the runtime saw of this process

@@ -7,8 +7,8 @@ activation) is often known only later, so the account of the peak is made at the
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -241,26 +241,14 @@ class Ledger:
         self.settle()
         return [account.allocated for account in self.accounts]
 
-    def at_peak(self, device: int) -> Iterator[Life]:
-        """Yield what was in use at a device's peak."""
+    def at_peak(self, device: int, names: Sequence[str]) -> dict[str, Counter[str]]:
+        """Return the bytes in use at a device's peak, by the name of a module and by part."""
+        found: dict[str, Counter[str]] = defaultdict(Counter)
         time = self.accounts[device].peak.time
         for life in self.lives:
             if life.device == device and life.born <= time and (life.died is None or life.died > time):
-                yield life
-
-    def breakdown(self, device: int) -> dict[str, int]:
-        """Return the bytes of each kind at the device's peak."""
-        found: Counter[str] = Counter()
-        for life in self.at_peak(device):
-            found[life.part()] += life.nbytes
-        return dict(found)
-
-    def by_module(self, device: int, names: Sequence[str]) -> list[tuple[str, dict[str, int]]]:
-        """Return the bytes at a device's peak by module and kind, the largest first; their sum is the peak."""
-        found: dict[str, Counter[str]] = {}
-        for life in self.at_peak(device):
-            found.setdefault(REST if life.module is None else names[life.module], Counter())[life.part()] += life.nbytes
-        return sorted(((name, dict(parts)) for name, parts in found.items()), key=lambda item: -sum(item[1].values()))
+                found[REST if life.module is None else names[life.module]][life.part()] += life.nbytes
+        return found
 
 
 MOST_POINTS = 200

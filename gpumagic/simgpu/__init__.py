@@ -16,7 +16,6 @@ tensors, DataParallel (torch's CPU build lacks what it scatters with), DLPack, s
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 from gpumagic.errors import OptionError, SimgpuUnavailable
 
@@ -28,13 +27,8 @@ DEFAULT_MEMORY = "4GiB"
 _MOST_DEVICES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    devices: int
-    memory: int
-
-
-_shape: _Shape | None = None
+_shape: tuple[int, int] | None = None
+"""How many devices there are, and the bytes of each."""
 
 
 def enable(devices: int = DEFAULT_DEVICES, memory: str | int = DEFAULT_MEMORY) -> None:
@@ -57,19 +51,18 @@ def enable(devices: int = DEFAULT_DEVICES, memory: str | int = DEFAULT_MEMORY) -
     size = memory if isinstance(memory, int) else parse_size(memory)
     if size <= 0:
         raise OptionError(f"{memory!r} is not a GPU's memory; write a size such as 4GiB")
-    wanted = _Shape(devices, size)
-    if wanted == _shape:
+    if _shape == (devices, size):
         return
     from gpumagic.simgpu import _module
 
     if _shape is None:
         _module.register()
-    if not _module.native.configure(wanted.devices, wanted.memory):
+    if not _module.native.configure(devices, size):
         raise SimgpuUnavailable(
             "the simulated GPUs hold tensors and cannot change their number or capacity; "
             "delete the tensors, or restart the kernel and enable them with the shape you want"
         )
-    _shape = wanted
+    _shape = devices, size
 
 
 def enable_from_environment() -> bool:
@@ -86,10 +79,8 @@ def enable_from_environment() -> bool:
 
     count, times, memory = text.lower().partition("x")
     try:
-        if times:
-            enable(positive_int(count.strip()), memory)
-        elif text.isdecimal():
-            enable(int(text))
+        if text.isdecimal() or times:
+            enable(positive_int(count.strip()), memory if times else DEFAULT_MEMORY)
         else:
             enable(1, text)
     except OptionError:
@@ -115,8 +106,7 @@ def copies() -> list[tuple[str, str, str, int]]:
         return []
     from gpumagic.simgpu import _module
 
-    listed: list[tuple[str, str, str, int]] = _module.native.copies()
-    return listed
+    return list(_module.native.copies())
 
 
 def reset_copies() -> None:

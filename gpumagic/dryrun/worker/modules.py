@@ -27,7 +27,6 @@ from gpumagic.heap.storages import COMPONENTS, local_of
 from gpumagic.memory.ledger import Ledger, Place
 
 _SEEN = "gpumagic"
-_queue = torch.autograd.Variable._execution_engine.queue_callback
 
 
 class Modules(NamedModules):
@@ -50,7 +49,6 @@ class Modules(NamedModules):
         self._leaves: dict[torch.Tensor, int] = {}
         """The parameters and whose they are, once the cell has ended: until then nothing keeps one alive."""
         self._running: list[int] = []
-        self._backward: int | None = None
 
     def watch(self, namespace: Mapping[str, Any]) -> None:
         """Follow modules, optimizers and backward passes for the rest of the process."""
@@ -91,18 +89,7 @@ class Modules(NamedModules):
             node = tensor.grad_fn
             if node is not None and _SEEN not in node.metadata:
                 node.metadata[_SEEN] = True
-                node.register_prehook(functools.partial(self._go_back, number))
-
-    def _go_back(self, number: int | None, _: object) -> None:
-        task = torch._C._current_graph_task_id()
-        if task != self._backward:
-            self._backward = task
-            _queue(self._end_backward)
-        self._note(Ledger.run, number)
-
-    def _end_backward(self) -> None:
-        self._backward = None
-        self._note(Ledger.run, self._innermost())
+                node.register_prehook(lambda _: self._note(Ledger.run, number))
 
     # ---- What a block is
 
@@ -182,6 +169,7 @@ class Modules(NamedModules):
                 return function(*args, **kwargs)
             finally:
                 self._note(Ledger.go_back, -1, self._where())
+                self._note(Ledger.run, self._innermost())
                 for leaf in leaves:
                     self._leaf(leaf)
 

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -168,8 +169,10 @@ class Run:
                 account = book.accounts[device]
                 told["at"] = account.peak.told()
                 told["failure"] = account.failure and account.failure.told()
-                told["breakdown"] = book.breakdown(device)
-                told["modules"] = [] if self.is_brief else book.by_module(device, self.names)
+                modules = book.at_peak(device, self.names)
+                told["breakdown"] = dict(sum(modules.values(), Counter()))
+                rows = [(name, dict(parts)) for name, parts in modules.items()]
+                told["modules"] = [] if self.is_brief else sorted(rows, key=lambda row: -sum(row[1].values()))
         written = [each for each in self.box.written() if not any(part in each for part in CACHES)]
         return {
             "devices": devices, "lines": [use for use in book.lines.values() if use["line"] is not None],

@@ -17,6 +17,8 @@ from gpumagic.dryrun import parts
 from gpumagic.memory.allocator import SMALL
 from gpumagic.memory.segments import Segment
 
+_give_back = torch.cuda.caching_allocator_delete
+
 
 class Layout:
     """The blocks of one device.
@@ -39,7 +41,7 @@ class Layout:
         whole = sum(block.size for block in segment.blocks)
         pieces = [SMALL] * (whole // SMALL) if segment.is_small else [whole]
         for address in [self._take(size, stream) for size in pieces]:
-            self._give_back(address)
+            _give_back(address)
         for block in segment.blocks:
             # A free block of a small segment may be larger than what such a segment serves at once.
             sizes = [block.size]
@@ -73,33 +75,31 @@ class Layout:
                 with self._let_go(address):
                     takers.pop(0)[1]()  # asks for nothing else, and no gap is open yet: it takes the block again
             for gap in self._small_gaps:
-                self._give_back(gap)
+                _give_back(gap)
             for address in addresses[1:]:
                 self._let_go(address)
             for stream, take in takers:
                 with self._on(stream):
                     take()
         for gap in self._gaps:
-            self._give_back(gap)
+            _give_back(gap)
 
     def _let_go(self, address: int) -> contextlib.AbstractContextManager[object]:
         """Give a block back; return the stream whose next request it serves."""
         here, stream = self._owned.pop(address)
-        self._give_back(here)
+        _give_back(here)
         return self._on(stream)
 
     def _on(self, stream: int) -> contextlib.AbstractContextManager[object]:
-        on: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if stream:
-            on = torch.cuda.stream(parts.make_stream(f"cuda:{self._device}", stream, 0))
+        if not stream:
+            return contextlib.nullcontext()
+        on: contextlib.AbstractContextManager[object] = torch.cuda.stream(
+            parts.make_stream(f"cuda:{self._device}", stream, 0)
+        )
         return on
 
     def _take(self, size: int, stream: Any) -> int:
         return int(torch.cuda.caching_allocator_alloc(size, self._device, stream))
-
-    @staticmethod
-    def _give_back(address: int) -> None:
-        torch.cuda.caching_allocator_delete(address)
 
 
 def _multiply_backward() -> None:

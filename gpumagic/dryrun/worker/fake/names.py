@@ -21,12 +21,6 @@ from gpumagic.dryrun.worker.fake.backend import OURS, FakeModule, Stream
 from gpumagic.dryrun.worker.fake.scratch import attention
 from gpumagic.memory.devices import Device
 
-_REFUSED = ("ExternalStream", "CUDAGraph", "graph", "make_graphed_callables", "MemPool")
-_STREAMS: dict[str, Any] = {
-    **dict.fromkeys(("Stream", "Event", "current_stream", "default_stream"), Stream),
-    "stream": lambda chosen: chosen or Stream(),
-}
-
 
 class DeviceGenerator(torch.Generator):
     """A generator of the device of the dry run: it has a seed and no numbers."""
@@ -80,7 +74,7 @@ class Names(TorchFunctionMode):
             return lambda device, args, kwargs: device(*args, **kwargs)
         if func == _DEVICE:
             return lambda device, args, _: self.theirs(device(*args))
-        if func == _is_of.get(self._known):
+        if func == getattr(getattr(torch.Tensor, f"is_{self._known}"), "__get__", None):
             return lambda _, args, __: _is_here(args[0])
         if name == self._known:
             return self._move
@@ -131,11 +125,10 @@ class Names(TorchFunctionMode):
             begin(made, OURS if Device.parse(device_type).backend == self._known else device_type, *args, **kwargs)
 
         autocast.__init__ = renamed
-        torch.set_default_device = functools.partial(_first, torch.set_default_device, self.ours)
-        for name in ("get_autocast_dtype", "is_autocast_enabled", "set_autocast_dtype",
-                     "set_autocast_enabled"):  # fmt: skip
-            real = getattr(torch, name)
-            setattr(torch, name, functools.partial(_first, real, lambda each: OURS if each == self._known else each))
+        set_default_device = torch.set_default_device
+        torch.set_default_device = lambda device: set_default_device(self.ours(device))
+        for name in ("get_autocast_dtype", "is_autocast_enabled", "set_autocast_dtype", "set_autocast_enabled"):
+            setattr(torch, name, functools.partial(self._called_ours, getattr(torch, name)))
         torch.Generator = _generators(self._known)
         torch.Tensor.record_stream = lambda _tensor, _stream: None  # no stream uses a tensor later here
         if self._known == "cuda":  # torch's own functions call it past a mode
@@ -156,6 +149,9 @@ class Names(TorchFunctionMode):
         threads._bootstrap_inner = self._under(threads._bootstrap_inner)
         self.__enter__()
 
+    def _called_ours(self, real: Callable[..., Any], *args: Any) -> Any:
+        return real(*[OURS if each == self._known else each for each in args])
+
     def _under(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def under(*args: Any, **kwargs: Any) -> Any:
             with self:
@@ -166,10 +162,6 @@ class Names(TorchFunctionMode):
 
 _NAMING = frozenset({torch.device, str, DeviceGenerator})
 _DEVICE = torch.Tensor.device.__get__
-_is_of: dict[str, Any] = {
-    name: getattr(torch.Tensor, f"is_{name}").__get__
-    for name in ("cuda", "xpu", "mps") if hasattr(torch.Tensor, f"is_{name}")
-}  # fmt: skip
 
 
 def _attending(composite: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,16 +184,18 @@ def _share(theirs: Any, module: FakeModule) -> None:
         for home in (theirs, getattr(theirs, "random", theirs), getattr(theirs, "memory", theirs)):
             if hasattr(home, name) and not name.startswith("__"):
                 setattr(home, name, getattr(module, name))
-    for name in _REFUSED:
-        if hasattr(theirs, name):
-            setattr(theirs, name, type(name, (_Refused,), {"__module__": theirs.__name__}))
-    for name in ("broadcast", "broadcast_coalesced", "scatter", "gather"):  # which torch has for CUDA only
-        setattr(torch._C, f"_{name}", type("DataParallel", (_Refused,), {"__module__": "torch.nn"}))
-    for name, value in _STREAMS.items():
+    others = {
+        **dict.fromkeys(("Stream", "Event", "current_stream", "default_stream"), Stream),
+        "stream": lambda chosen: chosen or Stream(), "_initialized": True,
+        "is_current_stream_capturing": lambda: False,
+        **{name: type(name, (_Refused,), {"__module__": theirs.__name__})
+           for name in ("ExternalStream", "CUDAGraph", "graph", "make_graphed_callables", "MemPool")},
+    }  # fmt: skip
+    for name, value in others.items():
         if hasattr(theirs, name):
             setattr(theirs, name, value)
-    for name, value in {"_initialized": True, "is_current_stream_capturing": lambda: False}.items():
-        setattr(theirs, name, value)
+    for name in ("broadcast", "broadcast_coalesced", "scatter", "gather"):  # which torch has for CUDA only
+        setattr(torch._C, f"_{name}", type("DataParallel", (_Refused,), {"__module__": "torch.nn"}))
 
 
 class _Refused:
@@ -209,7 +203,3 @@ class _Refused:
 
     def __init__(self, *_: object, **__: object) -> None:
         raise CannotDryRun(f"it uses {type(self).__module__}.{type(self).__name__}, which is not part of a dry run")
-
-
-def _first(real: Callable[..., Any], change: Callable[[Any], Any], *args: Any) -> Any:
-    return real(*map(change, args[:1]), *args[1:])
