@@ -221,18 +221,27 @@ def recognise(error: BaseException, free: int | None = None, outside: Collection
     """
     probable = None
     for each in frames.related_exceptions(error, outside):
-        kind = _kind_of(each)
-        if kind is None or not _is_credible(kind, free):
+        text = _text(each)
+        kind = _kind_of(each, text)
+        if kind is None:
             continue
-        event = _event(kind, each, error)
+        is_vague = kind.certainty == "probable" and kind.memory == "device"
+        if is_vague and (kind.needs_low_free if free is None else free >= NEARLY_FULL):
+            continue
+        numbers, word = read_numbers(text), text.partition(" out of memory")[0].rpartition(" ")[2]
+        if kind.backend is None and word.isalnum() and " out of memory. Tried" in text:
+            kind = replace(kind, backend=word.lower())
+        if numbers.capped:
+            kind = replace(kind, name="memory fraction")
+        event = OomEvent(kind, numbers, frames.summary_line(each), frames.summary_line(error), text)
         if kind.certainty != "probable":
             return event
         probable = probable or event
     return probable
 
 
-def _kind_of(error: BaseException) -> Kind | None:
-    cls, text = type(error), _text(error)
+def _kind_of(error: BaseException, text: str) -> Kind | None:
+    cls = type(error)
     is_builtin = getattr(builtins, cls.__name__, None) is cls
     if is_builtin and not issubclass(cls, RuntimeError | MemoryError | OSError | SystemError) and cls is not Exception:
         return None  # one that no allocator raises, whatever its text says
@@ -240,25 +249,6 @@ def _kind_of(error: BaseException) -> Kind | None:
     if kind is None and isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return HOST_ENOMEM
     return kind or next((BY_CLASS[each.__name__] for each in cls.__mro__ if each.__name__ in BY_CLASS), None)
-
-
-def _is_credible(kind: Kind, free: int | None) -> bool:
-    if kind.certainty != "probable" or kind.memory != "device":
-        return True  # also of "not-oom": it pins memory and wants a report
-    if free is None:
-        return not kind.needs_low_free
-    return free < NEARLY_FULL
-
-
-def _event(kind: Kind, error: BaseException, raised: BaseException) -> OomEvent:
-    text = _text(error)
-    numbers = read_numbers(text)
-    word = text.partition(" out of memory")[0].rpartition(" ")[2]
-    if kind.backend is None and word.isalnum() and " out of memory. Tried" in text:
-        kind = replace(kind, backend=word.lower())
-    if numbers.capped:
-        kind = replace(kind, name="memory fraction")
-    return OomEvent(kind, numbers, frames.summary_line(error), frames.summary_line(raised), text)
 
 
 def _text(error: BaseException) -> str:

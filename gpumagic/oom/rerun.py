@@ -110,7 +110,10 @@ class Rerun(guards.BodyRuns):
             device = _elsewhere(self._plan.fallback, facts.device)
             if device is None:
                 return None
-            self._elsewhere, now = self._run_on(device), f"on {device}"
+            variables = getattr(self._function, "__globals__", self._namespace)
+            code = getattr(self._function, "__code__", None)
+            self._elsewhere = DeviceRun(device, namespace=variables, filename=code and code.co_filename)
+            now = f"on {device}"
             self._size = self._setting.value if self._setting is not None else None
         outcome.error_in_exec = outcome.result = None
         self._guard.release_failure(error)
@@ -122,7 +125,11 @@ class Rerun(guards.BodyRuns):
         where = f" in line {line}" if line is not None else ""
         undone = f" Cannot be undone: {', '.join(lost)}." if lost else ""
         print(f"%%oomguard: {what} ran out of memory{where}; now {now}.{undone}")  # noqa: T201  # as it goes on
-        return self._code()
+        if self._setting is None or self._size is None:
+            return self._source
+        text, variables = self._setting.with_value(self._size)
+        self._namespace.update(variables)
+        return text or self._source
 
     def end(self) -> None:
         """Restore the setting, unless the code passed with another value."""
@@ -144,21 +151,6 @@ class Rerun(guards.BodyRuns):
         if self._elsewhere is not None and self._elsewhere.report is not None:
             reports.append((self._elsewhere, self._elsewhere.report))
         return [] if self._guard.quiet else reports
-
-    def _code(self) -> str:
-        """Give the setting its value for the coming run, and return the code to run."""
-        if self._setting is None or self._size is None:
-            return self._source
-        text, variables = self._setting.with_value(self._size)
-        self._namespace.update(variables)
-        return text or self._source
-
-    def _run_on(self, device: str) -> DeviceRun:
-        if self._function is None:
-            return DeviceRun(device, namespace=self._namespace)
-        code = getattr(self._function, "__code__", None)
-        variables = getattr(self._function, "__globals__", {})
-        return DeviceRun(device, namespace=variables, filename=code and code.co_filename)
 
 
 def _elsewhere(name: str | None, failed: str | None) -> str | None:
