@@ -14,7 +14,7 @@ REACHES = {
     "socket.connect": "opens a connection", "socket.sendto": "sends data", "socket.sendmsg": "sends data",
     "os.kill": "signals another process", "os.killpg": "signals another process",
 }  # fmt: skip
-OF_OTHERS = ("starts a program", "starts a process", "looks into another process", *REACHES.values())
+OF_OTHERS = ("starts a program", "starts a process", "looks into another process", "looks up ", *REACHES.values())
 """How sentences begin that are about other processes and machines."""
 COMPILERS = re.compile(
     r"(?:[\w.-]+-)?(?:cc|gcc|g\+\+|c\+\+|clang|clang\+\+|cc1|cc1plus|collect2|ld|as|ldconfig|ptxas|nvcc|ninja)(?:[-.][\d.]+)?"
