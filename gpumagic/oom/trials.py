@@ -45,6 +45,8 @@ for _names in (Out, globals()):
 _IN_PIECES = "what is free lies in pieces that are too small"
 _NO_TIME = "there was no time: dry runs of advice may take"
 _ONDEVICE = re.compile(r"\A%%ondevice (\w+)(:(\d+))?\n")
+_OOMGUARD = re.compile(r"(?m)^%%oomguard\b.*$")
+"""The first line of a cell that was run again, of which the text has the magic as it was typed."""
 
 
 class Chosen(NamedTuple):
@@ -257,7 +259,7 @@ class Trials:
         said = "\n".join(dict.fromkeys(each.first for each in edits if each.first))
         is_here = not any(each.ranks for each in edits)
         first = _XDEL.sub(_UNBIND, cleared(said, self._residue, self._half_made) or "") if is_here else said
-        cell = _ONDEVICE.sub(_on_device, apply_changes(changes, self._source))
+        cell = _ONDEVICE.sub(_on_device, _OOMGUARD.sub("", apply_changes(changes, self._source), count=1))
         return "\n".join(filter(None, (*others, first, cell)))
 
     def _trial(self, report: DryRunReport) -> EditTrial:

@@ -186,3 +186,10 @@ def test_after_out_of_memory_the_advice_names_a_batch_that_was_dry_run(guarded, 
     advice = next(each for each in ns["report"].advice if "batch_size" in each.title)
     assert re.fullmatch(r"Lower batch_size from 3000 to 1\d\d\d", advice.title)
     assert (advice.covers, advice.trial.fits, advice.frees > GIB) == (True, True, True)
+
+
+def test_where_nothing_fits_what_would_help_is_tried_all_the_same(guarded, ns, bare_shell) -> None:
+    bare_shell.run_line_magic("config", "GPUMagic.advice_seconds = 120")
+    guarded("n = 2\nx = torch.empty(n + 8, 1 << 30, dtype=torch.uint8, device='simgpu:0')", "--shrink n")
+    assert ns["report"].untried == ""
+    assert ns["report"].need.fits is False
