@@ -26,14 +26,9 @@ def cache_folder(name: str) -> Path:
 
 def load_folder(home: Path, what: str, unavailable: type[GpuMagicError], is_there: Callable[[], bool],
                 make: Callable[[], object]) -> None:  # fmt: skip
-    """Have a folder made that is not there yet, by one process at a time, and refuse what others may have written.
+    """Have a folder made unless it is there, by one process at a time, and refuse what others may have written.
 
-    Args:
-        home: the folder.
-        what: whose it is, as a sentence about it begins.
-        unavailable: what is raised where nothing can be kept or loaded.
-        is_there: tells whether it is made.
-        make: makes it.
+    What is ``unavailable`` where nothing can be kept or loaded is raised with a sentence that begins with ``what``.
     """
     if not is_there():
         with only_process(home, what, unavailable):

@@ -136,10 +136,11 @@ z = torch.rand(1000, device="cuda", generator=g).normal_(generator=g)
 
 
 def test_what_cudas_kernels_take_by_rules_that_are_not_known_is_said_and_makes_it_uncertain() -> None:
-    plain, sorting = (
+    plain, sorting, reducing = (
         gpumagic.dry_run(f"import torch\nx = torch.ones(1000, 1000, device='cuda')\ny = x.{what}", {}, gpu="T4")
-        for what in ("exp()", "sort()")
+        for what in ("exp()", "sort()", "scatter_reduce(0, x.long(), x, 'mean')")
     )
     assert plain.certain
-    assert not sorting.certain
-    assert "what CUDA's kernels take for themselves in sort" in sorting.unknown
+    for report, name in ((sorting, "sort"), (reducing, "scatter_reduce")):
+        assert not report.certain
+        assert f"what CUDA's kernels take for themselves in {name}" in report.unknown

@@ -73,7 +73,7 @@ class Names(TorchFunctionMode):
         if func is torch.device:  # what the code makes and compares keeps the name that it gave
             return lambda device, args, kwargs: device(*args, **kwargs)
         if func == _DEVICE:
-            return lambda device, args, _: self.theirs(device(*args))
+            return self._known_device
         if func == getattr(getattr(torch.Tensor, f"is_{self._known}"), "__get__", None):
             return lambda _, args, __: _is_here(args[0])
         if name == self._known:
@@ -83,6 +83,10 @@ class Names(TorchFunctionMode):
         if name == "scaled_dot_product_attention" and self._known == "cuda":
             return lambda composite, args, kwargs: _attending(composite)(*args, **kwargs)
         return None
+
+    def _known_device(self, get: Any, args: tuple[Any, ...], _: dict[str, Any]) -> torch.device:
+        found: torch.device = get(*args)
+        return torch.device(self._known, found.index) if found.type == OURS else found
 
     def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(args[0], torch.Tensor):
@@ -107,12 +111,6 @@ class Names(TorchFunctionMode):
         if kind is str and Device.parse(value).backend == self._known:
             return self.ours(torch.device(value))
         return None if kind is DeviceGenerator else value
-
-    def theirs(self, value: Any) -> Any:
-        """Return a device by its known name."""
-        if type(value) is torch.device and value.type == OURS:
-            return torch.device(self._known, value.index)
-        return value
 
     def install(self, module: FakeModule) -> None:
         """Make the names hold for the rest of the process."""

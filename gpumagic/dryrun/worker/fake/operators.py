@@ -166,7 +166,7 @@ class Operators:
             aten.as_strided_.default.redispatch(CPU, tensor, shape.shape, shape.stride(), tensor.storage_offset())
             return
         self._ledger.operator = "resize_"
-        storage = self._storages.new((needed,), (1,), torch.uint8, tensor.device.index).untyped_storage()
+        storage = self._storages.make(Form((needed,), (1,), torch.uint8, tensor.device.index)).untyped_storage()
         aten.set_.source_Storage_storage_offset.redispatch(
             CPU, tensor, storage, tensor.storage_offset(), shape.shape, shape.stride()
         )

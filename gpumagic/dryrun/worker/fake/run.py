@@ -17,7 +17,7 @@ from gpumagic.dryrun.worker.fake.allocator import Allocator, FakeAccount, FakeLe
 from gpumagic.dryrun.worker.fake.names import Names
 from gpumagic.dryrun.worker.fake.operators import Operators
 from gpumagic.dryrun.worker.fake.scratch import without_rule
-from gpumagic.dryrun.worker.fake.storages import Storages, key_of
+from gpumagic.dryrun.worker.fake.storages import Form, Storages, key_of
 from gpumagic.dryrun.worker.reading import FakeReading
 from gpumagic.dryrun.worker.run import Outcome, Run, failure
 from gpumagic.memory.ledger import Place
@@ -68,7 +68,7 @@ class FakeRun(Run):
         self.guesses.fill_blanks(parts.blanks)
         for device, nbytes in enumerate(self.request["base"]):
             if nbytes > 0:
-                self.kept.append(self._storages.new((nbytes,), (1,), torch.uint8, device))
+                self.kept.append(self._storages.make(Form((nbytes,), (1,), torch.uint8, device)))
             self.ledger.hold(device)
         self.ledger.start()
         self._before = self.ledger.figures()

@@ -38,7 +38,7 @@ _UNKNOWN = (
     "argsort", "topk", "kthvalue", "median", "nanmedian", "mode", "unique", "_unique", "multinomial", "randperm",
     "embedding_dense_backward", "_embedding_bag", "_index_put_impl", "index_put", "cumsum", "cumprod", "logcumsumexp",
     "cummax", "cummin", "histc", "bincount", "_histogramdd", "_cdist", "_ctc_loss", "_cudnn", "_thnn",
-    "_scaled_dot_product",
+    "_scaled_dot_product", "scatter_reduce",
 )  # fmt: skip
 """How operators begin whose kernels sort, scan, attend or call a library, with memory of their own."""
 

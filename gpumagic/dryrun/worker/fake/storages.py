@@ -89,12 +89,6 @@ class Storages:
         self._count = 0
         self._pages: list[_Page] = []
 
-    def new(
-        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: int, nbytes: int | None = None
-    ) -> torch.Tensor:
-        """Return a tensor over a new storage of ``nbytes``, or of what its size and stride need."""
-        return self.make(Form(size, stride, dtype, device, nbytes))
-
     def make(self, form: Form) -> torch.Tensor:
         """Return a tensor over a new storage."""
         self.settle()
