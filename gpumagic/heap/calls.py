@@ -132,7 +132,12 @@ def _traceback(value: types.TracebackType | None, _reader: Reader) -> Iterator[B
         yield _locals(call_label(step.tb_frame.f_code), step.tb_frame)
 
 
+def _cell(value: types.CellType, _reader: Reader) -> Iterator[Branch]:
+    yield Branch(".", CONTAINED, [("cell_contents", each) for each in gc.get_referents(value)])  # none if it is empty
+
+
 EXACTLY: dict[type, Read] = {
+    types.CellType: _cell,
     types.FunctionType: _function,
     types.MethodType: _members(types.MethodType, "__self__", "__func__"),
     types.BuiltinMethodType: _members(types.BuiltinMethodType, "__self__"),
@@ -148,14 +153,6 @@ EXACTLY: dict[type, Read] = {
 
 
 _HAS_GC = 1 << 14  # Py_TPFLAGS_HAVE_GC
-
-
-def read_by_base(kind: type) -> Read | None:
-    """Return how to read the instances of a type that derives from one of C's, or None."""
-    if issubclass(kind, types.CellType):
-        return _cell
-    array: Any = getattr(sys.modules.get("numpy"), "ndarray", None)
-    return _array if array is not None and issubclass(kind, array) else None
 
 
 def shows_more(kind: type) -> bool:
@@ -180,27 +177,14 @@ def read_opaque(value: object, reader: Reader) -> Iterator[Branch]:
     yield Branch("in", CONTAINED, [(Inside("..."), each) for each in held])
 
 
-def _cell(value: types.CellType, _reader: Reader) -> Iterator[Branch]:
-    held = gc.get_referents(value)
-    yield Branch("in", CONTAINED, [(Inside("cell", code=".cell_contents"), each) for each in held])
-
-
-def _array(value: Any, reader: Reader) -> Iterator[Branch]:
-    for place, each in _elements(value):
-        code = f"[{', '.join(map(str, place)) or '()'}]" if reader.is_indexed else None
-        yield Branch("in", CONTAINED, [(Inside("array", code=code), each)])
-    yield Branch(".", CONTAINED, attributes(value, reader.fields))
-
-
-def _elements(array: Any) -> Iterator[tuple[tuple[int, ...], object]]:
-    """Yield the elements of an array of objects that may hold something, with their indices."""
+def read_array(value: Any, reader: Reader) -> Iterator[Branch]:
+    """Read an array of objects, by their indices."""
     import numpy as np
 
-    base = np.ndarray
-    if base.dtype.__get__(array).kind != "O":
-        return
-    shape = base.shape.__get__(array)
-    places = itertools.product(*map(range, shape))
-    for place, each in zip(places, base.flatten(array).tolist(), strict=True):
-        if type(each) not in (str, int, float, bool, type(None)):
-            yield place, each
+    if np.ndarray.dtype.__get__(value).kind == "O":
+        places = itertools.product(*map(range, np.ndarray.shape.__get__(value)))
+        for place, each in zip(places, np.ndarray.flatten(value).tolist(), strict=True):
+            if type(each) not in (str, int, float, bool, type(None)):
+                code = f"[{', '.join(map(str, place)) or '()'}]" if reader.is_indexed else None
+                yield Branch("in", CONTAINED, [(Inside("array", code=code), each)])
+    yield Branch(".", CONTAINED, attributes(value, reader.fields))

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from gpumagic.heap import readers
 from gpumagic.heap.branches import VARIABLE, Branch, Reader
-from gpumagic.heap.paths import Path, Spelling
+from gpumagic.heap.paths import Path
 from gpumagic.heap.readers import reader_of
 
 MAX_DEPTH = 32
@@ -37,10 +37,6 @@ LARGE = 1_000
 """Containers of at least this many children wait until the smaller ones have been read."""
 _HUGE = 50_000
 """Containers of at least this many are only read if some tensor has no name yet."""
-
-
-Root = tuple[str, object]
-"""A name, or a label, and what it stands for."""
 
 
 class Step(NamedTuple):
@@ -230,12 +226,6 @@ class HeapGraph:
             steps.append(Step(path, known[reference.target], reference))
             reference = following[reference.target]
         return steps
-
-    def name_of(self, target: int) -> str | None:
-        """Return the best name of the object with an `id`, such as the parameter that an optimizer's state is of."""
-        paths = sorted((steps[-1].path for steps in self.paths_to([target])), key=Path.quality)
-        spelling = Spelling(lambda _: None)
-        return next((name for name in map(spelling.code, paths) if name is not None), None)
 
     def roots_of(self) -> dict[int, tuple[str, ...]]:
         """Return the roots that lead to each tensor, in their order, by its `id`."""

@@ -56,9 +56,15 @@ def unnamed_holders(
         others: further roots with their labels, such as generators.
     """
     found: dict[int, Held] = {}
-    # What the session cannot release comes first: a tensor of an output that a thread uses too is not releasable.
+    # The callbacks of the session's events, and the variables of scripts that `%run` ran, outlive the notebook's.
+    callbacks = ("get_ipython().events.callbacks", getattr(getattr(shell, "events", None), "callbacks", None))
+    scripts = [
+        (f"{SCRIPTS}{key_code(file)}]", SimpleNamespace(**dict(readers.module_variables(_variables_of(module)))))
+        for file, module in list(_dict_of(shell, "_main_mod_cache").items()) if type(module) is ModuleType
+    ]  # fmt: skip
     context = [(f"context variable {each.name}", value) for each, value in contextvars.copy_context().items()]
-    lasting = [*calls.running_roots(), *others, *session_roots(shell), *module_roots(namespace), *context]
+    # What the session cannot release comes first: a tensor of an output that a thread uses too is not releasable.
+    lasting = [*calls.running_roots(), *others, callbacks, *scripts, *module_roots(namespace), *context]
     for roots, releasable in ((lasting, False), (list(hidden_roots(namespace, shell)), True)):
         order = {label: position for position, (label, _) in reversed(list(enumerate(roots)))}
         paths_to = graph.explore(roots)
@@ -143,17 +149,6 @@ def objects_of_the_session(namespace: Mapping[str, object], shell: object | None
             shared = {id(frame.f_globals), id(frame.f_builtins)}
             # A frame that was printed keeps a snapshot of its variables.
             yield from (each for each in gc.get_referents(frame) if type(each) is dict and id(each) not in shared)
-
-
-def session_roots(shell: object | None) -> Iterator[tuple[str, object]]:
-    """Yield the callbacks of the session's events and, by an expression, the variables of scripts that `%run` ran.
-
-    These outlive those of the notebook that are deleted.
-    """
-    yield "get_ipython().events.callbacks", getattr(getattr(shell, "events", None), "callbacks", None)
-    for file, module in list(_dict_of(shell, "_main_mod_cache").items()):
-        own = readers.module_variables(_variables_of(module)) if type(module) is ModuleType else []
-        yield f"{SCRIPTS}{key_code(file)}]", SimpleNamespace(**dict(own))
 
 
 def module_roots(namespace: Mapping[str, object], installed: bool = False) -> Iterator[tuple[str, object]]:

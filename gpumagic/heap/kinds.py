@@ -18,7 +18,6 @@ import contextlib
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.heap.branches import Fields, attributes, class_attribute, fields_of
@@ -114,19 +113,19 @@ def peek_gradients(leaves: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tens
     """Return ``(position, alias of its gradient)`` for the leaves that have one, or None if this torch cannot tell."""
     import torch
 
-    if not leaves:
-        return []
-    plain = [(i, leaf) for i, leaf in enumerate(leaves) if local_of(leaf) is leaf]
+    found: list[tuple[int, torch.Tensor]] = []
     try:
         with torch._C._DisableTorchDispatch():
-            graph = _peek_graph()
-            found = [torch._C._jit_interpret_graph(graph, (leaf,)) for _, leaf in plain]
+            for i, leaf in enumerate(leaves):
+                if local_of(leaf) is leaf:
+                    gradient = torch._C._jit_interpret_graph(_peek_graph(), (leaf,))
+                else:  # the gradient of a DTensor is an object of Python's already, which reading it does not make
+                    gradient = leaf.grad
+                if gradient is not None and gradient is not leaf:
+                    found.append((i, gradient))
     except Exception:  # a torch without this interpreter; only the gradients that Python has seen are listed then
         return None
-    aliases = [(i, alias) for (i, leaf), alias in zip(plain, found, strict=True) if alias is not leaf]
-    # The gradient of a DTensor is an object of Python's already, which reading it does not make.
-    others = [(i, leaf.grad) for i, leaf in enumerate(leaves) if local_of(leaf) is not leaf]
-    return sorted([*aliases, *((i, gradient) for i, gradient in others if gradient is not None)], key=itemgetter(0))
+    return found
 
 
 def gradients_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -53,31 +53,24 @@ def reader_of(kind: type) -> Reader | None:
         return Reader(lambda _value, _reader: iter(()), is_tensor=True)
     if issubclass(kind, torch.Tensor):
         return Reader(_tensor_subclass, fields_of(kind), is_tensor=True)
-    if kind in calls.EXACTLY:
-        return Reader(calls.EXACTLY[kind])
-    if runs_the_session(kind):
-        return None
-    return _reader_by_base(kind)
-
-
-def _reader_by_base(kind: type) -> Reader | None:
+    if kind in calls.EXACTLY or runs_the_session(kind):
+        return Reader(calls.EXACTLY[kind]) if kind in calls.EXACTLY else None
     has_own_class = not is_lasting_class(kind)
     for base, read in _bases():
         if issubclass(kind, base):
             container = base if base in _CONTAINERS else None
             fields = None if kind is container else fields_of(kind)
-            is_indexed = kind is container or not _is_overridden(kind, "__getitem__", "__iter__", "values")
+            in_c = (types.WrapperDescriptorType, types.MethodDescriptorType, type(None))
+            reads = [type(class_attribute(kind, name)) for name in ("__getitem__", "__iter__", "values")]
+            is_indexed = kind is container or all(each in in_c for each in reads)
             return Reader(read, fields, container, has_own_class=has_own_class, is_indexed=is_indexed)
     if is_node(kind):
         return Reader(read_node, fields_of(kind))
-    if read_foreign := calls.read_by_base(kind):
-        is_indexed = not _is_overridden(kind, "__getitem__")
-        return Reader(read_foreign, fields_of(kind), is_indexed=is_indexed)
     is_plain = kind is types.SimpleNamespace
     fields = fields_of(kind) if is_plain or is_heap_type(kind) else None
-    if not is_plain and calls.shows_more(kind):
-        return Reader(calls.read_opaque, fields, has_own_class=has_own_class)
-    return Reader(_instance, fields, has_own_class=has_own_class) if fields or has_own_class else None
+    is_opaque = not is_plain and calls.shows_more(kind)
+    read = calls.read_opaque if is_opaque else _instance
+    return Reader(read, fields, has_own_class=has_own_class) if is_opaque or fields or has_own_class else None
 
 
 def is_lasting_class(kind: type) -> bool:
@@ -95,12 +88,6 @@ def is_lasting_class(kind: type) -> bool:
     return is_its_variable and frames.is_library(name, file if type(file) is str else "")
 
 
-def _is_overridden(kind: type, *names: str) -> bool:
-    """Return whether one of the methods of a built-in container is another's in a type, not C's."""
-    in_c = (types.WrapperDescriptorType, types.MethodDescriptorType, type(None))
-    return any(type(class_attribute(kind, name)) not in in_c for name in names)
-
-
 def runs_the_session(kind: type) -> bool:
     """Return whether a type is IPython's or the kernel's: through `get_ipython` or `exit` they lead everywhere."""
     configurable = sys.modules.get("traitlets.config.configurable")
@@ -116,6 +103,9 @@ def _bases() -> Iterator[tuple[type, Read]]:
     yield BaseException, calls.read_exception
     yield type, _class
     yield types.ModuleType, _module_of_variables
+    array = getattr(sys.modules.get("numpy"), "ndarray", None)
+    if array is not None:
+        yield array, calls.read_array
 
 
 def read_node(value: object, reader: Reader) -> Iterator[Branch]:

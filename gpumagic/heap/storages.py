@@ -119,8 +119,6 @@ class Storage:
     nbytes: int | None
     address: int = 0
     """Of its first byte; 0 for what occupies nothing."""
-    key: int = 0
-    """``untyped_storage()._cdata``; 0 where there is none."""
     number: int = 0
     """Never given to another storage of the process: see `number_of`."""
     note: str | None = None
@@ -177,7 +175,7 @@ class StorageTable:
             view, place = whole
             requires_grad = requires_grad_of(tensor)
             storages[key] = Storage(
-                place, nbytes, address, key, number_of(storage), None, [(id(tensor), view)],
+                place, nbytes, address, number_of(storage), None, [(id(tensor), view)],
                 requires_grad, requires_grad and not self._is_leaf(tensor), type(tensor) is parameter,
             )  # fmt: skip
 
@@ -216,7 +214,6 @@ class StorageTable:
         entry = self.storages.get(key)
         if entry is None:
             entry = self.storages[key] = self._open(tensor, storage)
-            entry.key = key
             entry.number = number_of(storage)
         return entry, []
 

@@ -8,9 +8,8 @@ initialised backends are read.
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -29,20 +28,12 @@ class AllocatorStats(NamedTuple):
     """Highest ``allocated`` since the user last reset the counter, which we never do; None where none is kept (MPS)."""
     allocations: int = 0
     """How many there have ever been; 0 where that is not counted."""
-    total: int = 0
-    """Their bytes, those that have been freed since included; 0 where that is not counted."""
     frees: int = 0
-    """How many have been freed."""
 
     @property
     def events(self) -> int:
         """Allocations and frees together: how far the allocator's history has come."""
         return self.allocations + self.frees
-
-    @property
-    def freed(self) -> int:
-        """Bytes that have been freed."""
-        return max(0, self.total - self.allocated)
 
 
 def accelerators() -> list[str]:
@@ -77,20 +68,6 @@ def device_stats(device: str) -> AllocatorStats | None:
     return None if module is None else _read_stats(backend, module, index)
 
 
-def reader(device: str) -> Callable[[], AllocatorStats | None]:
-    """Return a function that reads a device's statistics again and again; all zero while nobody has used it.
-
-    It does not look up the backend each time, which takes longer than to read.
-    """
-    backend, index = Device.parse(device)
-    module = device_module(backend)
-    if module is None or not (backend == "mps" or hasattr(module, "memory_stats")):
-        return lambda: None
-    is_in_use = getattr(module, "is_initialized", lambda: True)
-    read = functools.partial(_read_stats, backend, module, index)
-    return lambda: read() if is_in_use() else AllocatorStats(0, 0, 0)
-
-
 def _stats_module(backend: str) -> ModuleType | None:
     """Return the module of a backend that is in use and whose allocator counts; XPU's does not in torch 2.4."""
     module = device_module(backend)
@@ -119,7 +96,6 @@ def _read_stats(backend: str, module: ModuleType, index: int) -> AllocatorStats:
         reserved=figure("reserved_bytes", "current"),
         peak=figure("allocated_bytes", "peak"),
         allocations=figure("allocation", "allocated"),
-        total=figure("allocated_bytes", "allocated"),
         frees=figure("allocation", "freed"),
     )
 

@@ -72,20 +72,26 @@ def read_segments(device: str, figures: AllocatorStats) -> list[Segment] | None:
         segments = []
         for each in mine:
             is_private = tuple(each.get("segment_pool_id", _DEFAULT_POOL)) != _DEFAULT_POOL
-            address, blocks, stream = each["address"], [], each.get("stream", 0)
-            for block in each["blocks"]:
-                state, at = block["state"], block.get("address", address)
-                is_free = state == _CACHED and not is_private
-                blocks.append(MemoryBlock(at, block["size"], is_free, state == _IN_USE))
-                address += block["size"]
-            is_open = not is_private and not stream
-            segments.append(Segment(each["address"], each["segment_type"] == "small", is_open, blocks, stream))
+            stream, is_small = each.get("stream", 0), each["segment_type"] == "small"
+            blocks = [
+                MemoryBlock(address, size, state == _CACHED and not is_private, state == _IN_USE)
+                for address, size, state in _blocks_of(each)
+            ]
+            segments.append(Segment(each["address"], is_small, not is_private and not stream, blocks, stream))
         segments.sort()
     except (KeyError, TypeError, ValueError):
         return None
     blocks = [block for segment in segments for block in segment.blocks]
     reserved, allocated = sum(each.size for each in blocks), sum(each.size for each in blocks if each.is_owned)
     return segments if (reserved, allocated) == (figures.reserved, figures.allocated) else None
+
+
+def _blocks_of(segment: Mapping[str, Any]) -> Iterator[tuple[int, int, str]]:
+    """Yield the address, the size and the state of each block; not every torch tells the address."""
+    address = segment["address"]
+    for block in segment["blocks"]:
+        yield block.get("address", address), block["size"], block["state"]
+        address += block["size"]
 
 
 class AllocatedBlock(NamedTuple):
@@ -104,11 +110,8 @@ def allocated_blocks(backend: str, segments: Iterable[Mapping[str, Any]] | None 
     found: list[AllocatedBlock] = []
     try:
         for segment in segments or _snapshot(allocator.device_module(backend)) or ():
-            device, address = f"{backend}:{segment['device']}", segment["address"]
-            for block in segment["blocks"]:
-                if block["state"] == _IN_USE:
-                    found.append(AllocatedBlock(device, block.get("address", address), block["size"]))
-                address += block["size"]
+            device, blocks = f"{backend}:{segment['device']}", _blocks_of(segment)
+            found += [AllocatedBlock(device, address, size) for address, size, state in blocks if state == _IN_USE]
     except (KeyError, TypeError, ValueError):
         return []
     return found
@@ -165,9 +168,7 @@ def find_workspaces() -> list[AllocatedBlock]:
     if "torch" not in sys.modules or not allocator.is_initialised("cuda"):
         return []
     addresses = set(_addresses())
-    if not addresses:
-        return []
-    return [block for block in allocated_blocks("cuda") if block.address in addresses]
+    return [block for block in (allocated_blocks("cuda") if addresses else ()) if block.address in addresses]
 
 
 def workspace_bytes() -> dict[str, int]:
@@ -221,17 +222,16 @@ def _maps() -> Iterator[int]:
 
 
 def _of_map(memory: int, place: int) -> Iterator[int]:
-    words = _read_words(memory, place, _COUNT + 1)
-    count, waiting = words[_COUNT], [words[_ROOT]]
-    for _ in range(min(count, _MOST)):
+    def read(address: int, words: int) -> tuple[int, ...]:
+        return struct.unpack(f"{words}Q", os.pread(memory, _WORDS * words, address))
+
+    words = read(place, _COUNT + 1)
+    waiting = [words[_ROOT]]
+    for _ in range(min(words[_COUNT], _MOST)):
         while waiting and not waiting[-1]:
             waiting.pop()
         if not waiting:
             return
-        node = _read_words(memory, waiting.pop(), _MEMORY + 1)
+        node = read(waiting.pop(), _MEMORY + 1)
         waiting += (node[_LEFT], node[_RIGHT])
         yield node[_MEMORY]
-
-
-def _read_words(memory: int, address: int, words: int) -> tuple[int, ...]:
-    return struct.unpack(f"{words}Q", os.pread(memory, _WORDS * words, address))

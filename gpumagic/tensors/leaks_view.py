@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Table, Tree, document_of
@@ -48,8 +48,7 @@ def _leaks(report: LeakReport) -> list[Block]:
     if not report.leaks:
         return [Heading("No leaks: a variable reaches every live tensor")]
     wholes = _sums(report.leaks)
-    sums = ", ".join(f"{size(nbytes)} on {device}" for device, nbytes in wholes.items())
-    summary = f"No variable reaches {count(len(report.leaks), 'storage')}: {sums}"
+    summary = f"No variable reaches {count(len(report.leaks), 'storage')}: {_shares(wholes)}"
     first, *others = _commands(report.leaks)
     held = Table.of(
         fold(report.leaks), LEAK_COLUMNS, "Held tensors", limit=report.limit, rest=more_storages,
@@ -63,6 +62,10 @@ def _sums(rows: Sequence[TensorRow]) -> dict[str, int]:
     for row in rows:
         sums[row.device] += row.nbytes or 0
     return dict(sums.most_common())
+
+
+def _shares(sums: Mapping[str, int]) -> str:
+    return ", ".join(f"{size(nbytes)} on {device}" for device, nbytes in sums.items())
 
 
 def _sum(rows: Iterable[TensorRow]) -> int:
@@ -126,14 +129,12 @@ def _release(report: FreedReport) -> Iterator[Block]:
     if not report.released:
         yield Heading("Nothing to free: no output, error or cycle keeps a tensor that no variable reaches")
     else:
-        came_back = ", ".join(f"{size(row.freed)} on {row.device}" for row in changed) or "nothing"
-        yield Heading(f"Freed {came_back}")
+        yield Heading(f"Freed {_shares({row.device: row.freed for row in changed}) or 'nothing'}")
         yield Paragraph(f"Cleared: {', '.join(report.released)}")
     if changed:
         yield Table.of(changed, FREED_COLUMNS, "Allocated before and after, by the allocator's own figures")
     if report.left.leaks:
-        sums = ", ".join(f"{device} {size(nbytes)}" for device, nbytes in _sums(report.left.leaks).items())
-        yield Paragraph(f"Still held: {sums}")
+        yield Paragraph(f"Still held: {_shares(_sums(report.left.leaks))}")
         yield from _commands(report.left.leaks)
 
 

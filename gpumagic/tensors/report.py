@@ -191,6 +191,8 @@ class DiffRow:
     """Bytes it occupies now, or did when it was last seen."""
     views: int = 0
     numbers: tuple[int, ...] = ()
+    variable: str | None = None
+    """The variable that reaches it although no expression does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +236,9 @@ class DiffReport(Report[DiffRow]):
         """
         sums: Counter[str] = Counter()
         for row in self.changes:
-            holder = row.holder or "(no name)"
-            is_named = row.name is not None or holder.startswith(IN_GRAPH)
-            sums[root_of(row.name or holder.removeprefix(IN_GRAPH)) if is_named else holder] += row.nbytes or 0
+            name, holder = row.name or row.variable, row.holder or "(no name)"
+            is_named = name is not None or holder.startswith(IN_GRAPH)
+            sums[root_of(name or holder.removeprefix(IN_GRAPH)) if is_named else holder] += row.nbytes or 0
         return dict(sorted(((name, nbytes) for name, nbytes in sums.items() if nbytes), key=lambda item: -abs(item[1])))
 
 
@@ -259,7 +261,7 @@ def _changes(earlier: TensorReport, later: TensorReport) -> Iterator[DiffRow]:
 def _diff_row(change: str, row: TensorRow, nbytes: int | None, name: str | None = None) -> DiffRow:
     return DiffRow(
         change, row.device, nbytes, row.shape, row.dtype, row.kind, row.name or name, row.holder,
-        row.nbytes, row.views, row.numbers,
+        row.nbytes, row.views, row.numbers, row.variable,
     )  # fmt: skip
 
 

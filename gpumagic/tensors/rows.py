@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import re
+import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple
 
+from gpumagic.heap.branches import class_attribute
 from gpumagic.heap.holders import SCRIPTS, Held
-from gpumagic.heap.paths import Names, bounded
+from gpumagic.heap.kinds import is_node, subclasses
+from gpumagic.heap.paths import MAX_PATHS, Names, Path, bounded
 from gpumagic.heap.storages import Storage, StorageTable, View
 from gpumagic.memory.segments import OccupiedBytes
 from gpumagic.report.base import grouped
-from gpumagic.tensors.detaching import DetachCommands
 from gpumagic.tensors.report import COLLECT, IN_GRAPH, KINDS, RELEASE, TensorRow, root_of
 
 GRAPH = "autograd graph"
-
-
-class Findings(NamedTuple):
-    """What is known of tensors, by their `id`, and of storages."""
-
-    names: Names
-    kinds: Mapping[int, str]
-    gradient_of: Mapping[Storage, list[int]]
-    """The tensors whose gradients a storage has."""
-    graph_of: Mapping[int, frozenset[Storage]]
-    """The storages that the graph of a tensor keeps."""
-    detaching: DetachCommands
 
 
 @dataclass(slots=True, eq=False)
@@ -44,28 +33,43 @@ class _Block:
     roots: list[int] = field(default_factory=list)
     """The tensors whose graphs keep it, by their `id`."""
 
-    def only_graphs_keep(self) -> bool:
-        return bool(self.roots) and not self.names and self.held is None
-
     def tensors(self) -> list[int]:
         return [tensor for storage in self.storages for tensor, _ in storage.views]
 
 
 class RowBuilder:
-    """Builds the rows of a report from the blocks of memory and what was found."""
+    """Builds the rows of a report from the blocks of memory and what was found of tensors, by their `id`.
 
-    def __init__(self, found: Findings, groups: Iterable[list[Storage]]) -> None:
-        self._found = found
+    Args:
+        groups: the storages by block of memory.
+        names: of the tensors.
+        kinds: of the tensors, as far as they are known.
+        gradient_of: the tensors whose gradients a storage has.
+        graph_of: the storages that the graph of a tensor keeps.
+        objects: what the names were found in, by `id`.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[list[Storage]],
+        names: Names,
+        kinds: Mapping[int, str],
+        gradient_of: Mapping[Storage, list[int]],
+        graph_of: Mapping[int, frozenset[Storage]],
+        objects: Mapping[int, object],
+    ) -> None:
+        self.names, self.kinds, self.gradient_of, self.graph_of = names, kinds, gradient_of, graph_of
+        self._detaching = DetachCommands(names, objects)
         self._occupied = OccupiedBytes()
-        self._is_nameless = not found.names.paths_to
-        self._any_is_special = bool(found.kinds or found.gradient_of)
+        self._is_nameless = not names.paths_to
+        self._any_is_special = bool(kinds or gradient_of)
         self.blocks = [self._block(storages) for storages in groups]
         self._block_of: dict[Storage, _Block] = {}
         self._held: dict[int, Held] = {}
         self._keepers: dict[tuple[int, ...], tuple[Held, str | None]] = {}
-        if found.graph_of:
+        if graph_of:
             self._block_of = {storage: block for block in self.blocks for storage in block.storages}
-            for root, storages in found.graph_of.items():
+            for root, storages in graph_of.items():
                 for block in self._kept(storages):
                     block.roots.append(root)
 
@@ -75,7 +79,7 @@ class RowBuilder:
         for block in self.blocks:
             if not block.names:
                 tensors = block.tensors()
-                tensors += [owner for each in block.storages for owner in self._found.gradient_of.get(each, ())]
+                tensors += [owner for each in block.storages for owner in self.gradient_of.get(each, ())]
                 found = [held[tensor] for tensor in tensors if tensor in held]
                 # A storage is freed when all that view it are.
                 block.held = min(found, key=lambda each: (each.releasable, each.variable is None), default=None)
@@ -84,7 +88,7 @@ class RowBuilder:
 
     def all(self) -> list[TensorRow]:
         """Return a row for each block."""
-        if self._found.graph_of:
+        if self.graph_of:
             return [self._shared_row(block) for block in self.blocks]
         return [
             self._lone_row(block)
@@ -99,7 +103,7 @@ class RowBuilder:
             return block
         found: list[str] = []
         named: list[View] = []
-        names, gradient_of = self._found.names, self._found.gradient_of
+        names, gradient_of = self.names, self.gradient_of
         for storage in storages:
             owners = gradient_of.get(storage, ()) if gradient_of else ()
             through = [f"{name}.grad" for owner in owners for name in names.of(owner)]
@@ -110,7 +114,8 @@ class RowBuilder:
                     named.append(view)
             found += through
         if found:
-            block.names, block.named = tuple(bounded(list(dict.fromkeys(found)), root_of)), named
+            names_of_all = found if len(found) == 1 else bounded(list(dict.fromkeys(found)), root_of)
+            block.names, block.named = tuple(names_of_all), named
         return block
 
     def _lone_row(self, block: _Block) -> TensorRow:
@@ -171,7 +176,7 @@ class RowBuilder:
         )
 
     def _kind(self, block: _Block) -> str:
-        kinds, gradient_of = self._found.kinds, self._found.gradient_of
+        kinds, gradient_of = self.kinds, self.gradient_of
         found: set[str] = set()
         for storage in block.storages:
             if kinds:
@@ -189,15 +194,16 @@ class RowBuilder:
 
     def _graph_nbytes(self, block: _Block) -> int | None:
         """Return the bytes that nothing but graphs keeps, this block's graph among them."""
-        roots = [tensor for tensor in block.tensors() if tensor in self._found.graph_of]
+        roots = [tensor for tensor in block.tensors() if tensor in self.graph_of]
         if not roots:
             return None
-        kept = self._kept(storage for root in roots for storage in self._found.graph_of[root])
-        return sum(each.nbytes or 0 for each in kept if each is not block and each.only_graphs_keep())
+        kept = self._kept(storage for root in roots for storage in self.graph_of[root])
+        only_graphs = (each for each in kept if each.roots and not each.names and each.held is None)
+        return sum(each.nbytes or 0 for each in only_graphs if each is not block)
 
     def _keeper(self, outer: Sequence[int]) -> tuple[Held, str | None]:
         """Return whose graphs keep a block, and the line that releases it."""
-        named = [names[0] for root in outer if (names := self._found.names.of(root))]
+        named = [names[0] for root in outer if (names := self.names.of(root))]
         others = [self._held[root] for root in outer if root in self._held]
         if not named and not others:
             return Held(GRAPH, GRAPH, releasable=False), None
@@ -206,7 +212,8 @@ class RowBuilder:
         if named and also:
             label += f" and {also[0]}"
         is_releasable = not named and all(each.releasable for each in others)
-        frees = self._found.detaching.line(outer) if self._only_names_keep(outer) else None
+        only_names = all(self.names.of(root) and root not in self._held for root in outer)
+        frees = self._detaching.line(outer) if only_names else None
         lines = {script_line(each.label, each.place) for each in others}
         if not named and len(lines) == 1:
             (frees,) = lines
@@ -221,12 +228,9 @@ class RowBuilder:
         both = held._replace(label=f"{held.label} and {graphs.label}", releasable=False)
         return both, f"{line}\n{RELEASE}" if line is not None and held.releasable else None
 
-    def _only_names_keep(self, roots: Iterable[int]) -> bool:
-        return all(self._found.names.of(root) and root not in self._held for root in roots)
-
     def _outer(self, roots: Sequence[int]) -> list[int]:
         """Return the roots that are kept by more than other graphs."""
-        return [root for root in roots if self._found.names.of(root) or root in self._held]
+        return [root for root in roots if self.names.of(root) or root in self._held]
 
 
 def _small_view(viewed: int | None, nbytes: int | None) -> str | None:
@@ -325,3 +329,67 @@ def script_line(holder: str, place: str) -> str | None:
     """Return the line that deletes a variable of a script that `%run` ran; None where something else is the holder."""
     found = re.match(rf"{re.escape(holder)}\.\w+", place) if holder.startswith(SCRIPTS) else None
     return found and f"del {found[0]}"
+
+
+# ---- The line that makes tensors release their autograd graphs
+
+_MAX_STATEMENTS = 3
+"""Statements in the line that releases a graph."""
+
+
+class DetachCommands:
+    """Finds the line that makes tensors release their autograd graphs: it rebinds every name of theirs.
+
+    A tensor in a tuple cannot be replaced, and one that an output keeps besides its name still keeps its graph.
+
+    Args:
+        names: the tensors' names.
+        objects: what the names were found in, by `id`.
+    """
+
+    def __init__(self, names: Names, objects: Mapping[int, object]) -> None:
+        import torch
+
+        self._names, self._objects = names, objects
+        self._tensors = subclasses(torch.Tensor)
+        self._lists: dict[int, str | None] = {}
+        """By the `id` of a list: the statement that detaches all of its items, if there is one."""
+
+    def line(self, roots: Iterable[int]) -> str | None:
+        """Return the line after which none of the tensors with these `id`s keeps its graph, or None."""
+        paths = [self._names.paths(root) for root in roots]
+        if any(len(each) >= MAX_PATHS for each in paths):  # there may be more
+            return None
+        statements = {self._statement(path): None for each in paths for path in each}
+        found = [each for each in statements if each is not None]
+        return "; ".join(found) if len(found) == len(statements) <= _MAX_STATEMENTS and found else None
+
+    def _statement(self, path: Path) -> str | None:
+        if path.style == "[" and path.parent is not None and path.parent.kind is list:
+            whole = self._of_list(path.parent)
+            if whole is not None:
+                return whole
+        name = self._names.code(path)
+        if name is None or (path.kind is not None and is_node(path.kind)):
+            return f"del {name}" if name is not None and path.style == "name" else None
+        return f"{name} = {name}.detach()" if _can_be_assigned(path) else None
+
+    def _of_list(self, path: Path) -> str | None:
+        if path.target not in self._lists:
+            name, items = self._names.code(path), self._objects.get(path.target)
+            is_of_tensors = (
+                type(items) is list and len(items) > 1 and all(type(each) in self._tensors for each in items)
+            )
+            has_line = name is not None and is_of_tensors
+            self._lists[path.target] = f"{name}[:] = [each.detach() for each in {name}]" if has_line else None
+        return self._lists[path.target]
+
+
+def _can_be_assigned(path: Path) -> bool:
+    """Return whether what a path leads to can be replaced there: not in a tuple, a frozen dataclass..."""
+    owner = None if path.parent is None else path.parent.kind
+    if owner is None:
+        return path.style == "name"
+    setter = class_attribute(owner, "__setitem__" if path.style == "[" else "__setattr__")
+    in_c = (types.WrapperDescriptorType, types.MethodDescriptorType)
+    return path.style in ("[", ".") and not issubclass(owner, tuple) and type(setter) in in_c

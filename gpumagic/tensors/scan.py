@@ -28,9 +28,8 @@ from gpumagic.memory.devices import Device
 from gpumagic.report import base
 from gpumagic.report.base import grouped
 from gpumagic.report.units import LARGE
-from gpumagic.tensors.detaching import DetachCommands
 from gpumagic.tensors.report import DeviceMemoryRow, TensorReport, TensorRow
-from gpumagic.tensors.rows import GRAPH, Findings, RowBuilder, group_by_memory, release_command
+from gpumagic.tensors.rows import GRAPH, RowBuilder, group_by_memory, release_command
 
 LARGEST = 16
 """Storages from which cycles are looked for at once; what such a cycle leads to is found with it."""
@@ -144,6 +143,7 @@ class TensorScan:
 
     Attributes:
         graph: what was followed.
+        names: of the tensors.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class TensorScan:
         steps = graph.MAX_STEPS_OF_ALL if every_holder else graph.MAX_STEPS
         self.graph = HeapGraph(holders.excluded_objects(namespace, shell), steps)
         self._graphs = Graphs()
-        self._names = Names({})
+        self.names = Names({})
         self._table = StorageTable()
         self._tensors: list[Any] = []
         self._owners: list[object] = []
@@ -167,7 +167,7 @@ class TensorScan:
         """Find the tensors, name them, measure their storages; return the rows."""
         storages.forget_expired()  # else torch 2.4 to 2.8 show an expired storage's object, and crash if it is read
         self._find()
-        names = self._names = self._named() if self._looks_for_names else Names({})
+        names = self.names = self._named() if self._looks_for_names else Names({})
         saved_for = self._walk_graphs() if self._looks_for_names else {}
         saved = self._saved
         self._table.add_all(
@@ -179,10 +179,8 @@ class TensorScan:
                 self._table.add(each)
         gradients = grouped((leaf, storage) for storage, owners in gradient_of.items() for leaf in owners)
         graph_of = {root: frozenset(self._storages(tensors, gradients)) for root, tensors in saved_for.items()}
-        commands = DetachCommands(names, self.graph.objects)
-        findings = Findings(names, kinds_of(self._owners), gradient_of, graph_of, commands)
-        self._findings = findings
-        rows = RowBuilder(findings, group_by_memory(self._table))
+        kinds, groups = kinds_of(self._owners), group_by_memory(self._table)
+        rows = self._rows = RowBuilder(groups, names, kinds, gradient_of, graph_of, self.graph.objects)
         if self._looks_for_names and (self._is_for_all or not all(block.names for block in rows.blocks)):
             if self.graph.gave_up:
                 self.notes.append(
@@ -222,16 +220,16 @@ class TensorScan:
 
     def graphs_over(self, numbers: Collection[int]) -> list[int]:
         """Return the `id`s of the tensors whose autograd graphs keep storages with these numbers."""
-        found = self._findings.graph_of.items()
+        found = self._rows.graph_of.items()
         return [root for root, kept in found if any(each.number in numbers for each in kept)]
 
     def kept_by(self, tensors: Collection[int]) -> set[int]:
         """Return the numbers of the storages that tensors keep: their own, of their gradients, of their graphs."""
-        graph_of = self._findings.graph_of
+        graph_of = self._rows.graph_of
         found = {each.number for tensor in tensors for each in graph_of.get(tensor, ())}
         views = ((each, tensor) for each in self._table.storages.values() for tensor, _ in each.views)
         found.update(each.number for each, tensor in views if tensor in tensors)
-        gradients = self._findings.gradient_of.items()
+        gradients = self._rows.gradient_of.items()
         return found | {each.number for each, owners in gradients if any(owner in tensors for owner in owners)}
 
     def _find(self) -> None:
@@ -309,7 +307,7 @@ class TensorScan:
         found = holders.unnamed_holders(self.graph, self._namespace, self._shell, others)
         for key in (*map(id, self._tensors), *self._nodes):
             # What variables reach and no expression does.
-            if not self._names.of(key) and (told := self._names.described(key)) is not None:
+            if not self.names.of(key) and (told := self.names.described(key)) is not None:
                 variable, holder, place = told
                 found[key] = Held(holder, place, releasable=False, variable=variable)
         return found

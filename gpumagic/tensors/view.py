@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -51,6 +51,8 @@ def view_tensors(report: TensorReport) -> Document:
 
 SHOWN = 20
 """Lines of a table unless more are asked for."""
+_FEW_LINES, _SMALL = 10, 0.001
+"""Of more lines than so many, those of less than this share of what is on their device stand in one together."""
 LARGE_SHARE = 0.1
 """The share of all that the report lists, from which what may be freed is its first line."""
 
@@ -79,19 +81,23 @@ def _amount(report: TensorReport) -> str:
     storages = sum(row.storages for row in report.by_device)
     largest = max(row.in_rows for row in report.by_device)
     told = [row for row in report.by_device if row.tensors and (row.in_rows >= LARGE or largest < LARGE)]
-    shares = ", ".join(f"{row.device} {size(row.in_rows)}{_cache(row)}" for row in told)
+    # How much more the allocator keeps for later, if that is worth a word.
+    caches = {
+        row.device: f" and {size(row.cached)} of cache" for row in told
+        if (row.cached or 0) >= max(LARGE, LARGE_SHARE * (row.allocated or 0))
+    }  # fmt: skip
+    shares = ", ".join(f"{row.device} {size(row.in_rows)}{caches.get(row.device, '')}" for row in told)
     return f"{count(tensors, 'tensor')} in {count(storages, 'storage')}: {shares}"
-
-
-def _cache(row: DeviceMemoryRow) -> str:
-    """Return in words how much more the allocator keeps for later, if that is worth a word."""
-    cached = row.cached or 0
-    return f" and {size(cached)} of cache" if cached >= max(LARGE, LARGE_SHARE * (row.allocated or 0)) else ""
 
 
 def _largest(report: TensorReport) -> Iterator[Block]:
     wholes = {row.device: row.in_rows for row in report.by_device}
-    lines, limit = _in_order(fold(report.tensors), wholes, report.limit)
+    lines, limit = fold(report.tensors), report.limit
+    small = {id(line) for line in lines if line.nbytes < _SMALL * wholes.get(line.row.device, 0)}
+    if len(lines) <= _FEW_LINES or limit is None or limit > SHOWN or len(small) > len(lines) - 3:
+        small = set()
+    lines.sort(key=lambda line: (id(line) in small, line.row.device in BUILTIN_DEVICES))
+    limit = min(limit, len(lines) - len(small)) if small and limit is not None else limit
     yield Table.of(
         lines, NAMED_COLUMNS, "The largest storages", limit=limit, rest=more_storages,
         whole=lambda line: wholes.get(line.row.device, 0),
@@ -99,21 +105,6 @@ def _largest(report: TensorReport) -> Iterator[Block]:
     about = grouped((_note(line.row), line.text) for line in lines[:limit] if line.row.note is not None)
     for note, names in about.items():
         yield Paragraph(f"{few(list(dict.fromkeys(names)), 3)}: {note}", muted=True)
-
-
-_FEW_LINES, _SMALL = 10, 0.001
-"""Of more lines than so many, those of less than this share of what is on their device stand in one together."""
-
-
-def _in_order(
-    lines: list[Line[TensorRow]], wholes: Mapping[str, int], limit: int | None
-) -> tuple[list[Line[TensorRow]], int | None]:
-    """Return lines by size with those of accelerators first, and how many are shown: not the small ones of many."""
-    small = {id(line) for line in lines if line.nbytes < _SMALL * wholes.get(line.row.device, 0)}
-    if len(lines) <= _FEW_LINES or limit is None or limit > SHOWN or len(small) > len(lines) - 3:
-        small = set()
-    ordered = sorted(lines, key=lambda line: (id(line) in small, line.row.device in BUILTIN_DEVICES))
-    return ordered, min(limit, len(lines) - len(small)) if small and limit is not None else limit
 
 
 def _note(row: TensorRow) -> str:

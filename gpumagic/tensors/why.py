@@ -23,7 +23,7 @@ from gpumagic.heap import release as releasing
 from gpumagic.heap.branches import OWN, REGISTERED, class_attribute, is_heap_type, name_of_type
 from gpumagic.heap.graph import HeapGraph, Step
 from gpumagic.heap.kinds import Graphs, non_leaves
-from gpumagic.heap.paths import Names, Path, Spelling
+from gpumagic.heap.paths import Names, Path
 from gpumagic.heap.storages import StorageTable, gc_disabled, undisturbed
 from gpumagic.memory import allocator
 from gpumagic.report.units import few
@@ -71,7 +71,7 @@ def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveS
                 modules = holders.module_roots(namespace, installed=True)
                 graph.explore(each for each in modules if each[0] == kept.holder)
                 paths = list(graph.paths_to(targets))
-            found = [_way(steps, graph, hidden, bool(leaves)) for steps in paths]
+            found = [_way(steps, search.names, hidden, bool(leaves)) for steps in paths]
             ways = [way for way, _ in found] if leaves else _with_shared_commands(found, paths)
             frees, collects = row.nbytes, False
             if not leaves:
@@ -81,7 +81,7 @@ def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveS
                 if row not in freed:
                     known = graph.tensors.keys() | graph.nodes.keys()
                     saving = [key for key in search.graphs_over(row.numbers) if key in known]
-                    through_graphs = list(_ways_through_graphs(saving, graph, hidden))
+                    through_graphs = list(_ways_through_graphs(saving, search, hidden))
                     ways += [way for way, _ in through_graphs]
                     cuts += [cut.reference for _, cut in through_graphs if cut is not None]
                     freed, collects = _freed(cuts, on_device, search, hidden)
@@ -169,12 +169,11 @@ def _numbers_at(name: str, namespace: Mapping[str, object]) -> list[int]:
 
 
 def _way(
-    steps: Sequence[Step], graph: HeapGraph, hidden: Collection[str], through_owner: bool
+    steps: Sequence[Step], names: Names, hidden: Collection[str], through_owner: bool
 ) -> tuple[WayRow, Step | None]:
     """Return the row of one way, and the step that its command unbinds."""
-    spelling = Spelling(graph.name_of)
-    codes = [spelling.code(each.path) for each in steps]
-    spelled = [code or spelling.description(each.path) for code, each in zip(codes, steps, strict=True)]
+    codes = [names.code(each.path) for each in steps]
+    spelled = [code or names.description(each.path) for code, each in zip(codes, steps, strict=True)]
     kinds = [name_of_type(type(each.value)) * (type(each.value) is not SimpleNamespace) for each in steps]
     texts = [spelled[0], *(later.removeprefix(earlier) for earlier, later in pairwise(spelled))]
     expression, (command, cut) = spelled[-1], _command(steps, codes, hidden)
@@ -185,19 +184,19 @@ def _way(
 
 
 def _ways_through_graphs(
-    saving: Iterable[int], graph: HeapGraph, hidden: Collection[str]
+    saving: Iterable[int], search: scan.TensorScan, hidden: Collection[str]
 ) -> Iterator[tuple[WayRow, Step | None]]:
     """Yield the ways to the tensors and nodes whose autograd graphs saved a storage; a root goes as a whole."""
-    for steps in list(graph.paths_to(saving)):
-        way, _ = _way(steps, graph, hidden, through_owner=False)
+    for steps in list(search.graph.paths_to(saving)):
+        way, _ = _way(steps, search.names, hidden, through_owner=False)
         top = steps[1 if way.root.startswith(holders.SCRIPTS) else 0]
-        name = Spelling(graph.name_of).code(top.path)
+        name = search.names.code(top.path)
         if way.root in hidden:
             command: str | None = RELEASE
         else:
             command = None if name is None or parse_tree(name) is None else f"del {name}"
         last: Any = steps[-1].value  # a tensor, or a node of its graph that somebody keeps
-        if id(last) in graph.tensors:
+        if id(last) in search.graph.tensors:
             more = (_GRAPH, name_of_type(type(last.grad_fn)))
             way = WayRow(way.root, way.expression + _GRAPH, (*way.steps, more), None)
         yield dataclasses.replace(way, command=command), top if command else None

@@ -16,7 +16,7 @@ import torch
 from gpumagic.heap.graph import HeapGraph
 from gpumagic.heap.holders import excluded_objects, variables
 from gpumagic.heap.paths import Names
-from gpumagic.heap.storages import StorageTable, gc_disabled, undisturbed
+from gpumagic.heap.storages import StorageTable, gc_disabled, number_of, undisturbed
 
 
 class Slotted:
@@ -299,7 +299,7 @@ def nothing_left():
 
 
 def name_storages(namespace, shell=None):
-    """Return every name that reaches a storage, best first, by the storage's address."""
+    """Return every name that reaches a storage, best first, by the storage's number."""
     graph, table = HeapGraph(excluded_objects(namespace, shell)), StorageTable()
     found = {}
     try:
@@ -308,12 +308,12 @@ def name_storages(namespace, shell=None):
             for key, tensor in graph.tensors.items():
                 storage, parts = table.find(tensor)
                 for each in parts or [storage]:
-                    found.setdefault(each.key, []).extend(names.of(key))
+                    found.setdefault(each.number, []).extend(names.of(key))
     finally:
         graph.release()
-    return {address: tuple(dict.fromkeys(names)) for address, names in found.items()}
+    return {number: tuple(dict.fromkeys(names)) for number, names in found.items()}
 
 
 def names_of(tensor, namespace, shell=None):
     """Return the names of a tensor's storage."""
-    return name_storages(namespace, shell).get(tensor.untyped_storage()._cdata, ())
+    return name_storages(namespace, shell).get(number_of(tensor.untyped_storage()), ())

@@ -77,13 +77,13 @@ def test_what_people_write_is_understood(written: str, name: str) -> None:
 )
 def test_what_is_no_gpu_is_answered_with_what_may_be_meant(written: str, said: str) -> None:
     with pytest.raises(OptionError) as raised:
-        presets.named(written)
+        presets.name_of(written)
     assert said in str(raised.value)
 
 
 def test_the_list_names_all_as_the_line_takes_them() -> None:
     with pytest.raises(OptionError) as raised:
-        presets.named("list")
+        presets.name_of("list")
     listed = str(raised.value).removeprefix("there are ").split(", ")
     assert [presets.name_of(each) for each in listed] == list(GPUS)
     assert not any(" " in each for each in listed)

@@ -184,3 +184,9 @@ def test_a_report_that_was_pickled_can_still_be_compared() -> None:
     diff = scan(namespace).since(before)
     assert [row.name for row in diff if row.name] == ["y"]
     assert dataclasses.replace(diff, changes=()).to_pandas().columns.tolist() == diff.to_pandas().columns.tolist()
+
+
+def test_what_no_expression_reaches_counts_for_the_variable_that_reaches_it() -> None:
+    before = scan({})
+    namespace = {"it": iter([torch.ones(1000)])}
+    assert scan(namespace).since(before).by_variable == {"it": 4000}

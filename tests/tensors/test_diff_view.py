@@ -133,7 +133,7 @@ Device     Freed  Storages  Allocated        Now
 ──────  ────────  ────────  ─────────  ─────────
 cuda:0  96.0 MiB         2  196.0 MiB  100.0 MiB
 cpu        512 B         1        n/a        n/a
-Still held: cuda:0 1.0 MiB
+Still held: 1.0 MiB on cuda:0
 import gc; gc.collect() frees 1.0 MiB: cycle"""
 
 TENSOR = TensorRow("cuda:0", 4 * MIB, (1024, 1024), "float32", "parameter", "model.fc.weight", ("model.fc.weight",))

@@ -618,7 +618,7 @@ def test_one_thread_at_a_time_searches_the_heap(monkeypatch) -> None:
             met.append(found)
         return []
 
-    monkeypatch.setattr(scans, "_rows_of", meet)
+    monkeypatch.setattr(scans.TensorScan, "run", meet)
     threads = [threading.Thread(target=scan, args=({},)) for _ in range(2)]
     for thread in threads:
         thread.start()
