@@ -6,10 +6,8 @@ a trace needs of it.
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpumagic.memory import allocator
@@ -149,9 +147,3 @@ def _columns(entries: Sequence[tuple[int, int, float]]) -> BlockEvents:
 
     address, nbytes, at = np.array(entries, float).reshape(-1, 3).T
     return BlockEvents(address.astype(np.int64), nbytes.astype(np.int64), (at * 1e9).astype(np.int64))
-
-
-def write(snapshot: Mapping[str, Any], path: Path) -> Path:
-    """Write a snapshot as `torch.cuda.memory._dump_snapshot` would."""
-    path.write_bytes(pickle.dumps(snapshot))
-    return path

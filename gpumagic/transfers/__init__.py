@@ -5,16 +5,15 @@ Start with `run.DeviceRun`: it opens a recording, lets the block run, and builds
 log, whoever makes them.
 
     run.py               the block and its report
-    recording.py         what a run puts in place, and takes away; calls of `synchronize`
+    recording.py         what a run puts in place, and takes away; calls of `synchronize`; tracebacks
     device_mode.py       the device context, and what it does with functions that create or ask for copies
     operators.py         the count of copies and of values read, at torch's dispatcher
     sites.py             the line that asks for a copy, and for which variable
     causes.py            what a copy is called: the function by which the line asks for it
     recorder.py          the state of a run, by thread
-    tracebacks.py        the user's errors without the frames between a line and torch
     log.py               counts by line
     advice.py            what to change about them
-    explain.py           an error about devices, explained; `device_errors.py` knows the errors
+    device_errors.py     an error about devices, explained
     report.py            the records; `view.py` shows them
     move.py              `--move`
     trace/               `--trace`, line by line

@@ -50,11 +50,11 @@ def suggestions(
     code = cell_code.read_loops(lines) if moves or syncs else LoopCode()
     found = (
         *_hoisted(moves, code),
-        *(_join(row) for row in moves if _is_many_small(row) and row.line not in code.carried),
+        *_joined(moves, code),
         *_waits(moves, syncs, code),
         *_created(moves, code),
-        *(_pin(row) for row in moves if has_loader and _is_pageable_stream(row)),
-        *(_rebind(row) for row in moves if _is_left_behind(row, both)),
+        *(_pinned(moves) if has_loader else ()),
+        *_rebound(moves, both),
     )
     return tuple(sorted(found, key=lambda each: -(each.saves or 0)))
 
@@ -87,24 +87,16 @@ def _is_written(row: TransferRow) -> bool:
     return row.code is None or re.search(rf"\b({words})\b", row.code) is not None
 
 
-def _is_many_small(row: TransferRow) -> bool:
-    copies = row.count - row.repeats
-    return (
-        row.direction == "host-to-device"
-        and row.line is not None
-        and copies >= MANY_COPIES
-        and row.nbytes <= SMALL_COPY * row.count
-        and not row.cause.startswith("Module.")
-    )
-
-
-def _join(row: TransferRow) -> Suggestion:
-    """Return what to do about many small copies: each costs a launch and, from pageable memory, a wait."""
-    problem = f"{row.count:,} copies of {size(row.nbytes // row.count)} each to {row.target} by line {row.line}"
-    if row.cause.startswith("."):
-        return Suggestion(row.line, problem, "join them on the host and copy once")
-    change = 'collate on the host, in with torch.device("cpu"), and copy the batch'
-    return Suggestion(row.line, problem, change)
+def _joined(moves: Sequence[TransferRow], code: LoopCode) -> Iterator[Suggestion]:
+    """Yield what to do about many small copies: each costs a launch and, from pageable memory, a wait."""
+    for row in moves:
+        is_copied = row.direction == "host-to-device" and not row.cause.startswith("Module.")
+        is_many = row.count - row.repeats >= MANY_COPIES and row.nbytes <= SMALL_COPY * row.count
+        if is_copied and is_many and row.line is not None and row.line not in code.carried:
+            problem = f"{row.count:,} copies of {size(row.nbytes // row.count)} each to {row.target} by line {row.line}"
+            collate = 'collate on the host, in with torch.device("cpu"), and copy the batch'
+            change = "join them on the host and copy once" if row.cause.startswith(".") else collate
+            yield Suggestion(row.line, problem, change)
 
 
 def _waits(moves: Sequence[TransferRow], syncs: Mapping[int, int], code: LoopCode) -> Iterator[Suggestion]:
@@ -158,25 +150,22 @@ def _created(moves: Sequence[TransferRow], code: LoopCode) -> Iterator[Suggestio
                 yield Suggestion(row.line, problem, change, row.nbytes)
 
 
-def _is_pageable_stream(row: TransferRow) -> bool:
-    """Return whether a line transfers new data each time, as a loop over batches does; pinning pays only then."""
-    return (
-        row.line is not None and (row.pageable or 0) >= MIN_PINNED_BYTES and row.count - row.repeats >= MIN_REPEATS + 1
-    )
+def _pinned(moves: Sequence[TransferRow]) -> Iterator[Suggestion]:
+    """Yield the lines that transfer new data each time, as a loop over batches does; pinning pays only then."""
+    for row in moves:
+        is_new = row.count - row.repeats > MIN_REPEATS
+        if row.line is not None and (row.pageable or 0) >= MIN_PINNED_BYTES and is_new:
+            times = count(row.count, "transfer")
+            problem = f"{size(row.pageable)} copied from pageable memory by line {row.line} in {times}"
+            change = "DataLoader(..., pin_memory=True) and .to(..., non_blocking=True) overlap copy and compute"
+            yield Suggestion(row.line, problem, change)
 
 
-def _pin(row: TransferRow) -> Suggestion:
-    problem = f"{size(row.pageable)} copied from pageable memory by line {row.line} in {count(row.count, 'transfer')}"
-    change = "DataLoader(..., pin_memory=True) and .to(..., non_blocking=True) overlap copy and compute"
-    return Suggestion(row.line, problem, change)
-
-
-def _is_left_behind(row: TransferRow, both: Collection[str]) -> bool:
-    is_one = row.count - row.repeats == 1 and not _is_repeated(row)
-    is_move = row.direction != "device-to-host" and not row.cause.startswith("Module.") and row.cause not in _READS
-    return is_one and is_move and row.name in both and row.nbytes >= LARGE
-
-
-def _rebind(row: TransferRow) -> Suggestion:
-    problem = f"{row.name} is still on {row.source}, {size(row.nbytes)}, beside its copy on {row.target}"
-    return Suggestion(row.line, problem, f"{row.name} = {row.name}.to(...) keeps only the copy")
+def _rebound(moves: Sequence[TransferRow], both: Collection[str]) -> Iterator[Suggestion]:
+    """Yield the variables that are kept on the host besides their copy."""
+    for row in moves:
+        is_one = row.count - row.repeats == 1 and not _is_repeated(row)
+        is_move = row.direction != "device-to-host" and not row.cause.startswith("Module.") and row.cause not in _READS
+        if is_one and is_move and row.name in both and row.nbytes >= LARGE:
+            problem = f"{row.name} is still on {row.source}, {size(row.nbytes)}, beside its copy on {row.target}"
+            yield Suggestion(row.line, problem, f"{row.name} = {row.name}.to(...) keeps only the copy")

@@ -22,7 +22,7 @@ from gpumagic.memory.devices import Device
 from gpumagic.report.base import Holder
 from gpumagic.report.units import LARGE
 from gpumagic.transfers.report import TransferRow
-from gpumagic.transfers.sites import CallSites, Site
+from gpumagic.transfers.sites import CallSites
 
 if TYPE_CHECKING:
     from gpumagic.transfers.causes import Call
@@ -45,14 +45,6 @@ def direction(source: str, target: str) -> str:
     if is_host(source):
         return "host-to-device"
     return "device-to-host" if is_host(target) else "device-to-device"
-
-
-@dataclass(slots=True)
-class CreatedSum:
-    """New tensors on one device."""
-
-    count: int = 0
-    nbytes: int = 0
 
 
 @dataclass(slots=True)
@@ -125,20 +117,18 @@ class TransferLog:
     sites: CallSites
     is_unrelated: bool = False
     """Whether it is filled by a thread that does not work for the cell, so that only its transfers are reported."""
-    created: dict[object, CreatedSum] = field(default_factory=dict)
+    created: dict[object, list[int]] = field(default_factory=dict)
+    """The count and the bytes of new tensors by device, which is named only in the report."""
     moves: dict[tuple[object, ...], _TransferSum] = field(default_factory=dict)
     waits: Counter[int] = field(default_factory=Counter)
     """By line, the waits that copy nothing."""
     history: TransferHistory = field(default_factory=TransferHistory)
 
-    def add_created(self, device: object, nbytes: int) -> CreatedSum:
-        """Count one new tensor, and return the sum for its device, which is named only in the report."""
-        total = self.created.get(device)
-        if total is None:
-            total = self.created[device] = CreatedSum()
-        total.count += 1
-        total.nbytes += nbytes
-        return total
+    def add_created(self, device: object, nbytes: int, count: int = 1) -> None:
+        """Count new tensors."""
+        total = self.created.get(device) or self.created.setdefault(device, [0, 0])
+        total[0] += count
+        total[1] += nbytes
 
     def add_move(
         self, request: Call | None, asks: str, source: Any, target: Any, nbytes: int, seconds: float, waits: bool,
@@ -153,7 +143,9 @@ class TransferLog:
         site, subject, name = self.sites.find(request, asks, found)
         total = site.sums.get((source, target, name))
         if total is None:
-            total = site.sums[source, target, name] = self._sum_of(site, str(source), str(target), name)
+            way, ends = direction(str(source), str(target)), (str(source), str(target))
+            total = self.moves.setdefault((way, *ends, site.line, site.code, name, site.cause), _TransferSum())
+            site.sums[source, target, name] = total
         total.count += 1
         total.nbytes += nbytes
         total.seconds += seconds
@@ -165,10 +157,6 @@ class TransferLog:
         if nbytes >= LARGE:  # to ask whether memory is pinned takes a driver call
             pageable = is_pageable(subject, str(target))
             total.pageable = total.pageable if pageable is None else (total.pageable or 0) + nbytes * pageable
-
-    def _sum_of(self, site: Site, source: str, target: str, name: str | None) -> _TransferSum:
-        key = (direction(source, target), source, target, site.line, site.code, name, site.cause)
-        return self.moves.setdefault(key, _TransferSum())
 
     def add_sync(self) -> None:
         """Count one operation that made the host wait for the device, at the line that is running now."""
@@ -186,10 +174,8 @@ class TransferLog:
 
     def absorb(self, other: TransferLog) -> None:
         """Add what another thread's log counted, which may go on counting."""
-        for device, made in list(other.created.items()) if not other.is_unrelated else ():
-            total = self.created.setdefault(device, CreatedSum())
-            total.count += made.count
-            total.nbytes += made.nbytes
+        for device, (count, nbytes) in list(other.created.items()) if not other.is_unrelated else ():
+            self.add_created(device, nbytes, count)
         for key, moved in list(other.moves.items()):
             self.moves.setdefault(key, _TransferSum()).add(moved)
         self.waits.update(other.waits.copy())
@@ -197,8 +183,7 @@ class TransferLog:
 
     def created_by_device(self) -> dict[str, tuple[int, int]]:
         """Return the count and the bytes of new tensors by device."""
-        named = {str(device): (total.count, total.nbytes) for device, total in self.created.items()}
-        return dict(sorted(named.items()))
+        return dict(sorted((str(device), (count, nbytes)) for device, (count, nbytes) in self.created.items()))
 
     def rows(self) -> tuple[TransferRow, ...]:
         """Return the transfers, most bytes first."""

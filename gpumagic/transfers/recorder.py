@@ -61,8 +61,11 @@ class Recorder:
     def add_created(self, tensor: torch.Tensor) -> None:
         """Count a new tensor."""
         nbytes = 0 if tensor.is_meta else storages.nbytes_of(unwrapped(tensor))
-        if nbytes or not _is_unpickled():
-            self.log.add_created(tensor.device, nbytes)
+        if not nbytes:  # `torch.load` creates empty ones and then fills them
+            modules = map(frames.module_of, frames.stack(sys._getframe(1)))
+            if next((each for each in modules if not each.startswith("gpumagic.")), None) == "torch._utils":
+                return
+        self.log.add_created(tensor.device, nbytes)
 
     def add_move(
         self, source: torch.Tensor, target: torch.Tensor, here: torch.device, there: torch.device, seconds: float,
@@ -93,12 +96,6 @@ class Recorder:
 
 _HOST = torch.device("cpu")
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-
-
-def _is_unpickled() -> bool:
-    """Return whether a new tensor is the empty one that `torch.load` creates and then fills."""
-    modules = (frames.module_of(each) for each in frames.stack(sys._getframe(2)))
-    return next((each for each in modules if not each.startswith("gpumagic.")), None) == "torch._utils"
 
 
 def is_real(value: object) -> bool:

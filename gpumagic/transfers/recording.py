@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import RLock
@@ -23,7 +24,7 @@ import torch
 from gpumagic import _compat
 from gpumagic.memory import allocator
 from gpumagic.source import frames
-from gpumagic.transfers import device_mode, operators, tracebacks
+from gpumagic.transfers import device_mode, operators
 from gpumagic.transfers import recorder as recorders
 from gpumagic.transfers.device_mode import RecordingContext
 from gpumagic.transfers.log import TransferLog
@@ -58,7 +59,7 @@ class Recording:
             with _exclusive():
                 operators.watch(self)
                 watch_waits(self, self.recorder.device.type)
-                tracebacks.watch(self)
+                watch_tracebacks()
             self._context = RecordingContext(self.recorder)  # kept first, so that an interrupt finds it
             self._context.__enter__()
         except BaseException:
@@ -72,8 +73,8 @@ class Recording:
         finally:
             try:
                 with _exclusive():
-                    tracebacks.unwatch(self)
                     unwatch_waits(self)
+                    unwatch_tracebacks()
                     operators.unwatch(self)
             finally:
                 recorders.end(self.recorder)
@@ -154,6 +155,49 @@ def _wrap(function: Function) -> Function:
         return result
 
     return synchronize
+
+
+# ---- Tracebacks of the user's errors, without the frames that are between a line and torch
+
+_BETWEEN = frozenset(f"gpumagic.transfers.{each}" for each in ("device_mode", "operators", "recording"))
+_CALLED_BY_THESE = frozenset({"torch._ops", "torch.utils._device"})
+_SHOW = "showtraceback"
+_shells: list[Any] = []
+
+
+def drop_own_frames(error: BaseException | None) -> None:
+    """Leave these frames out of the tracebacks of an error and of those that it is chained to."""
+    for each in () if error is None else frames.related_exceptions(error):
+        for step in frames.traceback_steps(each.__traceback__):
+            after = step.tb_next
+            while after is not None and frames.module_of(after.tb_frame) in _BETWEEN:
+                after = after.tb_next
+                while after is not None and frames.module_of(after.tb_frame) in _CALLED_BY_THESE:
+                    after = after.tb_next
+            if after is not step.tb_next:
+                step.tb_next = after
+
+
+def watch_tracebacks() -> None:
+    """Have IPython, which shows a cell's traceback before the run ends, leave them out until `unwatch_tracebacks`."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if shell is not None and _SHOW not in vars(shell):
+        _shells.append(shell)
+        show = shell.showtraceback
+
+        def showtraceback(*args: Any, **kwargs: Any) -> Any:
+            drop_own_frames(sys.exc_info()[1])
+            return show(*args, **kwargs)
+
+        vars(shell)[_SHOW] = showtraceback
+
+
+def unwatch_tracebacks() -> None:
+    """Undo `watch_tracebacks` with the last run. Idempotent, so that it can be called after an interrupt anywhere."""
+    while _shells and not _waiting:
+        vars(_shells[-1]).pop(_SHOW, None)
+        _shells.pop()
 
 
 def _skip_in_compilers() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from gpumagic.errors import OptionError
-from gpumagic.memory import history
 from gpumagic.report.base import EVENTS, Holder, Origin, Report
 from gpumagic.report.units import size
 
@@ -201,4 +201,5 @@ class TransferReport(Report[TransferRow]):
             return super().save(path)
         if self.snapshot is None or isinstance(self.snapshot, str):
             raise OptionError(self.snapshot or "memory_viz opens what a cell with --trace records; this had none")
-        return history.write(self.snapshot, path)
+        path.write_bytes(pickle.dumps(self.snapshot))  # as torch.cuda.memory._dump_snapshot would
+        return path

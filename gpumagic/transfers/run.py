@@ -19,7 +19,7 @@ from gpumagic.memory.devices import Device
 from gpumagic.report import base
 from gpumagic.source import frames
 from gpumagic.source.frames import WatchedCode
-from gpumagic.transfers import explain, log, move, tracebacks
+from gpumagic.transfers import device_errors, log, move
 from gpumagic.transfers.advice import suggestions
 from gpumagic.transfers.report import TransferReport
 from gpumagic.transfers.sites import CallSites
@@ -117,11 +117,13 @@ class DeviceRun:
 
     def close(self, error: BaseException | None) -> None:
         """Restore the default and the current device, and build the report."""
+        from gpumagic.transfers.recording import drop_own_frames
+
         try:
             self._clock.stop()
         finally:
             self.restore()
-        tracebacks.drop_own_frames(error)
+        drop_own_frames(error)
         self.report = self._report(error)
         if self._store is not None:
             self._store(self.report)
@@ -130,7 +132,7 @@ class DeviceRun:
         storages.forget_expired()
         explanation = None
         if error is not None:
-            explanation = explain.explain(error, self._namespace, self.device)
+            explanation = device_errors.explain(error, self._namespace, self.device)
         variables = self._variables()
         moves, syncs = (*self._moved, *self._log.rows()), self._log.syncs()
         lines = self._code.lines()

@@ -19,7 +19,7 @@ from gpumagic.transfers import recording
 PACKAGE = Path(gpumagic.__file__).parent
 ENDING = {str(PACKAGE / part) for part in (
     "notebook/cells.py", "notebook/guards.py", "transfers/run.py", "transfers/recording.py", "transfers/recorder.py",
-    "transfers/operators.py", "transfers/tracebacks.py", "transfers/device_mode.py",
+    "transfers/operators.py", "transfers/device_mode.py",
 )}  # fmt: skip
 """Where a cell's end is; what comes after it makes the report."""
 BEGINNING = ENDING | {str(PACKAGE / part) for part in ("simgpu/_module.py", "memory/allocator.py")}
