@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from gpumagic.oom.report import Advice, EditTrial, Need
-from gpumagic.oom.rules import batch, collected, expressions, kept, limits, loops, parts, training
+from gpumagic.oom.report import ON_THE_CPU, Advice, EditTrial, Need
+from gpumagic.oom.rules import batch, collected, expressions, in_place, kept, limits, loops, parts, training
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import Choice, cleared
 from gpumagic.oom.trials import DEAR, Chosen, Trials
@@ -25,17 +26,17 @@ TIERS: tuple[tuple[Rule, ...], ...] = (
      kept.only_looks, kept.of_a_frozen_model, kept.retained, kept.unread, kept.gradients, limits.on_the_host,
      limits.fraction),
     # The same result, with less memory or in another place.
-    (expressions.rewritten, expressions.expand, collected.results, collected.listed,
-     kept.last_turn, kept.weights, training.single, expressions.update_in_place, limits.expandable_segments,
+    (expressions.rewritten, expressions.expand, collected.results, collected.listed, collected.stays,
+     kept.last_turn, kept.weights, training.single, in_place.update_in_place, limits.expandable_segments,
      limits.compact, limits.workers, training.one_by_one, limits.other_device, parts.smaller,
-     training.settings, parts.by_rows, parts.mapped),
+     training.settings, parts.by_rows, batch.mapped),
     # Memory against time or precision.
     (batch.accumulate, batch.smaller, loops.batch, batch.unnamed, training.checkpoint,
      training.mixed, *loops.SWITCHES, training.smaller_parameters),
     (),  # a number of the tier before that changes the result
     # Another model, another optimizer, more devices.
     (training.leaner, loops.adafactor, batch.numbers, limits.divided),
-    (limits.larger,),
+    (limits.on_the_cpu, limits.larger),
 )  # fmt: skip
 """The rules in the order of what their suggestions cost."""
 
@@ -44,11 +45,14 @@ OTHER_RESULT, DRASTIC, MONEY = 3, 4, 5
 
 OF_ACTIVATIONS = frozenset({
     training.checkpoint, training.mixed, batch.accumulate, batch.smaller, batch.unnamed,
-    parts.smaller, parts.by_rows, parts.mapped, loops.batch,
+    parts.smaller, parts.by_rows, batch.mapped, loops.batch,
 })  # fmt: skip
 """What cannot help where parameters, gradients and optimizer state alone are more than there is."""
 
-AT_MOST: Mapping[Rule, Callable[[Need], int]] = {training.mixed: lambda need: (need.needed - need.fixed) // 2}
+AT_MOST: Mapping[Rule, Callable[[Need], int]] = {
+    training.mixed: lambda need: (need.needed - need.fixed) // 2,
+    training.one_by_one: lambda need: need.parts.get("temporaries", 0),
+}
 """What rules can save at most, where their suggestions do not say what they free."""
 
 CRUMB = 0.1
@@ -110,10 +114,12 @@ def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
         if not (rule in OF_ACTIVATIONS and facts.need is not None and facts.need.fixed > facts.need.had)
         for each in rule(facts)
     ]
-    found = _try_all(facts, proposals, trials)
+    found = _try_all(facts, [each for each in proposals if each.tier < MONEY], trials)
     if not any(each.fits_here for each in found):
         together = _cheapest_set(facts, found, trials)
         found += [] if together is None else [together]
+    if not any(each.fits_here for each in found):
+        found += _try_all(facts, [each for each in proposals if each.tier == MONEY], trials)
     if any(each.fits_here for each in found):
         found = [each for each in found if each.fits_here or (each.tier < DRASTIC and each.trial.needs is not None)]
     worth = [each for each in found if _is_worth_a_word(each, facts) and not each.is_exhausted]
@@ -124,7 +130,7 @@ def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
 
 def _again(facts: Facts, need: Need) -> Advice:
     """Return the advice for a cell that fits from where the failure left the device."""
-    first = cleared(None, facts.residue, facts.half_made)
+    first = cleared(None, facts)
     return Advice(
         AGAIN, None, True, evidence="from where the failure has left the device, a dry run of the whole cell fits",
         cost="none", trial=EditTrial(True, True, need.needed, need.had), first=first, edit=first,
@@ -203,23 +209,50 @@ def _chosen(
 
 
 def _cheapest_set(facts: Facts, found: Sequence[_Tried], trials: Trials) -> _Tried | None:
-    """Return the suggestions that fit together, as one: the first that do, without those that are not needed."""
+    """Return the suggestions that fit together, as one: the first that do, without those that are not needed.
+
+    What saves nothing alone may do so where others have lowered what needed more; it comes last.
+    """
     if facts.need is None:
         return None
-    useful = [each for each in found if not each.trial.fits and each.saves]
-    plain = [each for each in useful if each.choice is None]
-    for number in range(2, len(plain) + 1):
-        if sum(each.saves for each in plain[:number]) < facts.need.missing:
+    there = [each for each in found if each.trial.fits is False and each.tier < MONEY]
+    # Of optimizers the one first that saves most
+    there.sort(key=lambda each: (not each.saves, each.tier >= DRASTIC, -each.saves if each.tier >= DRASTIC else 0))
+    plain = _apart(facts, [each for each in there if each.choice is None])
+    useful = sum(bool(each.saves) for each in plain)
+    for number in range(2, useful + 1):
+        is_all = number == useful  # together they may save more than the sum
+        if sum(each.saves for each in plain[:number]) * (1 + is_all) < facts.need.missing:
             continue
         trial = trials.of(*(each.advice for each in plain[:number]))
         if trial.fits:
             return _least(facts, plain[:number], trial, trials)
-    for each in useful:
-        if each.choice is not None and plain:
-            chosen = trials.choose(each.choice, *(other.advice for other in plain))
+    choices = [each for each in there if each.choice is not None and each.saves]
+    for alone in [plain[:useful], plain] if useful < len(plain) else [plain]:
+        for each in choices:
+            members = _apart(facts, [each, *alone])[1:]
+            if each.choice is None or not members:
+                continue
+            chosen = trials.choose(each.choice, *(other.advice for other in members))
             if chosen.trial.fits:
-                return _least(facts, [*plain, replace(each, advice=chosen.advice)], chosen.trial, trials)
+                return _least(facts, [*members, replace(each, advice=chosen.advice)], chosen.trial, trials)
     return None
+
+
+def _apart(facts: Facts, found: Sequence[_Tried]) -> list[_Tried]:
+    """Return those of some suggestions that can be followed together, the first of any that cannot."""
+    apart, bound = list[_Tried](), set[str]()
+    for each in found:
+        changes = [change for other in (*apart, each) for change in other.advice.changes]
+        name, is_bound, _ = (each.advice.first or "").partition(" = ")
+        if is_bound and name in bound:  # another optimizer instead of the same
+            continue
+        with contextlib.suppress(ValueError):
+            for text in facts.texts:
+                text.after(changes)
+            apart.append(each)
+            bound |= {name}
+    return apart
 
 
 def _least(facts: Facts, members: list[_Tried], trial: EditTrial, trials: Trials) -> _Tried:
@@ -246,6 +279,8 @@ def _least(facts: Facts, members: list[_Tried], trial: EditTrial, trials: Trials
 
 def _is_worth_a_word(found: _Tried, facts: Facts) -> bool:
     """Return whether a suggestion works, may work, or saves a fair share of what is missing."""
+    if found.advice.title == ON_THE_CPU and not found.trial.fits:
+        return False  # a larger device is no worse
     if facts.need is None:
         return True
     if found.trial.fits is None and found.trial.needs is not None and not found.saves:
@@ -258,7 +293,7 @@ def _is_worth_a_word(found: _Tried, facts: Facts) -> bool:
 def _finished(facts: Facts, found: _Tried) -> Advice:
     advice, trial = found.advice, found.trial
     is_code = bool(advice.changes or advice.first)
-    first = cleared(advice.first, facts.residue, facts.half_made) if is_code else advice.first
+    first = cleared(advice.first, facts) if is_code else advice.first
     return replace(
         advice, trial=trial if is_code or advice.gpu else None, covers=trial.fits, first=first,
         frees=advice.frees if trial.saves is None or advice.gpu else trial.saves,

@@ -123,10 +123,15 @@ def _with_notebook(facts: Facts, state: GuardState) -> Facts:
     unnamed = facts.after.allocated - kept - sum(part.nbytes for part in owned) if facts.after is not None else 0
     # What the cell leaves behind and makes anew when it runs again; of a graph a name holds no more than its end.
     left = {name for part in owned if max(part.nbytes, unnamed) >= LARGE for name in part.names}
-    # Adams that failed in their first step; the cell does not make them anew.
+    # Adams that failed in their first step, and what hooks have filled; the cell does not make them anew.
     half_made = [
-        each.name for each in facts.optimizers_there
+        f"{each.name}.state" for each in facts.optimizers_there
         if facts.stage == "step" and 0 < each.state < 2 * each.nbytes and each.kind in training.ADAMS and not each.local
+    ]  # fmt: skip
+    grew = facts.after.allocated - (facts.before.allocated if facts.before else 0) if facts.after is not None else 0
+    filled = [
+        name for part in owned if LARGE <= part.nbytes <= grew for name in part.names
+        if len(part.names) == 1 and name in unchanged - used and isinstance(namespace[name], dict | list)
     ]  # fmt: skip
     cells = shell.user_ns.get("In") if shell is not None else None
     history = [each for each in cells if isinstance(each, str)] if isinstance(cells, list) else []
@@ -141,7 +146,10 @@ def _with_notebook(facts: Facts, state: GuardState) -> Facts:
         brought=_holders(owned, (used & unchanged) - bound_first, namespace, device),
         kept=_holders(owned, set(namespace), namespace, device),
         residue=tuple(sorted((bound_first - read_first) & left & namespace.keys())),
-        half_made=tuple(name for name in half_made if name in namespace and name not in bound_first),
+        emptied=tuple(
+            each for each in (*half_made, *filled)
+            if (name := each.partition(".")[0]) in namespace and name not in bound_first
+        ),
         device_names=tuple(sorted(
             name for name in used
             if type(namespace[name]) in (str, torch.device) and str(namespace[name]) in (device, first)
@@ -219,10 +227,7 @@ def find_loaders(names: Iterable[str], namespace: Mapping[str, object]) -> tuple
     for name in sorted(names):
         value: Any = namespace[name]
         if issubclass(type(value), data.DataLoader) and isinstance(value.batch_size, int) and value.batch_size > 1:
-            shuffles = type(value.sampler) is data.RandomSampler
-            samples = not shuffles and type(value.sampler) is not data.SequentialSampler
-            told = value.batch_size, value.num_workers, shuffles, bool(value.pin_memory), bool(value.drop_last)
-            found.append(Loader(name, *told, samples))
+            found.append(Loader(name, value.batch_size, value.num_workers))
     return tuple(found)
 
 

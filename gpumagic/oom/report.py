@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 from gpumagic.report.base import Holder, Origin, Report
 from gpumagic.source.text import Change, apply_changes
 
+ON_THE_CPU = "Run the cell on the CPU"
+"""The title of what fits without the device."""
 CUBLAS, WORKSPACE = "cuBLAS", "workspace"
 """The name and the kind of the holder of what torch keeps for matrix products."""
 

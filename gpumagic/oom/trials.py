@@ -26,8 +26,8 @@ from gpumagic.source.text import apply_changes
 FIRST = 30.0
 """Seconds that the first dry run may take, which may have to start the worker."""
 
-SHARE = 0.75
-"""The share of the time left that one search may take."""
+SHARE, SHARE_OF_FITTING = 0.5, 0.75
+"""The share of the time left that one search may take, and may take once it has found a number that fits."""
 
 _FIXED = ("parameters", "gradients", "optimizer state")
 """Parts of a dry run's peak that no smaller batch makes smaller."""
@@ -83,7 +83,7 @@ class Trials:
         self.exhausted: list[str] = []
         self.took = 0.0
         self._device, self._namespace, self._seconds = facts.device or "", namespace, seconds
-        self._source, self._residue, self._half_made = facts.source or "", facts.residue, facts.half_made
+        self._source, self._facts = facts.source or "", facts
         self._texts = {text.cell: text.source for text in facts.texts if text.cell}
         held = facts.before.allocated if facts.before is not None else 0
         self._unused = max(0, held - sum(each.nbytes for each in facts.brought))
@@ -155,8 +155,8 @@ class Trials:
 
         `known` is called where what the choice's `finish` makes of a first guess fits.
         """
-        runs = {} if others or self._as_is is None else {choice.now: self._as_is}
-        early = self._finished(choice, self._likely(choice), others) if runs else None
+        runs = {} if self._as_is is None else {choice.now: self._as_is}  # with others it does not fit either
+        early = self._finished(choice, self._likely(choice), others) if runs and not others else None
         if early is not None and early.trial.certain:
             known(early)
         cut = self._search(choice, others, runs, is_known=early is not None)
@@ -183,13 +183,15 @@ class Trials:
         self, choice: Choice, others: Sequence[Advice], runs: dict[int, DryRunReport], *, is_known: bool
     ) -> str:  # fmt: skip
         """Fill in dry runs until the largest number that fits is among them; return what cut it short, if anything."""
-        until = time.monotonic() + SHARE * self._left_seconds()
+        began, left = time.monotonic(), self._left_seconds()
 
         def dry_run(value: int) -> DryRunReport:
             """Dry-run with a value that a reader would take, which serves for all of those that come to the same."""
             number = near_size(value) if choice.is_rounded and value < choice.now else value
             number = number if choice.is_setting else max(number, choice.least)
             if number not in runs:
+                fits = is_known or others or any(report.fits for report in runs.values())
+                until = began + (SHARE_OF_FITTING if fits else SHARE) * left
                 if runs and time.monotonic() >= until:
                     raise _CutShort
                 runs[number] = self._run((choice.make(number), *others), until if runs else None)
@@ -199,7 +201,7 @@ class Trials:
 
         try:
             if runs and not is_known:  # any number that fits is better than none
-                dry_run(1 << (self._likely(choice).bit_length() - 1))
+                dry_run(max(1, (1 << (self._likely(choice).bit_length() - 1)) // (2 if others else 1)))
             if not self.reason:
                 fitting.search(dry_run, choice.name, choice.now)
         except (Exception, KeyboardInterrupt) as error:  # what was found by then counts
@@ -237,7 +239,7 @@ class Trials:
         number, names = next((each.ranks for each in edits if each.ranks), None), dict(self._namespace)
         ranks = None if number is None else Ranks(number, number)
         if ranks is not None:  # other processes, which have nothing of what the failed cell left
-            names = {name: value for name, value in names.items() if name not in self._residue}
+            names = {name: value for name, value in names.items() if name not in self._facts.residue}
         script, target = script_of(self._code(edits)), targets.choose(self._device, None, gpu, ranks)
         left = min(self._left_seconds(), self._left_seconds() if until is None else until - time.monotonic())
         try:
@@ -258,7 +260,7 @@ class Trials:
         ]
         said = "\n".join(dict.fromkeys(each.first for each in edits if each.first))
         is_here = not any(each.ranks for each in edits)
-        first = _XDEL.sub(_UNBIND, cleared(said, self._residue, self._half_made) or "") if is_here else said
+        first = _XDEL.sub(_UNBIND, cleared(said, self._facts) or "") if is_here else said
         cell = _ONDEVICE.sub(_on_device, _OOMGUARD.sub("", apply_changes(changes, self._source), count=1))
         return "\n".join(filter(None, (*others, first, cell)))
 

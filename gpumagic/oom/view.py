@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from gpumagic.oom.report import WORKSPACE, Advice, OomReport
+from gpumagic.oom.report import ON_THE_CPU, WORKSPACE, Advice, OomReport
 from gpumagic.report.base import Holder
 from gpumagic.report.document import (
     Block,
@@ -164,7 +164,7 @@ def _advice(report: OomReport) -> Iterator[Block]:
         return
     first, *others = advice
     yield from _how(first)
-    tried = [each for each in advice if each.trial is not None and not each.gpu]
+    tried = [each for each in advice if each.trial is not None and not each.gpu and each.title != ON_THE_CPU]
     if report.untried:
         yield Paragraph(f"None of it was tried: {report.untried}.", muted=True)
     elif report.need is not None and report.need.fits is False and all(each.covers is False for each in tried):

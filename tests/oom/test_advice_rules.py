@@ -9,7 +9,7 @@ import pytest
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.oom import advice as advising
 from gpumagic.oom.report import Need
-from gpumagic.oom.rules import batch, collected, kept, limits, parts, training, verdict
+from gpumagic.oom.rules import batch, collected, kept, limits, training, verdict
 from gpumagic.oom.rules.facts import BatchSize, Collection, Facts, Model, Ownership, TensorFact
 from gpumagic.oom.rules.verdict import explain
 from gpumagic.oom.trials import Trials
@@ -213,8 +213,7 @@ def test_inference_mode_is_not_advised_where_a_graph_is_needed_or_already_off(fa
         ("f(x, bs=64)", BatchSize("bs", 64, line=1), "f(x, bs=32)"),
         ("def f(x, bs=64): pass", BatchSize("bs", 64, line=1), "def f(x, bs=32): pass"),
         ("f(bs)", BatchSize("bs", 3), "bs = 1"),
-        ("f(loader)", BatchSize("loader", 16, loader=True),
-         "loader = torch.utils.data.DataLoader(loader.dataset, batch_size=8, collate_fn=loader.collate_fn)"),
+        ("f(loader)", BatchSize("loader", 16, loader=True), "loader.batch_sampler.batch_size = 8"),
     ],
 )  # fmt: skip
 def test_a_batch_is_lowered_where_it_is_written(cell, found, edit) -> None:
@@ -328,10 +327,10 @@ def test_vmap_maps_over_some_rows_at_a_time(cell, edited) -> None:
         SHORTAGE, cell=cell_code.read_cell(cell), line=1, functions=frozenset({"vmap_impl"}),
         tensors=there,
     )  # fmt: skip
-    found = list(parts.mapped(facts))
+    found = list(batch.mapped(facts))
     assert [each.now for each in found] == ([] if edited is None else [64])
     assert [each.make(16).apply(cell) for each in found] == ([] if edited is None else [edited])
-    assert not list(parts.mapped(replace(facts, functions=frozenset())))
+    assert not list(batch.mapped(replace(facts, functions=frozenset())))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from gpumagic.heap.holders import Identities
 from gpumagic.oom import failure
 from gpumagic.oom.failure import GuardState
 from gpumagic.oom.report import Advice
-from gpumagic.oom.rules import batch, collected, expressions, kept, parts, training
+from gpumagic.oom.rules import batch, collected, in_place, kept, parts, training
 from gpumagic.oom.rules.facts import BatchSize, Facts, Loader, Model, Optimizer, TensorFact
 from gpumagic.oom.rules.proposal import Choice
 from gpumagic.source import cell_code
@@ -129,13 +129,11 @@ def test_where_it_is_unclear_how_passes_add_up_the_batch_is_only_lowered(code) -
     assert "unless several passes make a step" in choice.make(3).cost
 
 
-def test_a_loader_that_an_earlier_cell_made_is_made_anew_and_accumulates() -> None:
+def test_a_loader_that_an_earlier_cell_made_is_told_and_accumulates() -> None:
     code = "for (x,) in loader:\n" + STEPS
-    found = replace(
-        facts(code, 3), batches=(BatchSize("loader", 8, loader=True),), loaders=(Loader("loader", 8, shuffles=True),)
-    )
+    found = replace(facts(code, 3), batches=(BatchSize("loader", 8, loader=True),), loaders=(Loader("loader", 8),))
     advice = only(batch.smaller(found)).finish(4)
-    assert advice.first.startswith("loader = torch.utils.data.DataLoader(loader.dataset, batch_size=4, shuffle=True")
+    assert advice.first == "loader.batch_sampler.batch_size = 4"
     assert "for i, (x,) in enumerate(loader):" in advice.edit
 
 
@@ -235,7 +233,7 @@ LARGE_ONES = "a = torch.ones(1024, 1024)\n"
 def test_a_tensor_that_is_read_no_more_is_written_over(code, new) -> None:
     code = LARGE_ONES + code
     found = facts(code, 2, tensors={"a": TensorFact((1024, 1024), "float32", 4 * MIB, "cpu")})
-    advised = list(expressions.update_in_place(found))
+    advised = list(in_place.update_in_place(found))
     assert [each.edit for each in advised] == ([] if new is None else [new])
     outs = []
     for text in (code, *(edited(code, each) for each in advised)):

@@ -13,5 +13,6 @@ saves is for the dry runs to tell: no rule estimates.
     collected.py    what a loop collects without need: graphs, results, a tensor that grows
     training.py     optimizer state, precision, checkpointing, the logits of the loss
     expressions.py  expressions, recognised by example, that make a large tensor without need
+    in_place.py     what is computed of a tensor that nothing else reads, in its place
     limits.py       requests too large, caps and fragmentation of the allocator, host memory, other devices
 """

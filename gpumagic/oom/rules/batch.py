@@ -11,11 +11,12 @@ from typing import Any
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import loops
-from gpumagic.oom.rules.facts import BatchSize, Facts, Loader
+from gpumagic.oom.rules.facts import BatchSize, Facts
 from gpumagic.oom.rules.proposal import (
     Choice,
     Region,
     called_models,
+    calls,
     failed,
     find,
     loop_around,
@@ -25,7 +26,7 @@ from gpumagic.oom.rules.proposal import (
 )
 from gpumagic.report.units import count, size
 from gpumagic.source.cell_code import ints_named, is_batch_name
-from gpumagic.source.text import CellText, Change, called_name, names_in
+from gpumagic.source.text import CellText, Change, called_name, keyword, names_in
 
 MOST_PARTS = 64
 """Nobody wants a batch that is a smaller part of the one that there was."""
@@ -119,8 +120,7 @@ def _rows(node: ast.AST) -> Iterator[tuple[int, ast.expr]]:
 
 def _edit(facts: Facts, found: BatchSize, value: int) -> dict[str, Any]:
     if found.loader:
-        loader = next((each for each in facts.loaders if each.name == found.name), Loader(found.name, found.value))
-        return {"first": remake(loader, batch_size=value)}
+        return {"first": f"{found.name}.batch_sampler.batch_size = {value}"}
     for text in facts.texts:
         written = [
             number for name, number in ints_named(text.tree) if name == found.name and number.value == found.value
@@ -133,19 +133,6 @@ def _edit(facts: Facts, found: BatchSize, value: int) -> dict[str, Any]:
     return prepare(facts, owner, code) if dot else {"first": code}
 
 
-def remake(loader: Loader, **changed: object) -> str:
-    """Return the code that makes a DataLoader anew with other arguments."""
-    name = loader.name
-    flags = {
-        "shuffle": loader.shuffles, "num_workers": loader.workers, "pin_memory": loader.pins,
-        "drop_last": loader.drops_last,
-    }  # fmt: skip
-    told = {"batch_size": loader.batch_size, **{key: value for key, value in flags.items() if value}, **changed}
-    listed = ", ".join(f"{key}={value!r}" for key, value in told.items())
-    listed += f", sampler={name}.sampler" if loader.samples else ""
-    return f"{name} = torch.utils.data.DataLoader({name}.dataset, {listed}, collate_fn={name}.collate_fn)"
-
-
 def _evidence(found: BatchSize) -> str:
     if found.loader:
         return f"{found.name} is a DataLoader of batches of {found.value}"
@@ -155,7 +142,7 @@ def _evidence(found: BatchSize) -> str:
     return f"the cell uses {found.name}, which is {found.value}"
 
 
-MOST_DOUBLINGS = 10
+MOST_DOUBLINGS = 6
 """The data is divided into at most two to the power of so many parts."""
 
 
@@ -167,11 +154,13 @@ def accumulate(facts: Facts) -> Iterator[Choice]:
     if region is None or region.backward is None:
         return
     statements = [
-        part for each in region.through_backward for part in (each.body if isinstance(each, ast.With) else [each])
+        part
+        for each in region.through_backward
+        for part in (each.body if isinstance(each, ast.With | ast.For) else [each])
     ]
     cleared = [each for each in statements if isinstance(each, ast.Expr) and called_name(each.value) == "zero_grad"]
     rest = [each for each in statements if each not in cleared]
-    if not all(isinstance(each, ast.Assign) or each is region.backward for each in rest):
+    if not all(isinstance(each, ast.Assign | ast.AugAssign) or each is region.backward for each in rest):
         return  # a sum or a step in between would be made once for each part
     if any(_mixes_rows(node) for each in rest for node in ast.walk(each)):
         return
@@ -257,3 +246,34 @@ def numbers(facts: Facts) -> Iterator[Choice]:
             told = {"evidence": f"tensors at work are {now} long", "cost": "another result"}
             make = functools.partial(_written, facts.text, [literal], f"Lower {name} from {now}", told)
             yield Choice(name, now, make, now // 2, changes_result=True, is_setting=True, least=now // 8)
+
+
+_VMAP = frozenset({"vmap_impl", "_flat_vmap"})
+"""Functions of torch that map."""
+
+
+def mapped(facts: Facts) -> Iterator[Choice]:
+    """Have `vmap` map over some of the rows at a time."""
+    for text, call in calls(facts.texts) if facts.functions & _VMAP else ():
+        made = call.func
+        if not isinstance(made, ast.Call) or called_name(made) != "vmap" or keyword(made, "chunk_size") is not None:
+            continue
+        in_dims = keyword(made, "in_dims")
+        dims = in_dims.value.elts if in_dims is not None and isinstance(in_dims.value, ast.Tuple) else []
+        told = [each for each, dim in zip(call.args, dims, strict=False) if text.code(dim) == "0"]
+        names = [text.code(each) for each in (told if dims else call.args)]
+        rows = next((facts.tensors[name].shape[0] for name in names if name in facts.tensors), 0)
+        if rows > 1:
+            yield Choice("chunk_size", rows, functools.partial(_in_chunks, facts, text, made, rows), rows // 2)
+            return
+
+
+def _in_chunks(facts: Facts, text: CellText, call: ast.Call, rows: int, number: int) -> Advice:
+    changes = [text.add_argument(call, f"chunk_size={number}")]
+    statement = text.statement_at(call.lineno)
+    if statement is not None and not facts.trains:
+        changes += text.wrap([statement], "with torch.no_grad():")  # what vmap differentiates has graphs of its own
+    return propose(
+        f"Map over {count(number, 'row')} at a time", text=text, cost="a little time", changes=changes,
+        evidence=f"vmap has all {count(rows, 'row')} in memory at once",
+    )  # fmt: skip

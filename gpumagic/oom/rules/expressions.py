@@ -11,14 +11,18 @@ from dataclasses import dataclass, field
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts
-from gpumagic.oom.rules.proposal import calls, failed, propose, read_no_more, substituted
+from gpumagic.oom.rules.proposal import bracketed, calls, failed, propose, substituted
 from gpumagic.report.units import size
 from gpumagic.source import text as texts
 from gpumagic.source.text import CellText, Change, apply_changes, called_name, keyword, names_in
 
 FUNCTIONS = ("F", "torch", "functional")
 """What the names of torch's modules of functions end with."""
-_CASTS = frozenset({"to", "float", "double", "half", "bfloat16"})
+UNARY = frozenset({
+    "relu", "sigmoid", "tanh", "exp", "log", "sqrt", "abs", "neg", "clamp", "square", "sin", "cos", "pow",
+})  # fmt: skip
+"""Functions and methods that compute each element by itself, of one tensor."""
+CASTS = frozenset({"to", "float", "double", "half", "bfloat16"})
 _COLUMN, _ROW = ([":", "None"], [":", "None", ":"]), (["None"], ["None", ":"], ["None", ":", ":"])
 _OTHERWISE = {
     ("pow", "2"): "square", ("square",): "square", ("transpose", "-2", "-1"): "mT", ("transpose", "-1", "-2"): "mT",
@@ -72,7 +76,7 @@ def _form_of_call(node: ast.Call) -> tuple[str, list[ast.expr]]:
     name, owner = called_name(node), node.func.value if isinstance(node.func, ast.Attribute) else None
     is_method = owner is not None and not ast.unparse(owner).endswith(FUNCTIONS)
     parts = [*([owner] if owner is not None and is_method else []), *node.args, *(each.value for each in node.keywords)]
-    if name in _CASTS:
+    if name in CASTS:
         return "cast", parts[:1]
     if name == "einsum" and len(parts) == 3 and isinstance(parts[0], ast.Constant):
         one, other, result = [*re.split(",|->", str(parts[0].value).replace(" ", "")), "", ""][:3]
@@ -164,6 +168,7 @@ class Rewrite:
     """Whether it takes attention kernels that never make the matrix of all scores."""
 
 
+_PRODUCT = "the first product is as large as all of the first matrix"
 _SCORES = {"Q @ mT(K) * S": "{S}", "Q @ mT(K) / S": "1 / ({S})", "Q @ mT(K)": "1.0"}
 _SOFTMAX = "softmax makes a second matrix as large as the scores"
 REWRITES = (
@@ -178,6 +183,7 @@ REWRITES = (
         "Look the rows up by index", "cast(one_hot(IDS, N)) @ TABLE", "{TABLE}[{IDS}]",
         "it makes a matrix of zeros and ones", "none: the values are the same", {"TABLE": 2},
     ),
+    Rewrite("Multiply the small matrices first", "A @ B @ C", "{A} @ ({B} @ {C})", _PRODUCT, dimensions={"A": 2}),
     *(
         Rewrite(
             "Use scaled_dot_product_attention", f"softmax({scores}, -1) @ V",
@@ -206,7 +212,9 @@ def rewritten(facts: Facts) -> Iterator[Advice]:
                 if found is None or not _holds(facts, joined.text, rewrite, found):
                     continue
                 part = substituted(joined.text, node, found["Q"], "q_part") if "Q" in found else ""
-                new = rewrite.new.format(PART=part, **{name: joined.text.code(each) for name, each in found.items()})
+                new = rewrite.new.format(
+                    PART=part, **{name: bracketed(joined.text, each) for name, each in found.items()}
+                )
                 yield propose(
                     rewrite.title, text=text, changes=joined.changes(text, joined.text.replace(node, new)),
                     evidence=f"the line asks for {size(facts.requested)}: {rewrite.why}", cost=rewrite.cost,
@@ -238,87 +246,3 @@ def expand(facts: Facts) -> Iterator[Advice]:
                 cost="the view must not be written to",
             )  # fmt: skip
             return
-
-
-_SIGNS = {ast.Add: "+=", ast.Sub: "-=", ast.Mult: "*=", ast.Div: "/="}
-UNARY = frozenset({
-    "relu", "sigmoid", "tanh", "exp", "log", "sqrt", "abs", "neg", "clamp", "square", "sin", "cos", "pow",
-})  # fmt: skip
-
-
-def update_in_place(facts: Facts) -> Iterator[Advice]:
-    """Write over a tensor that statements replace anyway, from the one that failed on."""
-    text, failing = next(failed(facts), (None, None))
-    if text is None or not isinstance(failing, ast.Assign) or len(failing.targets) != 1 or text.cell:
-        return
-    target = text.code(failing.targets[0])
-    # A function's argument may be somebody else's tensor.
-    functions = [each for each in text.nodes() if isinstance(each, ast.FunctionDef | ast.Lambda | ast.AsyncFunctionDef)]
-    if any(each is failing for one in functions for each in ast.walk(one)):
-        return
-    for name in [target, *sorted((read_no_more(facts) & names_in(failing.value)) - {target})]:
-        fact = facts.tensors.get(name)
-        is_shared = any(name in (names := holder.name.split(", ")) and len(names) > 1 for holder in facts.holders)
-        if is_shared or (fact is not None and (fact.requires_grad or fact.graph)):
-            continue
-        changes = list(_in_place(facts, text, failing, name))
-        if changes:
-            yield propose(
-                f"Compute {target} in place", text=text, changes=changes, evidence=f"nothing else needs the old {name}",
-                cost=f"the old values of {name} are gone" + (" if the cell fails" if name == target else ""),
-            )  # fmt: skip
-            return
-
-
-def _in_place(facts: Facts, text: CellText, failing: ast.Assign, name: str) -> Iterator[Change]:
-    """Yield the changes of the statement that failed, and of those that go on with its result."""
-    fact = facts.tensors.get(name)
-    is_there = fact is not None and "float" in fact.dtype
-    block, target = text.block_of(failing), text.code(failing.targets[0])
-    for each in block[block.index(failing) :]:
-        terms: list[str] = []
-        is_of_it = isinstance(each, ast.Assign) and text.code(each.targets[0]) == target and text.stands_alone(each)
-        lines = _steps(facts, text, name, each.value, terms) if isinstance(each, ast.Assign) and is_of_it else []
-        if lines and (is_there or lines[0]):
-            lines += [f"{target} = {name}"] if name != target else []
-            new = f"\n{' ' * each.col_offset}".join([*terms, *filter(None, lines)])
-            if new != text.code(each):
-                yield text.replace(each, new)
-            is_there, name = True, target
-
-
-def _steps(facts: Facts, text: CellText, name: str, value: ast.expr, terms: list[str]) -> list[str]:
-    """Return the statements in place for ``(name * 2 + other).relu()``, or none where it is not such a chain.
-
-    It may begin with a copy, ``other.to("cuda").float()``. What has to be computed from the old values goes to `terms`,
-    which come first.
-    """
-    if isinstance(value, ast.Name):
-        return [""] if value.id == name else []
-    if isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.USub):
-        before = _steps(facts, text, name, value.operand, terms)
-        return [*before, f"{name}.neg_()"] if before else []
-    if isinstance(value, ast.Call) and called_name(value) in _CASTS:
-        made_of = [facts.tensors.get(each) for each in names_in(value)]
-        is_copy = any(
-            each is not None and (each.device != facts.device or "float" not in each.dtype) for each in made_of
-        )
-        return [f"{name} = {text.code(value)}"] if is_copy else []
-    if isinstance(value, ast.BinOp) and type(value.op) in _SIGNS:
-        left, right = value.left, value.right
-        if isinstance(value.op, ast.Add | ast.Mult) and name not in names_in(left):
-            left, right = right, left
-        before = _steps(facts, text, name, left, terms)
-        code = text.code(right)
-        if before and name in names_in(right):
-            terms.append(f"{name}_term{len(terms) + 1} = {code}")
-            code = f"{name}_term{len(terms)}"
-        return [*before, f"{name} {_SIGNS[type(value.op)]} {code}"] if before else []
-    if not isinstance(value, ast.Call) or called_name(value) not in UNARY or not isinstance(value.func, ast.Attribute):
-        return []
-    owner, arguments = value.func.value, [text.code(each) for each in value.args]
-    arguments += [f"{each.arg}={text.code(each.value)}" for each in value.keywords]
-    if isinstance(owner, ast.Name) and owner.id == "torch" and value.args:
-        owner, arguments = value.args[0], arguments[1:]
-    before = _steps(facts, text, name, owner, terms)
-    return [*before, f"{name}.{called_name(value)}_({', '.join(arguments)})"] if before else []

@@ -145,11 +145,6 @@ class Loader:
     name: str
     batch_size: int
     workers: int = 0
-    shuffles: bool = False
-    pins: bool = False
-    drops_last: bool = False
-    samples: bool = False
-    """Whether it has a sampler of the user's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +233,9 @@ class Facts:
     """Every variable of the notebook with memory on the device."""
     residue: tuple[str, ...] = ()
     """Variables that the failed cell left and that it makes anew when it runs again."""
-    half_made: tuple[str, ...] = ()
-    """Optimizers of the notebook whose first step failed: some of their state lacks parts."""
+    emptied: tuple[str, ...] = ()
+    """What has to be cleared besides: state of optimizers that lacks parts, since the first step failed, and lists that
+    hooks have filled."""
     loaders: tuple[Loader, ...] = ()
     trainer: Trainer | None = None
     fused_attention: bool = False

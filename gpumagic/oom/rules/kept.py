@@ -131,51 +131,14 @@ def _deletion(names: list[str]) -> str:
 
 
 def gradients(facts: Facts) -> Iterator[Advice]:
-    """Have no gradients of the last step, or of a training that is over, through the forward pass."""
-    holding = [model for model in facts.models if model.gradients >= LARGE]
-    if facts.stage != "forward" or not holding:
-        return
-    held = size(sum(model.gradients for model in holding))
-    first = "\n".join(f"{model.name}.zero_grad()" for model in holding if not model.local) or None
-    dropped = list(
-        Remedy(
-            "Let zero_grad drop the gradients", lambda _: True,
-            f"set_to_none=False keeps {held} of zeros through the forward pass",
-            "none: code that reads .grad sees None for a moment", first=first or "",
-            argument="set_to_none=True", calls=("zero_grad",), by_default=True,
-            of=lambda *known: known[-1] == "False",
-        )(facts)
-    )  # fmt: skip
-    if dropped:
-        yield from dropped
-        return
-    for text in facts.texts:
-        step = _late(facts, text)
-        changes = text.insert_after(step, text.code(step).partition(".step")[0] + ".zero_grad()") if step else ()
-        if changes:
-            yield propose(
-                "Clear the gradients right after the step", text=text, changes=changes, first=first,
-                evidence=f"{held} of old gradients were kept through the forward pass", cost="none",
-            )  # fmt: skip
-            return
-    for model in holding:
-        if not facts.trains and not model.training and not model.local:
+    """Have no gradients of a training that is over."""
+    for model in facts.models if facts.stage == "forward" and not facts.trains else ():
+        if model.gradients >= LARGE and not model.training and not model.local:
             yield propose(
                 f"Drop the gradients that {model.name} keeps from training", frees=model.gradients,
                 evidence=f"{model.name} is in eval mode and holds {size(model.gradients)} of gradients", cost="none",
                 **prepare(facts, model.name, f"{model.name}.zero_grad(set_to_none=True)"),
             )  # fmt: skip
-
-
-def _late(facts: Facts, text: CellText) -> ast.Expr | None:
-    """Return the statement of the step where the only `zero_grad` is between the line that failed and `backward`."""
-    found = {name: [call.lineno for _, call in calls([text], name)] for name in ("zero_grad", "backward", "step")}
-    line = text.line or facts.line
-    if line is None or any(len(each) != 1 for each in found.values()):
-        return None
-    in_order = line < found["zero_grad"][0] < found["backward"][0] < found["step"][0]
-    steps = (node for node in text.nodes() if isinstance(node, ast.Expr) and called_name(node.value) == "step")
-    return next(steps, None) if in_order else None
 
 
 INFERENCE = "with torch.inference_mode():"
@@ -238,7 +201,8 @@ def of_a_frozen_model(facts: Facts) -> Iterator[Advice]:
     if region is None or not updated or not facts.trains:
         return
     text = region.text
-    for statement, call in ((each, call) for each in region.forward for call in called_models(facts, each)):
+    plain = [each for each in region.forward if not isinstance(each, ast.For)]
+    for statement, call in ((each, call) for each in plain for call in called_models(facts, each)):
         model = text.code(call.func)
         inputs = [facts.tensors.get(name) for name in set[str]().union(*map(names_in, call.args))]
         blocks = [node for node in text.nodes() if isinstance(node, ast.With)]

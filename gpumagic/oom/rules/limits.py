@@ -9,13 +9,13 @@ from typing import Any
 
 from gpumagic.memory.devices import Device
 from gpumagic.memory.presets import GPUS, USUAL
-from gpumagic.oom.report import Advice
+from gpumagic.oom.report import ON_THE_CPU, Advice
 from gpumagic.oom.rules import collected
-from gpumagic.oom.rules.batch import remake
 from gpumagic.oom.rules.facts import Facts, TensorFact
 from gpumagic.oom.rules.proposal import Remedy, backend, bracketed, calls, failed, propose
+from gpumagic.oom.rules.training import ADAMS
 from gpumagic.report.base import Holder
-from gpumagic.report.units import count, shape, size
+from gpumagic.report.units import LARGE, count, shape, size
 from gpumagic.source.text import CellText, Change, called_name, keyword
 
 LOSSES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"})
@@ -151,7 +151,7 @@ def workers(facts: Facts) -> Iterator[Advice]:
             break
     for loader in facts.loaders if not edit else ():
         if loader.workers:
-            edit, number = {"first": remake(loader, num_workers=0)}, loader.workers
+            edit, number = {"first": f"{loader.name}.num_workers = 0"}, loader.workers
             break
     if number:
         yield propose(
@@ -168,6 +168,8 @@ on_the_host = Remedy(
     "its tensors are on the CPU until they are copied or moved", argument='map_location="cpu"',
     of=lambda _, text, call, given: text.code(call.func) in ("torch.load", "load") and "cpu" not in given,
 )  # fmt: skip
+LEAST_ROOM = 0.95
+"""Where more than this share of a device is taken by what no change lowers, nothing fits."""
 CONTEXT = 1 << 30
 """What CUDA and its libraries take of a GPU, generously."""
 SMALL = 4 << 30
@@ -193,6 +195,22 @@ def other_device(facts: Facts) -> Iterator[Advice]:
     )  # fmt: skip
 
 
+def on_the_cpu(facts: Facts) -> Iterator[Advice]:
+    """Run a cell that trains nothing on the CPU, where that takes little enough to be tried."""
+    if facts.need is None or facts.need.needed > SMALL:
+        return
+    moved = [each for each in facts.brought if each.kind in _MOVED]
+    if facts.trains or not facts.may_take_less or facts.text is None or len(moved) < len(facts.brought):
+        return
+    edit = _redirected(facts, "cpu", moved)
+    if edit["first"] or edit["changes"]:
+        yield propose(
+            ON_THE_CPU, **edit, evidence="its memory is the host's",
+            cost="slower, and its results are on the CPU"
+            + (f", with {', '.join(each.name for each in moved)}" if moved else ""),
+        )  # fmt: skip
+
+
 def larger(facts: Facts) -> Iterator[Advice]:
     """Say how large a device the cell needs, with the GPUs that are, the smallest first."""
     if facts.need is None or not facts.need.missing or facts.capacity is None:
@@ -202,9 +220,28 @@ def larger(facts: Facts) -> Iterator[Advice]:
     for name in sorted(room, key=lambda name: room[name]) if facts.capacity >= SMALL and room else [""]:
         example = f", such as {'an' if name[0] in 'AHLR' else 'a'} {name} ({size(room[name])})" if name else ""
         yield propose(
-            f"Use a larger GPU{example}", evidence=f"as it is, the cell needs {size(needed)}", cost="another machine",
-            gpu=name,
+            f"Use a larger GPU{example}", evidence=f"as it is, the cell needs {size(needed)}{_bound(facts)}",
+            cost="another machine", gpu=name,
         )  # fmt: skip
+
+
+SEGMENT = 20 << 20
+"""What CUDA's allocator takes of the device for a block of more than 1 MiB."""
+
+
+def _bound(facts: Facts) -> str:
+    """Return why nothing here can make the cell fit, where a number tells that; else nothing."""
+    assert facts.need is not None
+    had = facts.need.had
+    trained = sum(
+        2 * each.nbytes + max(each.state, 2 * each.nbytes * (each.kind in ADAMS)) for each in facts.optimizers
+    )
+    if max(facts.need.fixed, trained) > LEAST_ROOM * had:
+        alone = size(max(facts.need.fixed, trained))
+        return f"; parameters, gradients and optimizer state alone are {alone} of {size(had)}"
+    if backend(facts) == "cuda" and had < SEGMENT and (facts.requested or 0) > LARGE:
+        return f"; CUDA's allocator takes {size(SEGMENT)} for each block of more than {size(LARGE)}, of {size(had)}"
+    return ""
 
 
 _AS_A_RANK = """import torch
@@ -258,7 +295,7 @@ def _redirected(facts: Facts, device: str, moved: list[Holder]) -> dict[str, Any
     first += [_MOVED[each.kind].format(name=each.name, to=f'to("{device}")') for each in moved]
     text = facts.text
     changes = list(_renamed(facts, text, device)) if text is not None else []
-    if not changes and not facts.device_names:
+    if not changes and not facts.device_names and device != "cpu":
         magic = f"%%ondevice {device}"
         return {"first": "\n".join(first) or None, "changes": [Change(1, 0, "", f"{magic}\n")], "edit": magic}
     return {"first": "\n".join(first) or None, "text": text, "changes": changes}
@@ -270,4 +307,9 @@ def _renamed(facts: Facts, text: CellText, device: str) -> Iterator[Change]:
         if isinstance(node, ast.Constant) and node.value in own and isinstance(node.value, str):
             yield text.replace(node, f'"{device}"')
         elif isinstance(node, ast.Call) and called_name(node) == backend(facts) and not node.args:  # x.cuda()
-            yield text.add_argument(node, str(Device.parse(device).index))
+            place = "" if device == "cpu" else str(Device.parse(device).index)
+            yield (
+                text.add_argument(node, place)
+                if place
+                else text.replace(node, f"{text.code(node.func).rpartition('.')[0]}.cpu()")
+            )

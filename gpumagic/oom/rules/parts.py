@@ -16,7 +16,7 @@ from gpumagic.oom.rules.kept import INFERENCE
 from gpumagic.oom.rules.proposal import Choice, calls, does, failed, propose
 from gpumagic.report.units import count, size
 from gpumagic.source.cell_code import ints_named
-from gpumagic.source.text import INDENT, CellText, called_name, keyword, names_in
+from gpumagic.source.text import INDENT, CellText, Change, called_name, keyword, names_in
 
 
 class Parts(NamedTuple):
@@ -117,8 +117,6 @@ OF_ELEMENTS = UNARY | {"max", "min", "maximum", "minimum", "where"}
 """Functions and methods that compute each element by itself, of one tensor or of several."""
 
 
-_VMAP = frozenset({"vmap_impl", "_flat_vmap"})
-"""Functions of torch that map."""
 LEAST_ROWS = 16
 """Fewer at a time take longer than anybody waits."""
 
@@ -152,53 +150,54 @@ def by_rows(facts: Facts) -> Iterator[Choice]:
         for is_sum in (True, False)
         for text, one in places
         for each in list(joined_in(text, one))[:: 1 if is_sum else -1]
-        if called_name(each.last) != "backward"  # the loss has a name
     ]
-    for is_sum, text, joined in ways:
-        whole = joined.text.tree.body[0] if joined.text.tree.body else None
-        for node in joined.text.expressions():
-            method = _summed(node)
-            inner = node.func.value if method in ("mean", "sum") else node  # type: ignore[attr-defined]
-            rows = _rows_of(facts, joined.text, inner)
-            is_all = isinstance(whole, ast.Expr) and whole.value is node and joined.before
-            is_so = is_sum if method else not is_sum and rows is not None and (rows.reduces or is_all)
-            if rows is None or isinstance(inner, ast.Name) or not is_so:
-                continue
-            tensors = [facts.tensors[name] for name in _sources(joined.text, rows).values()]
-            is_wide = facts.requested is not None and 2 * facts.requested >= sum(each.nbytes for each in tensors)
-            is_head = method == "cross_entropy" and (tensors[0].graph or tensors[0].requires_grad)  # not all of a model
-            if rows.length > 1 and (is_head or not facts.trains if rows.of_model else is_wide):
-                make = functools.partial(_advice, facts, text, joined, node, inner, rows)
-                least = min(LEAST_ROWS, rows.length // 8)
-                yield Choice("rows", rows.length, make, max(1, rows.length // 16), least=least)
-                return
+    found = next(filter(None, (_part(facts, *each) for each in ways)), None)
+    if found is None:
+        return
+    # What the statements after it compute of as many rows goes with it
+    text = found.text
+    last = text.statement_at(found.joined.last.lineno)
+    block = text.block_of(last) if last is not None else []
+    later = [each for each in block if last is not None and each.lineno > last.lineno]
+    alike = (_part(facts, is_sum, text, one) for each in later for is_sum in (True, False)
+             for one in joined_in(text, each) if not one.before)  # fmt: skip
+    rows, sources = found.rows.length, _sources(found.joined.text, found.rows).keys()
+    of_these = [each for each in alike if each is not None and each.rows.length == rows]
+    all_found = [found, *(each for each in of_these if sources & _sources(each.joined.text, each.rows).keys())]
+    make = functools.partial(_advice, facts, all_found)
+    yield Choice("rows", rows, make, max(1, rows // 16), least=min(LEAST_ROWS, rows // 8))
 
 
-def mapped(facts: Facts) -> Iterator[Choice]:
-    """Have `vmap` map over some of the rows at a time."""
-    for text, call in calls(facts.texts) if facts.functions & _VMAP else ():
-        made = call.func
-        if not isinstance(made, ast.Call) or called_name(made) != "vmap" or keyword(made, "chunk_size") is not None:
+class _Part(NamedTuple):
+    """An expression of which a part of the rows can be computed at a time."""
+
+    text: CellText
+    joined: Joined
+    node: ast.expr
+    inner: ast.expr
+    """What is computed of the rows: of a mean or a sum what it is taken of."""
+    rows: Rows
+
+
+def _part(facts: Facts, is_sum: bool, text: CellText, joined: Joined) -> _Part | None:
+    """Return the largest part of an expression whose result is much smaller than what leads to it."""
+    if called_name(joined.last) == "backward":
+        return None  # the loss has a name
+    whole = joined.text.tree.body[0] if joined.text.tree.body else None
+    for node in joined.text.expressions():
+        method = _summed(node)
+        inner = node.func.value if method in ("mean", "sum") else node  # type: ignore[attr-defined]
+        rows = _rows_of(facts, joined.text, inner)
+        is_all = isinstance(whole, ast.Expr) and whole.value is node and joined.before
+        is_so = is_sum if method else not is_sum and rows is not None and (rows.reduces or is_all)
+        if rows is None or isinstance(inner, ast.Name) or not is_so:
             continue
-        in_dims = keyword(made, "in_dims")
-        dims = in_dims.value.elts if in_dims is not None and isinstance(in_dims.value, ast.Tuple) else []
-        told = [each for each, dim in zip(call.args, dims, strict=False) if text.code(dim) == "0"]
-        names = [text.code(each) for each in (told if dims else call.args)]
-        rows = next((facts.tensors[name].shape[0] for name in names if name in facts.tensors), 0)
-        if rows > 1:
-            yield Choice("chunk_size", rows, functools.partial(_in_chunks, facts, text, made, rows), rows // 2)
-            return
-
-
-def _in_chunks(facts: Facts, text: CellText, call: ast.Call, rows: int, number: int) -> Advice:
-    changes = [text.add_argument(call, f"chunk_size={number}")]
-    statement = text.statement_at(call.lineno)
-    if statement is not None and not facts.trains:
-        changes += text.wrap([statement], "with torch.no_grad():")  # what vmap differentiates has graphs of its own
-    return propose(
-        f"Map over {count(number, 'row')} at a time", text=text, cost="a little time", changes=changes,
-        evidence=f"vmap has all {count(rows, 'row')} in memory at once",
-    )  # fmt: skip
+        tensors = [facts.tensors[name] for name in _sources(joined.text, rows).values()]
+        is_wide = facts.requested is not None and 2 * facts.requested >= sum(each.nbytes for each in tensors)
+        is_head = method == "cross_entropy" and (tensors[0].graph or tensors[0].requires_grad)  # not all of a model
+        if rows.length > 1 and (is_head or not facts.trains if rows.of_model else is_wide):
+            return _Part(text, joined, node, inner, rows)
+    return None
 
 
 def _sources(text: CellText, rows: Rows) -> dict[str, str]:
@@ -208,9 +207,29 @@ def _sources(text: CellText, rows: Rows) -> dict[str, str]:
     }
 
 
-def _advice(
-    facts: Facts, text: CellText, joined: Joined, node: ast.expr, inner: ast.expr, rows: Rows, number: int
-) -> Advice:  # fmt: skip
+def _advice(facts: Facts, found: Sequence[_Part], number: int) -> Advice:
+    changes, costs, sources, is_without_graph = list[Change](), dict[str, None](), dict[str, None](), False
+    for each in found:
+        is_looked_at = not facts.trains and facts.cell is not None and not facts.cell.switches_grad_off
+        without = each.rows.of_model and is_looked_at
+        new, cost = _in_parts(facts, each, number, is_without_graph=without)
+        changes += new
+        costs |= {cost: None}
+        sources |= dict.fromkeys(_sources(each.joined.text, each.rows))
+        is_without_graph |= without
+    lines = [str(each.joined.last.lineno) for each in found]
+    where = f"lines {', '.join(lines)}" if lines[1:] else f"line {lines[0]}"
+    return propose(
+        f"Compute {where} with {count(number, 'row')} of {', '.join(sources)} at a time"
+        + (", without an autograd graph" if is_without_graph else ""),
+        text=found[0].text, changes=changes, cost="; ".join(costs),
+        evidence=f"the line makes {size(facts.requested)} at once for all {count(found[0].rows.length, 'row')}",
+    )  # fmt: skip
+
+
+def _in_parts(facts: Facts, found: _Part, number: int, *, is_without_graph: bool) -> tuple[list[Change], str]:
+    """Return the changes that compute an expression part by part, and what they cost."""
+    text, joined, node, inner, rows = found
     sources = _sources(joined.text, rows)
     named = {each: f"{name}_part" if len(sources) > 1 else "part" for each, name in sources.items()}
     part, start = joined.text.code(inner), joined.text.offset(inner)
@@ -223,8 +242,6 @@ def _advice(
     part = f"({part}).{method}()" if method in ("mean", "sum") else part
     part += f" * len({named[first]})" if method == "mean" else ""
     cost = "a little time"
-    is_looked_at = not facts.trains and facts.cell is not None and not facts.cell.switches_grad_off
-    is_without_graph = rows.of_model and is_looked_at
     margin = "\n" + text.indent_of(joined.last) + (INDENT if is_without_graph else "")
     tensors = [facts.tensors[name] for name in sources.values()]
     if any(each.requires_grad or each.graph for each in tensors) or (method == "cross_entropy" and facts.trains):
@@ -236,17 +253,12 @@ def _advice(
     code = f"sum({margin}    {parts})" if method else f"torch.cat([{margin}    {parts}])"
     code = f"({code} / {rows.length})" if method == "mean" else code
     code = f"({code} / ({list(sources)[-1]} != -100).sum())" if method == "cross_entropy" else code
-    changes, how = joined.changes(text, joined.text.replace(node, code)), "at a time"
+    changes = joined.changes(text, joined.text.replace(node, code))
     if is_without_graph:
         changes += text.wrap([each for each in [text.statement_at(joined.last.lineno)] if each is not None], INFERENCE)
-        how = f"{how}, without an autograd graph"
     if joined.before:
         cost += f"; {', '.join(text.code(each.targets[0]) for each in joined.before)} of all rows is not made"
-    return propose(
-        f"Compute line {joined.last.lineno} with {count(number, 'row')} of {', '.join(sources)} {how}", text=text,
-        changes=changes, cost=cost,
-        evidence=f"the line makes {size(facts.requested)} at once for all {count(rows.length, 'row')}",
-    )  # fmt: skip
+    return changes, cost
 
 
 def _summed(node: ast.expr) -> str:
@@ -265,10 +277,10 @@ def _rows_of(facts: Facts, text: CellText, node: ast.expr) -> Rows | None:
         return Rows((node,), fact.shape[0], len(fact.shape)) if fact is not None and is_there else None
     if isinstance(node, ast.Subscript):
         words = [ast.unparse(each) for each in (node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice])]
-        rows = _rows_of(facts, text, node.value) if words[0] == ":" else None
+        rows = _rows_of(facts, text, node.value) if words[0] in (":", "...") else None
         numbers = sum(":" not in each and each != "None" for each in words)
         return rows and replace(rows, dimensions=rows.dimensions and rows.dimensions + words.count("None") - numbers)
-    if isinstance(node, ast.UnaryOp) or (isinstance(node, ast.Attribute) and node.attr in ("indices", "values")):
+    if isinstance(node, ast.UnaryOp) or (isinstance(node, ast.Attribute) and node.attr in _OF_RESULTS):
         return _rows_of(facts, text, node.operand if isinstance(node, ast.UnaryOp) else node.value)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
         rows = _rows_of(facts, text, node.left)
@@ -331,6 +343,10 @@ def _of_method(facts: Facts, text: CellText, call: ast.Call) -> Rows | None:  # 
         return rows and replace(
             rows, uses=(call,), length=rows.length - int(width or 0) + 1, dimensions=rows.dimensions + 1
         )
+    if name == "gather" and len(arguments) == 3 and ast.unparse(arguments[1]) in WITHIN:
+        table, index = (_rows_of(facts, text, each) for each in (arguments[0], arguments[2]))
+        is_fit = table is not None and index is not None and table.length == index.length
+        return replace(table, uses=(*table.uses, *index.uses)) if is_fit and table and index else None
     if (
         name in OF_ELEMENTS
         and len(arguments) > 1
@@ -361,3 +377,4 @@ def _of_method(facts: Facts, text: CellText, call: ast.Call) -> Rows | None:  # 
 WITHIN = ("-1", "1", "2")
 """The dimensions of a row."""
 _RESHAPING = frozenset({"stft", "flatten"})
+_OF_RESULTS = ("indices", "values", "logits", "last_hidden_state")

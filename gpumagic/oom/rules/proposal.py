@@ -60,6 +60,10 @@ def _around(facts: Facts, text: CellText, line: int) -> Region | None:
     last = next((i for i, each in enumerate(block) if i >= place and does(each, "backward")), None)
     first = next((i for i, each in enumerate(block) if i <= place and any(called_models(facts, each))), place)
     first = max([first, *(i + 1 for i in range(first, place) if does(block[i], "backward"))])
+    if isinstance(statement, ast.For):  # with what it goes on from
+        carried = {name for each in statement.body for name in bound_in(each)}
+        while first and isinstance(block[first - 1], ast.Assign) and bound_in(block[first - 1]) & carried:
+            first -= 1
     backward = block[last] if last is not None else None
     end = place + 1 if last is None else max(last, first + 1)
     forward = block[first:end]
@@ -68,9 +72,14 @@ def _around(facts: Facts, text: CellText, line: int) -> Region | None:
     return Region(text, forward, backward)
 
 
+def bound_in(statement: ast.stmt) -> set[str]:
+    """Return the variables that a statement binds."""
+    return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
 def _out_of_with(text: CellText, statement: ast.stmt | None) -> ast.stmt | None:
-    """Return the `with` statement that a statement is in where `backward` follows that, else the statement."""
-    around = (each for each in text.nodes() if isinstance(each, ast.With) and statement in each.body)
+    """Return the `with` or the loop that a statement is in where `backward` follows that, else the statement."""
+    around = (each for each in text.nodes() if isinstance(each, ast.With | ast.For) and statement in each.body)
     outer = next((each for each in around if not does(each, "backward")), None)
     follows = text.block_of(outer) if outer is not None else []
     return outer if any(does(each, "backward") for each in follows) else statement
@@ -141,7 +150,10 @@ def read_tensors(region: Region) -> list[ast.Name]:
     """Return the uses of variables in a region that it has not itself bound before."""
     bound: set[str] = set()
     found: list[ast.Name] = []
-    for statement in region.through_backward:
+    statements = list[ast.AST]()
+    for each in region.through_backward:
+        statements += [each.iter, *each.body] if isinstance(each, ast.For) else [each]
+    for statement in statements:
         names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
         found += [each for each in names if isinstance(each.ctx, ast.Load) and each.id not in bound]
         bound |= {each.id for each in names if not isinstance(each.ctx, ast.Load)}
@@ -200,15 +212,12 @@ def propose(
     return Advice(title, frees, None, changes=tuple(changes), first=first, **{"edit": edit, **more})
 
 
-def cleared(first: str | None, residue: Sequence[str], half_made: Sequence[str] = ()) -> str | None:
-    """Return what to run first, with what the failed cell left taken away: its next run would stand beside it.
-
-    Optimizers that are `half_made`, whose first step failed, would not survive a further step.
-    """
+def cleared(first: str | None, facts: Facts) -> str | None:
+    """Return what to run first, with what the failed cell left taken away: its next run would stand beside it."""
     said = set(re.findall(r"\w+", first or ""))
-    left = [name for name in residue if name not in said]
+    left = [name for name in facts.residue if name not in said]
     lines = [f"del {', '.join(left)}"] if left else []
-    lines += [f"{name}.state.clear()" for name in half_made if name not in said | set(left)]
+    lines += [f"{each}.clear()" for each in facts.emptied if each.partition(".")[0] not in said | set(left)]
     return "\n".join([*lines, *([first] if first else [])]) or None
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts, Model, Optimizer
-from gpumagic.oom.rules.proposal import Remedy, backend, calls, does, find, loop_around, prepare, propose
+from gpumagic.oom.rules.proposal import Remedy, backend, calls, does, failed, find, loop_around, prepare, propose
 from gpumagic.report.units import LARGE, size
 from gpumagic.source.text import CellText, keyword
 
@@ -20,18 +20,19 @@ SHARED = ("lr", "weight_decay")
 
 
 def one_by_one(facts: Facts) -> Iterator[Advice]:
-    """Update one parameter at a time, or fused, when the batched form of Adam ran out."""
+    """Update one parameter at a time, or fused, where the batched form of Adam makes copies of all parameters."""
     batched = sorted(name for name in facts.functions if name.startswith("_multi_tensor_adam"))
-    if not batched:
-        return
-    adams = [each for each in facts.optimizers if each.kind in ADAMS and not each.fused]
+    adam = next((each for each in facts.optimizers if each.kind in ADAMS and not each.fused), None)
+    kinds = [adam.kind] if adam is not None else [name for name in ADAMS if any(calls(facts.texts, name))]
     fused = backend(facts) == "cuda"
-    yield propose(
-        "Let the optimizer update in place, fused" if fused else "Let the optimizer update one parameter at a time",
-        evidence=f"it failed in {batched[0]}, which makes copies of all parameters at once",
-        cost="none" if fused else "a step of many small parameters takes longer",
-        **_switched(facts, adams[0] if adams else None, "fused=True" if fused else "foreach=False"),
-    )  # fmt: skip
+    argument = "fused=True" if fused else "foreach=False"
+    edit = _switched(facts, adam, kinds[0], argument) if kinds else {"edit": argument} if batched else {}
+    if batched or (edit and facts.trains and facts.stage in ("forward", "backward")):
+        yield propose(
+            "Let the optimizer update in place, fused" if fused else "Let the optimizer update one parameter at a time",
+            evidence="its step makes copies of all parameters at once",
+            cost="none" if fused else "a step of many small parameters takes longer", **edit,
+        )  # fmt: skip
 
 
 class Leaner(NamedTuple):
@@ -55,11 +56,13 @@ def leaner(facts: Facts) -> Iterator[Advice]:
         yield from _replaced(facts, found, SGD)
 
 
-def _switched(facts: Facts, found: Optimizer | None, argument: str) -> dict[str, Any]:
+def _switched(facts: Facts, found: Optimizer | None, kind: str, argument: str) -> dict[str, Any]:
     """Return the edit that gives the optimizer's constructor an argument, or sets it on the one that is there."""
     name, _, value = argument.partition("=")
-    for text, call in calls(facts.texts, found.kind) if found is not None else ():
+    for text, call in calls(facts.texts, kind):
         flag, other = keyword(call, name), keyword(call, "foreach") if name == "fused" else None
+        if flag is not None and text.code(flag.value) == value:
+            return {}
         change = text.replace(flag.value, value) if flag is not None else text.add_argument(call, argument)
         return {"text": text, "changes": [change, *([text.replace(other.value, "False")] if other else [])]}
     if found is None or found.local:
@@ -98,16 +101,25 @@ def mixed(facts: Facts) -> Iterator[Advice]:
     """Run the forward pass in bfloat16 where the model is float32 and nothing else says so."""
     full = [model for model in facts.models if 2 * model.float32_nbytes > model.nbytes]
     is_on = facts.cell is None or facts.cell.autocasts or facts.autocast
-    if is_on or not full or facts.stage not in ("forward", "backward"):
+    if is_on or facts.stage not in ("forward", "backward", "other"):
         return
-    region = find(facts)
-    changes = region.text.wrap(region.computed, _autocast(facts)) if region is not None else ()
-    yield propose(
-        "Compute the forward pass in bfloat16",
-        **({"text": region.text, "changes": changes} if region is not None and changes else {"edit": _autocast(facts)}),
-        evidence=f"{full[0].name} has {size(full[0].float32_nbytes)} of float32 parameters, the cell uses no autocast; "
-        "activations shrink, parameters do not", cost="three digits of precision in the products",
-    )  # fmt: skip
+    if full and facts.stage != "other":
+        region = find(facts)
+        changes = region.text.wrap(region.computed, _autocast(facts)) if region is not None else ()
+        yield propose(
+            "Compute the forward pass in bfloat16",
+            **({"text": region.text, "changes": changes} if region and changes else {"edit": _autocast(facts)}),
+            evidence=f"{full[0].name} has {size(full[0].float32_nbytes)} of float32 parameters, the cell uses no "
+            "autocast; activations shrink, parameters do not", cost="three digits of precision in the products",
+        )  # fmt: skip
+    for text, statement in failed(facts) if not full else ():
+        product = statement.value if isinstance(statement, ast.Assign) else None
+        if isinstance(product, ast.BinOp) and isinstance(product.op, ast.MatMult):
+            yield propose(
+                f"Compute line {statement.lineno} in bfloat16", text=text,
+                changes=text.wrap([statement], _autocast(facts)), cost="three digits of precision in its result",
+                evidence=f"a product of float32 matrices, {size(facts.requested)}",
+            )  # fmt: skip
 
 
 _MOVES = ("to", "cuda", "tensor", "as_tensor")
