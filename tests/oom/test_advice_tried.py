@@ -183,11 +183,11 @@ def test_another_error_is_shown_as_ever(report_of, bare_shell, capsys) -> None:
 
 
 def test_a_number_that_saves_nothing_is_not_searched_for(report_of, monkeypatch) -> None:
-    """The run of the cell as it is counts as the search's first, and one more shows that the number is not it."""
+    """The run of the cell as it is counts as the search's first, and one more shows that it is not it; then the CPU."""
     counted: list[int] = []
     run = trials.Trials._run
     monkeypatch.setattr(trials.Trials, "_run", lambda *args: counted.append(1) or run(*args))
     report = report_of("batch_size = 64\nx = torch.ones((80 << 20) + 0 * batch_size, device='simgpu:0')")
     assert report.need.needed == 320 * MIB
-    assert len(counted) == 2
+    assert len(counted) == 3
     assert not [each for each in report.advice if each.title.startswith("Lower")]

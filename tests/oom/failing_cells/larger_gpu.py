@@ -6,4 +6,5 @@
 # %%
 names = ["red", "green", "blue", "depth", "mask"]
 # %%
-red, green, blue, depth, mask = (torch.randn(4 << 20, device="simgpu:0") for name in names)
+red, green, blue, depth, mask = (torch.randn(4 << 20, device="simgpu:0", requires_grad=True) for name in names)
+(red * green * blue * depth * mask).sum().backward()
