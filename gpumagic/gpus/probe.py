@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from gpumagic.errors import DeviceNotFound
 from gpumagic.gpus import cards, torch_devices, visibility
-from gpumagic.gpus.cards import ESTIMATED, SPLIT, NvmlSnapshot, attribute_processes
+from gpumagic.gpus.cards import ESTIMATED, NvmlSnapshot, attribute_processes
 from gpumagic.gpus.nvml import NvmlFailure
 from gpumagic.gpus.report import NOT_KNOWN, NULLABLE, GPUReport, GpuRow
 from gpumagic.gpus.torch_devices import TorchBuild, torch_build
@@ -122,7 +122,7 @@ def _nvidia_rows(
         os.environ.get("CUDA_VISIBLE_DEVICES"), [card.uuid for card, *_ in answer.cards],
         [instance.uuid for _, *instances in answer.cards for instance in instances],
     )  # fmt: skip
-    rows = [_gpu_row(row, build, answer) for row in visibility.with_torch_names(answer, build, view)]
+    rows = [_gpu_row(row, build) for row in visibility.with_torch_names(answer, build, view)]
     # By torch's index; instances follow their card.
     first = {row.nvml_index: _sort_key(row) for row in sorted(rows, key=_sort_key, reverse=True)}
     rows.sort(key=lambda row: first[row.nvml_index])
@@ -133,10 +133,12 @@ def _sort_key(row: GpuRow) -> tuple[bool, int, int]:
     return row.device is None, Device.parse(row.device or "").index, row.nvml_index or 0
 
 
-def _gpu_row(row: GpuRow, build: TorchBuild, answer: NvmlSnapshot) -> GpuRow:
+def _gpu_row(row: GpuRow, build: TorchBuild) -> GpuRow:
     reasons = dict(row.reasons)
     if row.device is None:
-        reasons["device"] = _why_unusable(row, build, answer)
+        failed = row.reasons.get("all") if row.reasons.keys() == {"all"} else None
+        hidden = "not visible to CUDA in this process" if build.cuda else "no torch here is built for it"
+        reasons["device"] = failed or row.reasons.get("device") or hidden
     if row.processes is None:
         processes, others, reason = None, None, reasons.get("processes") or reasons.get("all")
     else:
@@ -146,18 +148,6 @@ def _gpu_row(row: GpuRow, build: TorchBuild, answer: NvmlSnapshot) -> GpuRow:
         reasons["other_processes"] = reason
     row = replace(row, reasons=reasons, processes=processes, other_processes=others)
     return torch_devices.with_kernel_memory(row)
-
-
-def _why_unusable(row: GpuRow, build: TorchBuild, answer: NvmlSnapshot) -> str:
-    if row.reasons.keys() == {"all"} or row.reasons.get("device") == SPLIT:
-        return row.reasons.get("device") or row.reasons["all"]
-    if build.version is None:
-        return "torch is not installed"
-    if build.cuda is None:
-        return "torch is not built for it"
-    if visibility.driver_is_too_old(answer, build):
-        return "torch's CUDA is newer than the driver"
-    return row.reasons.get("device", "not visible to CUDA in this process")
 
 
 def with_reasons(row: GpuRow) -> GpuRow:

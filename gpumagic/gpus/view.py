@@ -91,11 +91,9 @@ def _who_fills(row: GpuRow) -> str:
 
 
 def _versions(report: GPUReport) -> str:
-    if report.torch_version is None:
-        parts = ["torch is not installed"]
-    else:
-        build = report.cuda_build or "CPU-only build"
-        parts = [f"torch {report.torch_version} ({f'CUDA {build}' if build[0].isdigit() else build})"]
+    build = report.cuda_build or "CPU-only build"
+    built = f"torch {report.torch_version} ({f'CUDA {build}' if build[0].isdigit() else build})"
+    parts = ["torch is not installed" if report.torch_version is None else built]
     if report.driver_version:
         parts.append(f"driver {report.driver_version}")
     if report.cuda_visible_devices is not None:

@@ -107,9 +107,13 @@ def with_torch_names(answer: NvmlSnapshot, build: TorchBuild, view: Visibility) 
         is_certain = view.by_uuid or len(answer.cards) == 1 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
         has_mig = any(row.reasons.get("device") == SPLIT for row in rows)
         unsure = has_mig or (not is_certain and (None in names or len(names) > 1))
-        # CUDA never uses a card in MIG mode itself, but its first instance.
-        used = [([*cards[1:], None] if cards[0].reasons.get("device") == SPLIT else cards)[0] for cards in answer.cards]
-        ordinals = {id(used[index]): ordinal for ordinal, index in enumerate(view.cards)}
+        ordinals = {}
+        for ordinal, index in enumerate(view.cards):
+            card, *instances = answer.cards[index]
+            if card.reasons.get("device") != SPLIT:
+                ordinals[id(card)] = ordinal
+            elif instances:  # CUDA never uses a card in MIG mode itself, but its first instance
+                ordinals[id(instances[0])] = ordinal
     return [
         replace(row, device=f"cuda:{ordinals[id(row)]}", predicted=unsure) if id(row) in ordinals else row
         for row in rows

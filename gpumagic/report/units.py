@@ -79,10 +79,10 @@ def duration(seconds: float | None) -> str:
         return NOT_AVAILABLE
     if seconds >= 60:
         return f"{int(seconds // 60)} min {seconds % 60:.0f} s"
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
-        if seconds * factor >= 1 or unit == "us":
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
-    raise AssertionError("unreachable: microseconds always return")
+    return f"{seconds * 1e6:.3g} us"
 
 
 def percent(value: float | None) -> str:

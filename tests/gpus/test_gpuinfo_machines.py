@@ -171,7 +171,6 @@ def test_a_torch_whose_cuda_is_newer_than_the_driver_is_named_as_the_cause(machi
     behind.say("cuda 12020")
     answer = behind.probe()
     assert only(answer)["device"] is None
-    assert only(answer)["reasons"]["device"] == "torch's CUDA is newer than the driver"
     assert "needs CUDA 13.0" in answer["report"]["cause"]
     assert "up to 12.2: update the driver, or install a torch for CUDA 12." in answer["report"]["cause"]
 
