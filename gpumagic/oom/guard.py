@@ -40,7 +40,7 @@ class OomGuard(contextlib.ContextDecorator):
 
     Args:
         shell: the shell that shows the traceback; its copies of the error are forgotten with it.
-        debug: leave the failed frames as they are, for `%debug`, and say what they hold.
+        debug: leave the failed frames as they are, for `%debug`, and say what they hold at most.
         keep_going: swallow the failure after the report.
         store: called with the finished report.
         namespace: the globals of the guarded code, where names are looked up; the shell's, or ``__main__``'s.
