@@ -8,8 +8,8 @@ comparison, a truth, a size. A loss that is printed does not, and one run tells 
 2. In a second run each place that decides goes the other way, but for one turn of a loop, so that what either outcome
    leaves behind is there together: a truth has its other outcome, a mask selects nothing, a number that went where
    nothing is noted falls. Where something may be sized by such a number, a third one takes it large.
-3. Runs whose memory went the same way end it. Otherwise each place of a library goes both ways in some run, and of the
-   notebook's own any mixture is run, as many as `_MOST_RUNS` and `_PATIENCE` allow.
+3. Runs whose memory went the same way end it. Otherwise places that went one way only go the other in a further run,
+   and of the notebook's own any mixture is run, as many as `_MOST_RUNS` and `_PATIENCE` allow.
 4. What needs most counts. Where the runs disagree on whether it fits, the verdict is open, and names the lines.
 """
 
@@ -40,7 +40,7 @@ Outcome = dict[str, Any]
 Request = dict[str, Any]
 Course = dict[str, Any]
 """How what is read goes in a run: see `worker.guesses.Guesses`; and whether values are followed."""
-USUAL: Course = {"numbers": 0, "turned": (), "when": ALWAYS, "notes": True, "follows": False}
+USUAL: Course = {"numbers": 0, "turned": [], "when": ALWAYS, "notes": True, "follows": False}
 
 
 def run(request: Request, only: Course | None = None) -> Outcome:
@@ -217,10 +217,7 @@ class _Scenarios:
 
         Return whether every mixture was run.
         """
-        known: list[Key] = []
-        while self._places() != known and (missing := _one_way(self._all)):
-            known = self._places()
-            self._run([self._turned(missing, ALWAYS)])
+        self._run([self._turned(_one_way(self._all), ALWAYS)])
         seen: list[Key] = []
         while (groups := _sorted({_group(*each[:2]) for run in self._all for each in run.decides})) != seen:
             seen = groups
@@ -230,7 +227,8 @@ class _Scenarios:
                 return False
             sizes = range(1, len(groups) + 1) if in_loop or len(groups) > 1 else ()
             parts = itertools.chain.from_iterable(itertools.combinations(groups, number) for number in sizes)
-            once = [self._turned(groups, ONCE)] if in_loop else []
+            is_constant = any(each and each[0] == each[1] for _, _, each in self._all[0].decides)
+            once = [self._turned(groups, ONCE)] if in_loop and is_constant else []
             self._run([*once, *(self._turned(each, ALWAYS) for each in itertools.islice(parts, _MOST_RUNS))])
         return len(self._all) < _MOST_RUNS and _LIBRARIES not in groups
 
