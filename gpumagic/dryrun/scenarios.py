@@ -174,8 +174,10 @@ class _Scenarios:
         self._run([self._turned(self._places(), BUT_ONCE if is_loop else ALWAYS), *sizes])
         is_sure = self._agree() or kinds == {SELECTION} or self._run_mixed()
         conclusive = [each for each in self._all if each.is_conclusive]
-        if not conclusive:
-            return self._failed()
+        if not conclusive:  # it fails for certain, if it always does so alike
+            if len({(each.outcome["error"]["line"], each.outcome["error"]["kind"]) for each in self._all}) > 1:
+                outcome["error"]["depends"] = _named(self._places())
+            return outcome
         numbers = {place for each in conclusive for place, kind, _ in each.decides if kind == NUMBER}
         is_sure = is_sure and numbers.isdisjoint(_one_way(conclusive))  # else every other number made it fail
         grows = self._grows(conclusive)
@@ -242,13 +244,6 @@ class _Scenarios:
         return not larger.is_conclusive or not larger.fits or larger.peak > large.peak * (1 + _ALIKE)
 
     # ---- What they tell
-
-    def _failed(self) -> Outcome:
-        """Return the outcome where each scenario fails: for certain, if all do so alike."""
-        outcome = self._all[0].outcome
-        if len({(each.outcome["error"]["line"], each.outcome["error"]["kind"]) for each in self._all}) > 1:
-            outcome["error"]["depends"] = _named(self._places())
-        return outcome
 
     def _judged(
         self, outcome: Outcome, most: _Scenario, conclusive: list[_Scenario], grows: bool, is_sure: bool

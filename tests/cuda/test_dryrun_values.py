@@ -265,6 +265,7 @@ DECIDES = {
     "how many of thousands are different": "n = 40 if len(set(x.flatten()[:5000].tolist())) > 1e3 else 1",
     "a list of numbers": "n = 40 if max(x[0].tolist()) > 1e3 else 1",
     "a long list of numbers": "n = 40 if x.flatten().repeat(9).tolist()[3] > 1e3 else 1",
+    "a long copy that was shown": "y = x.repeat(9, 1).cpu()\nprint(y)\nn = 40 if y.max() > 1e3 else 1",
     "a list of truths": "n = 40 if (x[0] > 5).to('cuda').tolist()[3] else 1",
     "a copy on the host": "copy = (x > 5).cpu()\nn = 40 if copy.any() else 1",
     "an array of a copy": "n = 40 if x.cpu().numpy().max() > 1e3 else 1",

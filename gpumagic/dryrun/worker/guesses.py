@@ -205,12 +205,15 @@ class Guesses:
             self._say(key, f"is taken to select {'everything' if selects else 'nothing'}")
         return most if selects else 0
 
-    def fill(self, host: torch.Tensor, *, may_be_known: bool = False) -> None:
-        """Put something into a tensor of the host that was to hold what a device has."""
+    def fill(self, host: torch.Tensor, *, may_be_known: bool = False) -> bool:
+        """Put something into a tensor of the host that was to hold what a device has; return whether it is the cell's.
+
+        Else it is only shown, and what is decided by it later is not noted.
+        """
         import torch
 
         if not self._looks and self.host.leave(host):
-            return
+            return True
         key, turn = self._turn("contents")
         number = self._number_at(key, turn)
         if host.dtype == torch.bool:
@@ -222,11 +225,12 @@ class Guesses:
         host.fill_(number)
         read = Read(number, key, may_be_known)
         if key is NOBODY or self._note(host.dtype, read):
-            return
+            return key is not NOBODY
         if self._looks:
             self.lose(read, is_all=True)
         else:
             self.host.remember(host, read)
+        return True
 
     def _note(self, dtype: torch.dtype, read: Read) -> bool:
         """Return whether a read is given a number that is noted."""

@@ -306,8 +306,8 @@ class Host:
         if not known.is_exact:
             is_room = storage.nbytes() <= self._room
             with self._guesses.looking():
-                self.undisturbed(self._guesses.fill, whole if is_room else whole[:0])
-            if not is_room:
+                is_noted = self.undisturbed(self._guesses.fill, whole if is_room else whole[:0])
+            if not (is_room and is_noted):
                 return
             self._room -= storage.nbytes()
         if known.draw is not None and (known.is_exact or self._draws):
@@ -323,7 +323,7 @@ class Host:
         met = [each for each in tensors_in((args, kwargs)) if self._of(each) is not None]
         name = op._schema.name.removeprefix("aten::")
         is_differentiated = torch.is_grad_enabled() and any(each.requires_grad for each in met)
-        if met and name in _COPIES and not is_differentiated:
+        if met and met[0] is args[0] and name in _COPIES and not is_differentiated:
             return self._copied(op, name, args, kwargs)
         if not met or _looks_at_no_number(op, name):
             return NotImplemented

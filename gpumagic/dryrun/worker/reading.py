@@ -103,11 +103,11 @@ class CudaReading(Reading):
             "copy_": self._copy,
             "equal": self.equal,
             "nonzero": lambda mask: mask.new_empty((self.selected(mask), mask.dim()), dtype=torch.int64),
-            "_unique2": self._unique,
-            "unique_dim": lambda tensor, dim, _=True, inverse=False, counts=False: self._unique_along(
+            "_unique2": lambda tensor, _=True, *which: self._unique(tensor, *which),
+            "unique_dim": lambda tensor, dim, _=True, inverse=False, counts=False: self._unique(
                 tensor, inverse, counts, dim
             ),
-            "unique_consecutive": self._unique_along,
+            "unique_consecutive": self._unique,
         }.items():
             self._library.impl(name, answer, "CUDA", allow_override=True)
         torch.amp.GradScaler._maybe_opt_step = self._step
@@ -138,21 +138,12 @@ class CudaReading(Reading):
         return optimizer.step(*args, **kwargs)
 
     def _unique(
-        self, tensor: torch.Tensor, _sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
-    ) -> tuple[torch.Tensor, ...]:
-        value = self.value(tensor)
-        found = self.some(tensor.numel()) if value is None else value.unique().numel()
-        return _uniques(tensor, [found], tensor.shape, return_inverse, return_counts)
-
-    def _unique_along(
-        self, tensor: torch.Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+        self, tensor: torch.Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None
     ) -> tuple[torch.Tensor, ...]:
         self.value(tensor)
-        if dim is None:
-            return _uniques(tensor, [self.some(tensor.numel())], tensor.shape, return_inverse, return_counts)
-        shape = list(tensor.shape)
-        shape[dim] = self.some(shape[dim])
-        return _uniques(tensor, shape, [tensor.shape[dim]], return_inverse, return_counts)
+        shape, of = (list(tensor.shape), [tensor.shape[dim]]) if dim is not None else ([tensor.numel()], tensor.shape)
+        shape[dim or 0] = self.some(shape[dim or 0])
+        return _uniques(tensor, shape, of, inverse, counts)
 
 
 def _uniques(tensor: torch.Tensor, shape: list[int], of: Any, inverse: bool, counts: bool) -> tuple[torch.Tensor, ...]:
