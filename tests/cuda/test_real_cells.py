@@ -26,14 +26,11 @@ FAKE = ("dqn_replay", "keep_the_best", "lists_and_cat", "streams", "swa")
 """Cells that the other engine dry-runs, too; the others with `-m deep`."""
 
 RUNS = {
-    "boolean_masks": 3, "collects_predictions": 1, "dcgan": 1, "early_stopping": 4, "keep_the_best": 3,
-    "lightning_fit": 5, "mixture_of_experts": 3, "packed_lstm": 4, "trainer_evaluates_and_saves": 7,
-    "trainer_made_earlier": 7,
+    "bert_trainer": 3, "boolean_masks": 3, "collects_predictions": 1, "dcgan": 1, "early_stopping": 4,
+    "keep_the_best": 3, "lbfgs_closure": 6, "lightning_fit": 2, "llama_sampling": 4, "mixture_of_experts": 3,
+    "packed_lstm": 4, "trainer_evaluates_and_saves": 4, "trainer_made_earlier": 3,
 }  # fmt: skip
-"""How many runs some of them may take that read values or copy them to the host.
-
-Trainers take 2 and 4 where their runs agree at once; after other cells of a process they may not.
-"""
+"""How many runs some of them may take that read values or copy them to the host."""
 CUDA_DIFFERS = {
     "compiled_mlp": "where no kernels are cached it tries them out in more memory; equal or not when last seen",
     "per_sample_gradients": "what it really has differs by 71 KiB from run to run when last seen, more so when busy",
