@@ -16,6 +16,7 @@ import json
 import math
 import os
 import pickle
+import re
 import resource
 import signal
 import socket
@@ -41,6 +42,8 @@ _IDLE = 1.0
 """Seconds without a request after which what later ones may need is imported, and ended processes are reaped."""
 _COMPILER = "torch._dynamo"
 """What optimizers import at their first step: it takes as long as all the rest."""
+_IMPORTS_IT = re.compile(r"optim|[Tt]rain|compile|\bfit\b|transformers|accelerate|diffusers|lightning|timm|peft")
+"""What a cell's text has that imports it: in the warm process, or each of its runs would, in a second and 140 MiB."""
 _LONGEST_ANSWER = 1 << 30
 """Bytes; what claims to be longer is none."""
 _DIES_WITH_ITS_PARENT = 1  # prctl's PR_SET_PDEATHSIG
@@ -68,7 +71,8 @@ def main(descriptor: int) -> None:
             return
         sys.path[:] = request["path"]
         with _devices_that_nobody_asks_for(len(request["capacities"])):
-            _import(request["preload"])
+            wants = any(map(_IMPORTS_IT.search, request["sources"].values()))
+            _import([*request["preload"], *([_COMPILER] if wants else [])])
         for answer in run_each([{**request, **each} for each in variants], _serve, requests):
             requests.send_bytes(answer)
 
