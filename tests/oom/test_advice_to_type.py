@@ -242,6 +242,31 @@ def test_a_tensor_that_is_read_no_more_is_written_over(code, new) -> None:
     assert torch.allclose(outs[0], outs[-1])
 
 
+def test_the_statements_that_follow_are_computed_in_place_as_well() -> None:
+    code = LARGE_ONES + "b = a * 2\nc = b + 3 * torch.eye(1024)\nd = b.T\nout = torch.linalg.norm(c + 1, dim=0)"
+    found = facts(code, 2, tensors={"a": TensorFact((1024, 1024), "float32", 4 * MIB, "cpu")})
+    one, all_of_them = advised = list(in_place.update_in_place(found))
+    assert one.edit == "a *= 2\nb = a"
+    assert "c = b + 3" in all_of_them.edit, "a view of b is made below"
+    assert "c += 1\nout = torch.linalg.norm(c, dim=0)" in all_of_them.edit
+    outs = []
+    for text in (code, *(edited(code, each) for each in advised)):
+        exec(text, names := {"torch": torch})
+        outs.append(names["out"])
+    assert all(torch.allclose(outs[0], each) for each in outs)
+
+
+def test_data_of_which_a_loop_takes_parts_stay_on_the_host() -> None:
+    code = "x = x.to('cuda')\nx = x[order]\nfor i in range(0, len(x), 8):\n    net(x[i : i + 8]).sum().backward()"
+    (advice,) = collected.stays(facts(code, 1, tensors={"x": TensorFact((64, 4), "float32", 4 * MIB, "cpu")}))
+    assert edited(code, advice) == (
+        "x = x.cpu()\nx = x[order.cpu()]\nfor i in range(0, len(x), 8):\n"
+        "    net(x[i : i + 8].to('cuda')).sum().backward()"
+    )
+    whole = facts(f"{code}\nnet(x)", 1, tensors={"x": TensorFact((64, 4), "float32", 4 * MIB, "cpu")})
+    assert not list(collected.stays(whole)), "all of it is used at once"
+
+
 def test_what_is_read_no_more_is_deleted_before_the_line_that_failed() -> None:
     code = f"{LARGE_ONES}b = a * 2\nc = torch.linalg.solve(b, b)\nd = b + c"
     there = {name: TensorFact((1024, 1024), "float32", 4 * MIB, "cpu") for name in "ab"}

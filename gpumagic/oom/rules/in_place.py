@@ -70,7 +70,8 @@ def _overwriting(facts: Facts, text: CellText, failing: ast.stmt) -> Iterator[_O
                 break
         else:
             is_large = isinstance(value, ast.BinOp) or called_name(value) in UNARY
-            fresh |= {target} if is_large and any(_is_float(facts, each) for each in names_in(value)) else set()
+            is_float = any(each in fresh or _is_float(facts, each) for each in names_in(value))
+            fresh |= {target} if is_large and is_float else set()
 
 
 def _is_float(facts: Facts, name: str) -> bool:
