@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from gpumagic.gpus.report import GPUReport
     from gpumagic.oom.guard import OomGuard
     from gpumagic.tensors.report import FreedReport, TensorReport, WhyReport
+    from gpumagic.transfers.lines import Function
     from gpumagic.transfers.run import DeviceRun
-    from gpumagic.transfers.trace.events import Function
 
 
 def gpuinfo(*devices: str, processes: bool = False, everything: bool = False) -> GPUReport:

@@ -6,7 +6,6 @@ Start with `graph.py`: what some roots reach, and by which references.
     kinds.py       what tensors are for: parameters, buffers, gradients, optimizer state, what autograd graphs keep
     branches.py    what one object holds, as records, how CPython reads its attributes, and what modules register
     readers.py     what an object holds, read without running anybody's code: containers, instances, modules, classes
-    named_modules.py  modules by number and by name; imports torch at its top
     calls.py       what types written in C hold: functions, generators, frames, exceptions, arrays, columns, iterators
     graph.py       what is reached from some roots: every reference, once; names, holders and ownership are read from it
     holders.py     the roots, IPython's outputs and the last error among them, and what keeps tensors without a name

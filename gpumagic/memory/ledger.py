@@ -75,7 +75,7 @@ class Life:
     died: int | None = None
     kind: str = ""
     module: int | None = None
-    """Whose it is, by the number of `heap.named_modules`."""
+    """Whose it is, by the number that the dry run gives modules."""
 
     def mark(self, kind: str) -> None:
         """Say what it is; the first word holds, except where a later one is certain: see `_CERTAIN`.
@@ -162,7 +162,7 @@ class Ledger:
     backward: Place = NOWHERE
     """Where the last one began or ended."""
     module: int | None = None
-    """Whose the blocks are that are asked for, by the number of `heap.named_modules`."""
+    """Whose the blocks are that are asked for, by the number that the dry run gives modules."""
     unpacking: bool = False
     """Whether what is made now was there before the cell."""
     settle: Callable[[], None] = lambda: None

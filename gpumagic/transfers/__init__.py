@@ -16,5 +16,5 @@ log, whoever makes them.
     device_errors.py     an error about devices, explained
     report.py            the records; `view.py` shows them
     move.py              `--move`
-    trace/               `--trace`, line by line
+    tracing.py           `--trace`: time and memory by line; `lines.py` tells which lines run
 """

@@ -24,12 +24,11 @@ import torch
 from gpumagic import _compat
 from gpumagic.memory import allocator
 from gpumagic.source import frames
-from gpumagic.transfers import device_mode, operators
+from gpumagic.transfers import device_mode, lines, operators, tracing
 from gpumagic.transfers import recorder as recorders
 from gpumagic.transfers.device_mode import RecordingContext
 from gpumagic.transfers.log import TransferLog
 from gpumagic.transfers.recorder import Recorder, device_context
-from gpumagic.transfers.trace import lines, run
 
 _lock = RLock()
 
@@ -202,7 +201,7 @@ def unwatch_tracebacks() -> None:
 
 def _skip_in_compilers() -> None:
     """Have `torch.compile` run what is called for torch's functions as it is, where it comes upon it between graphs."""
-    for module in (device_mode, operators, lines, run):
+    for module in (device_mode, operators, lines, tracing):
         classes = [each for each in vars(module).values() if isinstance(each, type)]
         for each in (value for owner in (module, *classes) for value in vars(owner).values()):
             function = getattr(each, "__wrapped__", each)

@@ -21,13 +21,13 @@ from gpumagic.source import frames
 from gpumagic.source.frames import WatchedCode
 from gpumagic.transfers import device_errors, log, move
 from gpumagic.transfers.advice import suggestions
+from gpumagic.transfers.lines import Function, find_functions
 from gpumagic.transfers.report import TransferReport
 from gpumagic.transfers.sites import CallSites
-from gpumagic.transfers.trace.events import Function, find_functions
 
 if TYPE_CHECKING:
     from gpumagic.transfers.recording import Recording
-    from gpumagic.transfers.trace.run import Trace
+    from gpumagic.transfers.tracing import Trace
 
 
 Given = ParamSpec("Given")
@@ -214,7 +214,7 @@ class DeviceRun:
     def _start_trace(self) -> None:
         if not self._trace:
             return
-        from gpumagic.transfers.trace.run import Trace
+        from gpumagic.transfers.tracing import Trace
 
         self._traced = Trace(self._recording.recorder, self._code, self._block, self._functions)
         self._traced.start()

@@ -13,6 +13,7 @@ import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -21,12 +22,68 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gpumagic.dryrun import parts
+from gpumagic.heap.branches import attributes_of, modules_in, name_of_type
 from gpumagic.heap.kinds import Graphs
-from gpumagic.heap.named_modules import NamedModules
 from gpumagic.heap.storages import COMPONENTS, local_of
 from gpumagic.memory.ledger import Ledger, Place
 
 _SEEN = "gpumagic"
+
+
+class NamedModules:
+    """Modules by number.
+
+    Attributes:
+        names: by number the shortest way to a module from a variable, as ``"model.blocks.3.attn"``; else its class.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._numbers: dict[int, tuple[ref[nn.Module], int]] = {}  # by identity: no `__hash__` of the user's
+
+    def name_all(self, namespace: Mapping[str, Any]) -> None:
+        """Name the modules that variables lead to, by the shortest way."""
+        named: set[int] = set()
+        for name, value in [*_roots(namespace), *_held(namespace)]:
+            for path, module in modules_in(value):
+                if id(module) not in named:
+                    named.add(id(module))
+                    self.names[self.number(module)] = ".".join(filter(None, (name, path)))
+
+    def number(self, module: nn.Module) -> int:
+        """Return a module's number; one that no variable leads to is named by the class that it is in."""
+        known = self._known(module)
+        if known is not None:
+            return known
+        for path, each in modules_in(module):
+            if self._known(each) is None:
+                self._numbers[id(each)] = ref(each), len(self.names)
+                self.names.append(".".join(filter(None, (name_of_type(type(module)), path))))
+        return self._numbers[id(module)][1]
+
+    def numbered(self) -> list[tuple[nn.Module, int]]:
+        """Return the modules that are alive, each with its number."""
+        found = [(alive(), number) for alive, number in list(self._numbers.values())]
+        return [(module, number) for module, number in found if module is not None]
+
+    def _known(self, module: nn.Module) -> int | None:
+        alive, number = self._numbers.get(id(module), (None, None))
+        return number if alive is not None and alive() is module else None
+
+
+def _roots(namespace: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
+    yield from (
+        (name, value)
+        for name, value in namespace.items()
+        if issubclass(type(value), nn.Module) and not name.startswith("_")
+    )
+
+
+def _held(namespace: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that variables have as attributes, such as a trainer's."""
+    for name, value in list(namespace.items()):
+        if not name.startswith("_") and not issubclass(type(value), (type, nn.Module)):
+            yield from ((f"{name}.{attribute}", module) for attribute, module in _roots(attributes_of(value)))
 
 
 class Modules(NamedModules):

@@ -17,8 +17,7 @@ import torch
 from gpumagic import fakecuda
 from gpumagic.dryrun import parts
 from gpumagic.dryrun.worker import ranks, sandbox
-from gpumagic.dryrun.worker.cuda.history import History, Trace
-from gpumagic.dryrun.worker.cuda.layout import Layout
+from gpumagic.dryrun.worker.cuda.allocator import History, Layout, Trace
 from gpumagic.dryrun.worker.host import LEAST
 from gpumagic.dryrun.worker.known import Known
 from gpumagic.dryrun.worker.reading import CudaReading, address_of, memory_of

@@ -1,4 +1,4 @@
-"""The trace of one run: which code it follows, and its report at the end.
+"""`--trace`: the time and memory of each line of a run, its functions' lines among them where they are named.
 
 While the cell runs only turns are noted: which line runs from when on. CUDA's history says of each entry when the turn
 of its thread began (torch has it as metadata), so entries of the run's thread find their turn exactly; those of
@@ -23,10 +23,9 @@ from gpumagic.memory.devices import Device
 from gpumagic.memory.history import AllocatorHistory, turns
 from gpumagic.source import frames
 from gpumagic.source.frames import WatchedCode
+from gpumagic.transfers.lines import Events, LineLog, Place, events
 from gpumagic.transfers.recorder import Recorder
 from gpumagic.transfers.report import LineReport, LineRow
-from gpumagic.transfers.trace.events import Events, events
-from gpumagic.transfers.trace.lines import LineLog, Place
 
 
 class Trace:
