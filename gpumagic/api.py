@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, cast
 
+from gpumagic import notebook
 from gpumagic.errors import OptionError
 from gpumagic.memory.devices import resolve
-from gpumagic.notebook import session
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -91,13 +91,13 @@ def free_leaks() -> FreedReport:
     """
     from gpumagic.tensors import why
 
-    shell = session.shell()
-    return why.release(session.user_variables(shell), shell)
+    shell = notebook.shell()
+    return why.release(notebook.user_variables(shell), shell)
 
 
 def _shell_of(namespace: Mapping[str, object]) -> InteractiveShell | None:
     """Return the IPython shell whose variables these are: what it keeps beside them is not the user's."""
-    shell = session.shell()
+    shell = notebook.shell()
     return shell if shell is not None and shell.user_ns is namespace else None
 
 

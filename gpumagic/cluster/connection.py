@@ -13,12 +13,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from typing import Any
 
-from gpumagic import _compat, simgpu
+from gpumagic import _compat, notebook, simgpu
 from gpumagic.cluster.report import ClusterReport, EngineAnswer
 from gpumagic.errors import DeviceNotFound, OptionError
 from gpumagic.memory import allocator
 from gpumagic.memory.devices import Device, resolve
-from gpumagic.notebook import session
 from gpumagic.options import PARSERS
 from gpumagic.report.base import Origin  # the latter for engines
 
@@ -43,7 +42,7 @@ def connect(targets: str = PX) -> tuple[Any, list[int]]:
         OptionError: there is no client, it is closed, it has no engines, or an engine was never there.
     """
     source = _selected
-    if source is None and (shell := session.shell()) is not None:
+    if source is None and (shell := notebook.shell()) is not None:
         source = getattr(getattr(shell.find_cell_magic("px"), "__self__", None), "view", None)
     if source is None:
         raise OptionError(
@@ -122,14 +121,14 @@ def answer_devices(names: Sequence[str], *, by: str | None, limit: int | None) -
     from gpumagic.tensors import scan
 
     simgpu.enable_from_environment()
-    shell = session.shell()
+    shell = notebook.shell()
     only = [resolve(name) for name in names]
-    return scan.scan(session.user_variables(shell), devices=only, group_by=by, limit=limit, shell=shell)
+    return scan.scan(notebook.user_variables(shell), devices=only, group_by=by, limit=limit, shell=shell)
 
 
 def answer_prepare(device: str | None, fallback: str | None) -> list[str]:
     """Prepare for a cell under a cell magic, and return the devices that it may run on, which have its local rank."""
-    shell = session.shell()
+    shell = notebook.shell()
     if shell is None:
         raise OptionError("this engine runs no IPython")
     if shell.find_line_magic("oomguard") is None:
@@ -143,7 +142,7 @@ def answer_prepare(device: str | None, fallback: str | None) -> list[str]:
 
 def answer_collect(name: str) -> object:
     """Return the report that a cell left in a variable, and undo what was prepared."""
-    shell = session.shell()
+    shell = notebook.shell()
     assert shell is not None
     report = shell.user_ns.pop(name, None)
     shell.user_ns_hidden.pop(name, None)

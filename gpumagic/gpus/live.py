@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from gpumagic import notebook
 from gpumagic.gpus.report import CellChange, GPUReport
 from gpumagic.gpus.view import cell_line
 from gpumagic.memory import allocator
-from gpumagic.notebook import session
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
@@ -170,7 +170,7 @@ class CellMonitor:
             if on:
                 self._shell.events.register(event, hook)
             else:
-                session.unregister(self._shell, event, hook)
+                notebook.unregister(self._shell, event, hook)
         if not on:
             self._open.clear()
             self.is_on = False

@@ -24,8 +24,8 @@ from IPython.core.inputtransformer2 import cell_magic, classic_prompt, ipython_p
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
+from gpumagic import notebook
 from gpumagic.errors import GpuMagicError
-from gpumagic.notebook import session as sessions
 from gpumagic.notebook.guards import BodyOutcome, BodyRuns, CellBody, Guard, Outcome, in_reverse, run_guarded
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class CellSessions:
     def uninstall(self) -> None:
         """Undo `install`, as far as it went; what is open in this thread is closed, without a report."""
         for event, callback in self._events:
-            sessions.unregister(self._shell, event, callback)
+            notebook.unregister(self._shell, event, callback)
         mine = self._mine()
         self._sessions.clear()
         self._close(mine, None)

@@ -8,8 +8,7 @@ from argparse import Action
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
-from gpumagic import _compat, options
-from gpumagic.notebook import session
+from gpumagic import _compat, notebook, options
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -25,7 +24,7 @@ def install(shell: InteractiveShell, devices: Names, undo: list[Callable[[], obj
     """Complete the lines of our magics in a shell, with names of devices; what undoes it is added to ``undo``."""
 
     def complete_line(line: str, below: str) -> tuple[str, list[str]]:
-        variables = functools.partial(session.names_of_users, shell.user_ns)
+        variables = functools.partial(notebook.names_of_users, shell.user_ns)
         ints = functools.partial(numbers, shell.user_ns, below)
         offers: dict[str, Names] = {"DEVICE": devices, "why": variables, "move": variables, "fit": ints, "shrink": ints}
         return complete(line, offers)

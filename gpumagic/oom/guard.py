@@ -11,11 +11,11 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
+from gpumagic import notebook
 from gpumagic.errors import OptionError
 from gpumagic.heap import release
 from gpumagic.heap.holders import Identities
 from gpumagic.memory import allocator
-from gpumagic.notebook import session
 from gpumagic.oom import failure, recognition
 from gpumagic.oom.failure import Failure, GuardState
 from gpumagic.oom.shell import LateTraceback
@@ -75,7 +75,7 @@ class OomGuard(contextlib.ContextDecorator):
         self._debug = debug
         self._keep_going = keep_going
         self._store = store
-        self._namespace = namespace if namespace is not None else session.user_variables(shell)
+        self._namespace = namespace if namespace is not None else notebook.user_variables(shell)
         self._rerun = rerun
         self._is_running = is_running
         self._seconds = seconds

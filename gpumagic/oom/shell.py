@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.notebook import session
+from gpumagic import notebook
 from gpumagic.oom import recognition
 from gpumagic.source.frames import is_user_code, traceback_steps
 
@@ -140,7 +140,7 @@ def switch(shell: InteractiveShell, state: str, sessions: CellSessions, make: Ca
         sessions.start(guard, info)
 
     def stop() -> None:  # a cell that runs now ends unguarded
-        session.unregister(shell, "pre_run_cell", start)
+        notebook.unregister(shell, "pre_run_cell", start)
         for guard in list(guards):
             sessions.drop(guard)
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from functools import partial
 from typing import Any
 
+from gpumagic import notebook
 from gpumagic.errors import GpuMagicError, OptionError, nearest
 from gpumagic.heap import branches
 from gpumagic.memory.devices import room
-from gpumagic.notebook import session
 from gpumagic.report.units import size
 from gpumagic.transfers.log import direction
 from gpumagic.transfers.report import TransferRow
@@ -95,7 +95,7 @@ def _parts(name: str, namespace: Mapping[str, Any]) -> list[Any]:
         OptionError: it is missing or holds none, a tensor of it has no values, or a container in it holds itself.
     """
     if name not in namespace:
-        near = nearest(name, session.names_of_users(namespace))
+        near = nearest(name, notebook.names_of_users(namespace))
         hint = f"did you mean {near}?" if near else "write names of variables, such as --move model,x"
         raise OptionError(f"{CAUSE}: there is no variable {name!r}; {hint}")
     import torch

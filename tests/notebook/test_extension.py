@@ -183,7 +183,7 @@ def test_a_profile_can_load_it_always(tmp_path):
     assert "GPUMagic" in done.stdout, done.stderr
 
 
-PARTS = ("extension.py", "cells.py", "completion.py", "session.py", "live.py", "_compat.py")
+PARTS = ("extension.py", "cells.py", "completion.py", "notebook/__init__.py", "live.py", "_compat.py")
 
 
 class Interrupt:
