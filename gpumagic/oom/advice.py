@@ -23,7 +23,7 @@ Rule = Callable[[Facts], Iterable[Proposal]]
 TIERS: tuple[tuple[Rule, ...], ...] = (
     # What nobody meant: to undo it costs nothing.
     (limits.size_bug, limits.squeeze, kept.leftovers, kept.stale, kept.earlier_graph, kept.evaluates, collected.graphs,
-     kept.only_looks, kept.of_a_frozen_model, kept.retained, kept.unread, kept.gradients, limits.on_the_host,
+     kept.only_looks, kept.of_a_frozen_model, kept.retained, kept.unread, limits.on_the_host,
      limits.fraction),
     # The same result, with less memory or in another place.
     (expressions.rewritten, expressions.expand, collected.results, collected.listed, collected.stays,

@@ -268,8 +268,7 @@ def _collected(value: Any, device: str) -> Collected | None:
         return None
     return Collected(
         len(facts), sum(fact.nbytes for fact in facts), sum(fact.graph for fact in facts),
-        not any(fact.shape for fact in facts), by_key=type(value) is dict,
-        record="" if not records else "_make" if hasattr(records[0], "_make") else type(records[0]).__name__,
+        not any(fact.shape for fact in facts), is_of_records=bool(records) and type(records[0]) is not list,
     )  # fmt: skip
 
 

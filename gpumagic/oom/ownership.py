@@ -114,13 +114,10 @@ def _nbytes(tensors: Iterable[Any], dtype: object = None) -> int:
 def _model(name: str, module: Any, parameters: list[Any], *, local: bool) -> Model:
     import torch
 
-    with undisturbed():
-        gradients = gradients_of(parameters)
     return Model(
         name, _nbytes(parameters), _nbytes(parameters, torch.float32),
         training=bool(branches.attributes_of(module).get("training")), checkpoints=_checkpoints(module),
-        gradients=_nbytes(gradients), blocks=_blocks(name, module),
-        sequential=issubclass(type(module), torch.nn.Sequential), local=local,
+        blocks=_blocks(name, module), sequential=issubclass(type(module), torch.nn.Sequential), local=local,
         methods=tuple(each for each in SAVING_METHODS if branches.class_attribute(type(module), each) is not None),
     )  # fmt: skip
 

@@ -156,7 +156,7 @@ FIGURES = AllocatorStats(7 * GIB, 7 * GIB, 7 * GIB)
 def facts(source: str, line: int, *, trains: bool) -> Facts:
     """Return facts under which as many rules as can be have something to say."""
     cell = cell_code.read_cell(source)
-    model = Model("net", GIB, GIB, training=trains, checkpoints=None, gradients=GIB, blocks="net",
+    model = Model("net", GIB, GIB, training=trains, checkpoints=None, blocks="net",
                   sequential=True)  # fmt: skip
     at = text.parse(source, line=line)
     return Facts(

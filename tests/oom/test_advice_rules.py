@@ -127,12 +127,6 @@ def test_a_displayed_leftover_is_deleted_by_ipythons_own_magic() -> None:
     assert one(kept.leftovers, replace(SHORTAGE, leftovers=claims)).edit == "del x, y\n%xdel _5\n%xdel _6"
 
 
-def test_nothing_is_deleted_for_a_request_that_is_larger_than_the_whole_device() -> None:
-    claims = (Ownership(frozenset({"a"}), GIB),)
-    assert list(kept.leftovers(replace(SHORTAGE, leftovers=claims, requested=SHORTAGE.capacity)))
-    assert not list(kept.leftovers(replace(SHORTAGE, leftovers=claims, requested=SHORTAGE.capacity + 1)))
-
-
 def test_small_leftovers_are_not_mentioned() -> None:
     assert not list(kept.leftovers(replace(SHORTAGE, leftovers=(Ownership(frozenset({"a"}), 512),))))
 
@@ -173,7 +167,7 @@ def test_graphs_that_pile_up_are_cut_where_they_are_collected(line, facts, edit)
 
 def test_lists_in_a_dict_are_collected_in_the_hosts_memory() -> None:
     cell = cell_code.read_cell("for name in names:\n    history.setdefault(name, []).append(p.grad.clone())")
-    lists = {"history": Collection(9, GIB, record="list", by_key=True)}
+    lists = {"history": Collection(9, GIB)}
     advice = one(collected.results, replace(SHORTAGE, cell=cell, collections=lists))
     assert advice.edit == "history.setdefault(name, []).append(p.grad.clone().cpu())"
 

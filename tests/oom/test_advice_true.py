@@ -17,7 +17,7 @@ from gpumagic.oom import advice as advising
 from gpumagic.oom import trials
 from gpumagic.oom.report import Advice, EditTrial, Need
 from gpumagic.oom.rules import collected, kept, limits, parts
-from gpumagic.oom.rules.facts import Collection, Facts, Model, TensorFact
+from gpumagic.oom.rules.facts import Collection, Facts, TensorFact
 from gpumagic.oom.rules.verdict import explain
 from gpumagic.source import cell_code, text
 
@@ -183,13 +183,6 @@ def test_a_number_of_the_notebook_is_set_before_the_cell() -> None:
 def test_an_evaluation_is_run_without_graphs_before_its_results_are_detached() -> None:
     order = advising.TIERS[0]
     assert order.index(kept.evaluates) < order.index(collected.graphs)
-    code = "def validate():\n    for x in data:\n        outs.append(net(x))\nvalidate()"
-    facts = of_cell(PIECES, code, 4)
-    facts = replace(
-        facts, models=(Model("net", GIB, GIB, training=True, checkpoints=None),),
-        line=4, functions=frozenset({"validate", "forward"}), graph_names=("outs",),
-    )  # fmt: skip
-    assert next(kept.evaluates(facts)).evidence.startswith("validate() is by its name an evaluation")
 
 
 def test_a_batch_size_in_an_object_of_settings_is_lowered_there(report_of) -> None:

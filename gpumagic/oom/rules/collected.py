@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.expressions import match
-from gpumagic.oom.rules.facts import Collection, Facts
+from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import bracketed, called_models, failed, loop_around, propose
 from gpumagic.report.units import LARGE, count, size
 from gpumagic.source.text import CellText, Change, called_name, names_in
@@ -75,7 +75,7 @@ def results(facts: Facts) -> Iterator[Advice]:
                 *(text.replace(value, f"{bracketed(text, value)}{to_host}") for value in values),
                 *(text.append(call, back) for call in joined),
             ],
-            first=_moved(place, held) if _is_there(facts, target) and not held.graphs else None,
+            first=_MOVED.format(place=place) if _is_there(facts, target) and not held.graphs else None,
             evidence=f"{place} holds {count(held.tensors, 'tensor')} with {size(held.nbytes)}"
             + (", more with every pass" if values else ""),
             cost="a copy in each pass" + ("" if joined else f"; what uses {place} finds it on the CPU"),
@@ -165,15 +165,8 @@ def _root(place: str) -> str:
     return re.split(r"\W", place, maxsplit=1)[0]
 
 
-def _moved(place: str, held: Collection) -> str:
-    """Return code that moves to the host what a collection holds."""
-    moved = "x.cpu() if torch.is_tensor(x) else x for"
-    each = {
-        "": "each.cpu()", "tuple": f"tuple({moved} x in each)", "_make": f"each._make({moved} x in each)",
-        "dict": f"{{name: {moved} name, x in each.items()}}", "list": f"[{moved} x in each]",
-    }[held.record]  # fmt: skip
-    index, items = ("key", f"list({place}.items())") if held.by_key else ("i", f"enumerate({place})")
-    return f"for {index}, each in {items}:\n    {place}[{index}] = {each}"
+_MOVED = "{place} = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, {place})"
+"""Code that moves to the host what a collection holds, records or not."""
 
 
 _JOINS = ("stack", "cat", "concat")
@@ -208,7 +201,7 @@ def _additions(facts: Facts) -> Iterator[tuple[CellText, str, list[ast.expr]]]:
                 continue  # what returns something does not only keep
             target = text.code(owner) if owner is not None else ""
             held = facts.collections.get(target)
-            if held is not None and (held.place or held.record not in ("", "list")):
+            if held is not None and (held.place or held.is_of_records):
                 values = [part for value in values for part in _parts(value) if _is_there_too(facts, text, part)]
             elif isinstance(node, ast.Call) and called_name(node) not in _ADD:
                 continue

@@ -12,6 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from gpumagic.memory.allocator import segment_size
+from gpumagic.report.units import LARGE
 
 if TYPE_CHECKING:
     import ast
@@ -53,7 +54,7 @@ class TensorFact:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """A list, deque or dict of tensors on the device that failed, or of tuples or dicts of them."""
+    """A list, deque or dict of tensors on the device that failed, or of tuples, lists or dicts of them."""
 
     tensors: int
     nbytes: int
@@ -63,10 +64,8 @@ class Collection:
     """Whether each is a single number."""
     place: str = ""
     """Where an object has it, ``"memory.records"``; empty where the name is the collection's own."""
-    record: str = ""
-    """``"tuple"``, ``"_make"``, ``"dict"``, ``"list"``: how a record with tensors is made anew; else empty."""
-    by_key: bool = False
-    """Whether it is a dict."""
+    is_of_records: bool = False
+    """Whether each is a tuple or a dict with tensors."""
 
 
 SAVING_METHODS = (
@@ -86,8 +85,6 @@ class Model:
     training: bool
     checkpoints: bool | None
     """Whether it recomputes activations; None where it has no switch for it."""
-    gradients: int = 0
-    """Bytes of gradients its parameters have."""
     blocks: str | None = None
     """Code for the longest list of like children, over which it loops: ``"net.layers"``."""
     sequential: bool = False
@@ -307,6 +304,6 @@ class Facts:
         return nbytes * 0.99 <= self.requested <= segment_size(nbytes) * 1.01
 
     @property
-    def leftover_nbytes(self) -> int:
-        """Bytes that unbinding all leftovers releases."""
-        return sum(claim.nbytes for claim in self.leftovers)
+    def large(self) -> set[str]:
+        """The names of large tensors on the device that the code worked with."""
+        return {name for name, fact in self.tensors.items() if fact.device == self.device and fact.nbytes >= LARGE}

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator, Sequence
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts, Ownership
 from gpumagic.oom.rules.proposal import (
     Remedy,
+    bound_in,
     called_models,
     calls,
     failed,
     find,
     loop_around,
-    prepare,
     propose,
     read_no_more,
 )  # fmt: skip
@@ -25,8 +24,6 @@ from gpumagic.source.text import CellText, Change, called_name, names_in
 
 def leftovers(facts: Facts) -> Iterator[Advice]:
     """Delete what earlier cells left behind and this one does not use; models it takes to the CPU."""
-    if facts.requested is not None and 0 < (facts.capacity or 0) < facts.requested:
-        return  # no clearing up can make it fit
     large = [claim for claim in facts.leftovers if claim.nbytes >= LARGE]
     models = [claim for claim in large if claim.kind in ("module", "optimizer")]
     others = [claim for claim in large if claim not in models]
@@ -70,8 +67,11 @@ def last_turn(facts: Facts) -> Iterator[Advice]:
     loop = loop_around(text, text.line) if text is not None else None
     if text is None or loop is None:
         return
-    here = {name for name, fact in facts.tensors.items() if fact.device == facts.device and fact.nbytes >= LARGE}
-    names = [name for name in _remade(loop, text) if name in here and not facts.tensors[name].requires_grad]
+    seen, names = set[str](), list[str]()
+    for each in loop.body:
+        if isinstance(each, ast.Assign):  # what it binds anew and has not read till then
+            names += sorted((bound_in(each) & facts.large) - seen - names_in(each.value))
+        seen |= names_in(each)
     if names:
         yield propose(
             f"Delete {', '.join(names)} at the end of each pass", text=text,
@@ -104,19 +104,6 @@ weights = Remedy(
 )  # fmt: skip
 
 
-def _remade(loop: ast.For | ast.While, text: CellText) -> list[str]:
-    """Return the names that a turn of a loop binds anew from a line on, and does not read till then."""
-    seen: set[str] = set()
-    remade = []
-    for each in loop.body:
-        target = each.targets[0] if isinstance(each, ast.Assign) and len(each.targets) == 1 else None
-        is_ahead = (each.end_lineno or 0) >= (text.line or 0)  # else its old value is gone already
-        if isinstance(target, ast.Name) and is_ahead and not {target.id} & (seen | names_in(each.value)):  # type: ignore[attr-defined]
-            remade.append(target.id)
-        seen |= names_in(each)
-    return remade
-
-
 def _deletion(names: list[str]) -> str:
     """Return the code that unbinds names.
 
@@ -130,21 +117,7 @@ def _deletion(names: list[str]) -> str:
     )
 
 
-def gradients(facts: Facts) -> Iterator[Advice]:
-    """Have no gradients of a training that is over."""
-    for model in facts.models if facts.stage == "forward" and not facts.trains else ():
-        if model.gradients >= LARGE and not model.training and not model.local:
-            yield propose(
-                f"Drop the gradients that {model.name} keeps from training", frees=model.gradients,
-                evidence=f"{model.name} is in eval mode and holds {size(model.gradients)} of gradients", cost="none",
-                **prepare(facts, model.name, f"{model.name}.zero_grad(set_to_none=True)"),
-            )  # fmt: skip
-
-
 INFERENCE = "with torch.inference_mode():"
-
-_EVALUATION = re.compile(r"eval|valid|predict|infer|embed|encode|score|^test", re.IGNORECASE)
-"""How functions are called that only look at what a model gives."""
 
 
 def earlier_graph(facts: Facts) -> Iterator[Advice]:
@@ -164,15 +137,9 @@ def earlier_graph(facts: Facts) -> Iterator[Advice]:
 
 
 def evaluates(facts: Facts) -> Iterator[Advice]:
-    """Evaluate without recording a graph, where the code says that it evaluates."""
-    said = [f"{model.name} is in eval mode" for model in facts.models if not model.training]
-    functions = [node.name for text in facts.texts for node in text.nodes() if isinstance(node, ast.FunctionDef)]
-    said += [
-        f"{name}() is by its name an evaluation"
-        for name in functions
-        if name in facts.functions and _EVALUATION.search(name)
-    ]
-    yield from _evaluated(facts, said[0]) if said else ()
+    """Evaluate without recording a graph, where a model is in eval mode."""
+    evaluated = next((model.name for model in facts.models if not model.training), None)
+    yield from _evaluated(facts, f"{evaluated} is in eval mode") if evaluated else ()
 
 
 def only_looks(facts: Facts) -> Iterator[Advice]:
@@ -205,10 +172,7 @@ def of_a_frozen_model(facts: Facts) -> Iterator[Advice]:
     for statement, call in ((each, call) for each in plain for call in called_models(facts, each)):
         model = text.code(call.func)
         inputs = [facts.tensors.get(name) for name in set[str]().union(*map(names_in, call.args))]
-        blocks = [node for node in text.nodes() if isinstance(node, ast.With)]
-        around = [block for block in blocks if block.lineno < call.lineno <= (block.end_lineno or 0)]
-        is_off = any("grad" in text.code(item.context_expr) for block in around for item in block.items)
-        if model in updated or is_off or any(fact is None or fact.requires_grad or fact.graph for fact in inputs):
+        if model in updated or any(fact is None or fact.requires_grad or fact.graph for fact in inputs):
             continue
         changes = _without_graph(text, statement, call)
         if changes:

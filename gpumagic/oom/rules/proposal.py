@@ -14,7 +14,6 @@ from typing import Any
 from gpumagic.memory.devices import Device
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts
-from gpumagic.report.units import LARGE
 from gpumagic.source.text import CellText, Change, called_name, keyword, names_in
 
 
@@ -115,8 +114,7 @@ def read_no_more(facts: Facts) -> set[str]:
     after = set[str]().union(*(names_in(each) for each in text.tree.body if each.lineno > (facts.line or 0)))
     made = {name for each in text.tree.body if each is not failing and each.lineno < (facts.line or 0)
             for name in names_in(each)} & facts.cell.bound_first  # fmt: skip
-    here = {name for name, fact in facts.tensors.items() if fact.device == facts.device and fact.nbytes >= LARGE}
-    return (made & here) - after
+    return (made & facts.large) - after
 
 
 def bracketed(text: CellText, node: ast.expr) -> str:

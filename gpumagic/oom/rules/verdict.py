@@ -58,7 +58,7 @@ def _not_the_device(facts: Facts) -> Iterator[tuple[str, str]]:
 def _device(facts: Facts) -> Iterator[tuple[str, str]]:
     device, capacity, short, need = facts.device, facts.capacity or 0, facts.short or 0, facts.need
     worth_blaming = max(short, capacity // A_FAIR_SHARE)
-    others, left = facts.other_processes or 0, facts.leftover_nbytes
+    others, left = facts.other_processes or 0, sum(each.nbytes for each in facts.leftovers)
     if facts.requested is not None and 0 < capacity < facts.requested:
         said = (
             f"One request of {size(facts.requested)} is larger than all of {device} ({size(capacity)}): no "
