@@ -101,9 +101,9 @@ def _demo(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
     notebook = nbformat.read(source, as_version=4)
     if not allocator.accelerators():  # compiled now, where it says so, rather than in a cell that seems to hang
-        from gpumagic.simgpu import _build
+        from gpumagic.simgpu import _module
 
-        _build.load()
+        _module.load()
     print(f"Running {source.name} in a fresh kernel:")
     error = execute_notebook(notebook)
     if error is not None:

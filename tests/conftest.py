@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     first = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
     if first and not fakecuda.is_enabled():  # tests/cuda has no use for it
-        subprocess.run([sys.executable, "-c", "from gpumagic.simgpu import _build; _build.load()"], check=False)
+        subprocess.run([sys.executable, "-c", "from gpumagic.simgpu import _module; _module.load()"], check=False)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""`torch.simgpu`: the names of `torch.cuda` for the simulated GPUs, and their registration with torch.
+"""`torch.simgpu`: the names of `torch.cuda` for the simulated GPUs; how these are compiled and registered with torch.
 
 `DeviceModule` has those names for any out-of-tree device: a dry run's on fake tensors is one, too.
 """
@@ -6,17 +6,28 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
 
+from gpumagic import compiled
 from gpumagic.errors import SimgpuUnavailable
-from gpumagic.simgpu import _build
+from gpumagic.report import progress
 
 DeviceLike: TypeAlias = torch.device | str | int | None
 
@@ -29,7 +40,7 @@ def register() -> None:
     """Compile the backend if it has to be, and make it torch's out-of-tree device.
 
     Raises:
-        SimgpuUnavailable: as `_build.load`, or another backend is there already.
+        SimgpuUnavailable: as `load`, or another backend is there already.
     """
     global native  # noqa: PLW0603  there is one for the life of the process
     taken = torch._C._get_privateuse1_backend_name()
@@ -38,7 +49,7 @@ def register() -> None:
             f"torch has one slot for an out-of-tree device and {taken!r} holds it; "
             "use simulated GPUs in a process that does not load it"
         )
-    native = _build.load()
+    native = load()
     native.start()
     torch.utils.rename_privateuse1_backend(BACKEND)
     torch._register_device_module(BACKEND, _Simgpu(BACKEND))
@@ -181,15 +192,6 @@ class DeviceModule(ModuleType):
         for each in self.default_generators:
             each.manual_seed(seed)
 
-    def seed(self) -> None:
-        """Seed the current device's generator at random."""
-        self.generator().seed()
-
-    def seed_all(self) -> None:
-        """Seed every device's generator with one random number."""
-        self.seed()
-        self.manual_seed_all(self.initial_seed())
-
     def initial_seed(self) -> int:
         """Return the seed of the current device's generator."""
         return int(self.generator().initial_seed())
@@ -289,3 +291,108 @@ class _Simgpu(DeviceModule):
     def generator(self, device: DeviceLike = None) -> torch.Generator:
         found: torch.Generator = native.default_generator(self.index(device))
         return found
+
+
+# ---- The backend is compiled once, and found again in the user's cache
+
+NAME = "gpumagic_simgpu"
+HERE = Path(__file__).parent
+SOURCES = ("simgpu.cpp", "autocast.cpp")
+HEADERS = ("allocator.h", "devices.h", "host_call.h", "statistics.h")
+WHAT = "the simulated GPU"
+
+
+def load() -> ModuleType:
+    """Return the compiled backend; the first call of a new torch, Python or gpumagic compiles it, half a minute.
+
+    Raises:
+        SimgpuUnavailable: there is no compiler, no ninja or no setuptools, it does not compile, or cannot be kept.
+    """
+    built, made = library(), []
+
+    def make() -> None:
+        try:
+            made.append(_compile(built.parent))
+        except (OSError, subprocess.SubprocessError) as error:
+            raise SimgpuUnavailable(f"{WHAT} cannot be compiled in {built.parent.parent}: {error}") from error
+
+    compiled.load_folder(built.parent, WHAT, SimgpuUnavailable, built.exists, make)
+    if made:
+        return made[0]
+    loader = importlib.machinery.ExtensionFileLoader(NAME, str(built))
+    spec = importlib.util.spec_from_loader(NAME, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def library() -> Path:
+    """Return where the backend of this torch, Python and gpumagic is, once it is compiled.
+
+    That is beside torch's own extensions where the user placed those.
+    """
+    folder, torchs = compiled.cache_folder("simgpu"), os.environ.get("TORCH_EXTENSIONS_DIR")
+    folder = Path(torchs) / "gpumagic" if torchs else folder
+    digest = hashlib.sha256(torch.__version__.encode())
+    digest.update(str(torch.compiled_with_cxx11_abi()).encode())
+    for source in (*SOURCES, *HEADERS):
+        digest.update((HERE / source).read_bytes())
+    key = f"{sysconfig.get_config_var('SOABI') or sys.implementation.cache_tag}-{digest.hexdigest()[:16]}"
+    return folder / key / f"{NAME}.so"
+
+
+def _compile(home: Path) -> ModuleType:
+    _check_tools()
+    telling = progress.waiting(f"gpumagic: compiling {WHAT}, once, about 30 s ...")
+    with telling, compiled.unfinished(home) as folder:
+        module = _build_in(str(folder))
+        home.mkdir(mode=0o700, exist_ok=True)
+        (folder / f"{NAME}.so").replace(library())
+    return module
+
+
+def _build_in(folder: str) -> ModuleType:
+    # It warns on import where a CUDA toolkit stands but no GPU, as in Colab without one; nothing of CUDA is built here.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    from torch.utils import cpp_extension
+
+    sources = [str(HERE / source) for source in SOURCES]
+    try:
+        with _ninja_on_path():
+            built = cpp_extension.load(NAME, sources, extra_cflags=["-O1", "-g0", "-w"], build_directory=folder)
+    except RuntimeError as error:
+        lines = str(error).splitlines()
+        told = next((line for line in lines if "error:" in line), lines[0]).strip()
+        raise SimgpuUnavailable(
+            f"{WHAT} does not compile with this torch and compiler ({told}); "
+            "it was tried with torch 2.4 and 2.13, and g++ 12"
+        ) from error
+    assert isinstance(built, ModuleType)
+    return built
+
+
+def _check_tools() -> None:
+    compiler = os.environ.get("CXX", "c++").split()[0]
+    with _ninja_on_path():
+        tools = {
+            f"C++ compiler ({compiler})": (shutil.which(compiler), "apt install g++"),
+            "setuptools": (importlib.util.find_spec("setuptools"), "pip install setuptools"),
+            "ninja": (shutil.which("ninja"), "pip install ninja"),
+        }
+    for tool, (found, how) in tools.items():
+        if found is None:
+            raise SimgpuUnavailable(
+                f"{WHAT} is compiled on first use and there is no {tool} here; install it, e.g. `{how}`"
+            )
+
+
+@contextlib.contextmanager
+def _ninja_on_path() -> Iterator[None]:
+    # pip puts ninja beside python, which is on PATH only while the environment is activated.
+    before = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join([before, str(Path(sys.executable).parent)])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before

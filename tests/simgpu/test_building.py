@@ -15,7 +15,7 @@ from forks import Forks
 
 from gpumagic import compiled
 from gpumagic.errors import SimgpuUnavailable
-from gpumagic.simgpu import _build
+from gpumagic.simgpu import _module
 
 ENABLE = """
 from gpumagic import simgpu
@@ -80,7 +80,7 @@ def refusal(forks: Forks) -> Callable[..., str]:
 def stand_in(tmp_path: Path) -> str:
     """Return the path of a compiler that takes no time."""
     path = tmp_path / "stand-in"
-    path.write_text(COMPILER.format(library=_build.library()))
+    path.write_text(COMPILER.format(library=_module.library()))
     path.chmod(0o755)
     return str(path)
 
@@ -90,7 +90,7 @@ def test_two_processes_compile_once_over_the_rest_of_an_interrupted_compile(
     tmp_path: Path, stand_in: str, real: bool
 ) -> None:
     """One compiles and says so, the other waits; neither is held up by what a killed process left."""
-    home, key = tmp_path / "gpumagic" / "simgpu", _build.library().parent.name
+    home, key = tmp_path / "gpumagic" / "simgpu", _module.library().parent.name
     left_behind = home / f"building-{key}-killed"
     left_behind.mkdir(parents=True)
     (left_behind / "lock").touch()
@@ -128,7 +128,7 @@ def test_a_cache_that_others_can_write_to_is_refused(tmp_path: Path, fresh: bool
     home = tmp_path / "cache/gpumagic/simgpu"
     home.mkdir(parents=True, mode=0o700)
     if not fresh:
-        shutil.copytree(_build.library().parent, home / _build.library().parent.name)
+        shutil.copytree(_module.library().parent, home / _module.library().parent.name)
     home.chmod(0o777)
     told = refusal(tmp_path / "cache", Path(os.environ["PATH"].partition(":")[0]))
     assert told == (
@@ -137,7 +137,7 @@ def test_a_cache_that_others_can_write_to_is_refused(tmp_path: Path, fresh: bool
     )
     if not fresh:
         home.chmod(0o700)
-        (home / _build.library().parent.name).chmod(0o770)
+        (home / _module.library().parent.name).chmod(0o770)
         told = refusal(tmp_path / "cache", tmp_path)
         assert told.startswith("the simulated GPU loads no code that others may have written: other users can write")
 
