@@ -197,6 +197,13 @@ for _ in range(3):
     optimizer.step()
 """,
     ),
+    "rows in an order drawn on the device": (
+        "model = mlp(512).to(DEV); data = torch.randn(4096, 64, device=DEV)",
+        """
+for rows in torch.randperm(4096, device=DEV).split(1024):
+    model(data[rows]).sum().backward()
+""",
+    ),
     "a data loader, shuffled": (
         "data = TensorDataset(torch.randn(512, 64), torch.randint(0, 10, (512,)))\nmodel = mlp(512).to(DEV)\n"
         "optimizer = torch.optim.AdamW(model.parameters())",

@@ -103,7 +103,7 @@ class Call:
 
     def on_meta(self) -> Any:
         """Return what torch's meta kernel returns for stand-ins."""
-        kwargs = {name: self._meta(value) for name, value in self.kwargs.items() if name != "generator"}
+        kwargs = {name: None if name == "generator" else self._meta(value) for name, value in self.kwargs.items()}
         return self.op.redispatch(META, *(self._meta(value) for value in self.args), **kwargs)
 
     def _common_device(self) -> int | None:
