@@ -138,7 +138,6 @@ def detect_environment() -> set[str]:
         "container": _exists(".dockerenv", "run/.containerenv") or "KUBERNETES_SERVICE_HOST" in os.environ,
         "wsl": _exists("dev/dxg"),
         "driver": _exists("proc/driver/nvidia/version", "dev/nvidiactl", "sys/module/nvidia"),
-        "card": _has_nvidia_card(),
     }
     return {name for name, is_there in signs.items() if is_there}
 
@@ -198,20 +197,14 @@ _CAUSES = (
     ("no answer", "", ("The NVIDIA driver did not answer in {}: see whether nvidia-smi does in a terminal; if it "
      "hangs too, the GPU or its driver does, which ends with a reboot.")),
     ("no binding", "", "nvidia-ml-py is not installed, so the driver cannot be asked: pip install nvidia-ml-py."),
-    ("no library", "driver container",
-     ("The driver is loaded, but its library libnvidia-ml.so.1 was not brought into this container: start it with the "
-     "NVIDIA Container Toolkit and NVIDIA_DRIVER_CAPABILITIES=compute,utility.")),
     ("no library", "driver",
      ("The NVIDIA driver is loaded, but its library libnvidia-ml.so.1 is not found: reinstall the driver's user-space "
-     "package.")),
+     "package, or start the container with the NVIDIA Container Toolkit.")),
     ("no library", "wsl",
      "WSL shows no NVIDIA driver: install NVIDIA's driver in Windows (not in WSL), then wsl --shutdown."),
-    ("no library", "card container",
-     f"The machine has an NVIDIA card, but this container was started without it: {_ASK_FOR_GPU}"),
-    ("no library", "card", "There is an NVIDIA card, but no driver: install NVIDIA's driver and reboot."),
     ("no library", "container",
      f"This container has no NVIDIA GPU and no driver: if its machine has one, {_ASK_FOR_GPU}"),
-    ("no library", "", "This machine has no NVIDIA GPU and no NVIDIA driver: run where there is one."),
+    ("no library", "", "This machine has no NVIDIA driver: install it if there is an NVIDIA GPU, and reboot."),
     ("no driver", "driver", "The NVIDIA driver is installed but not loaded: run sudo modprobe nvidia, or reboot."),
     ("no driver", "container", f"The driver's library is in this container, but no GPU: {_ASK_FOR_GPU}"),
     ("no driver", "", "The NVIDIA driver is installed but not loaded: run sudo modprobe nvidia, or reboot."),
@@ -227,14 +220,3 @@ _CAUSES = (
 
 def _exists(*names: str) -> bool:
     return any((ROOT / name).exists() for name in names)
-
-
-def _has_nvidia_card() -> bool:
-    try:
-        return any(
-            (device / "vendor").read_text().startswith("0x10de")  # NVIDIA
-            and (device / "class").read_text().startswith("0x03")  # a display
-            for device in (ROOT / "sys/bus/pci/devices").iterdir()
-        )
-    except OSError:
-        return False

@@ -37,15 +37,13 @@ _ANYWHERE = SIZE_READS | {CHECK, "format()", "print", "in"}  # causes of which t
 def suggestions(
     moves: Sequence[TransferRow],
     syncs: Mapping[int, int],
-    both: Collection[str] = (),
     lines: tuple[tuple[int, str], ...] = (),
     *,
     has_loader: bool = True,
 ) -> tuple[Suggestion, ...]:
     """Return each change that the counts justify, those that save most bytes first.
 
-    ``syncs`` is ``{line: count}``; ``both`` are variables whose tensor is alive along with its copy on the device;
-    ``has_loader`` tells whether the code names a loader, which could pin its batches.
+    ``syncs`` is ``{line: count}``; ``has_loader`` tells whether the code names a loader, which could pin its batches.
     """
     code = cell_code.read_loops(lines) if moves or syncs else LoopCode()
     found = (
@@ -54,7 +52,6 @@ def suggestions(
         *_waits(moves, syncs, code),
         *_created(moves, code),
         *(_pinned(moves) if has_loader else ()),
-        *_rebound(moves, both),
     )
     return tuple(sorted(found, key=lambda each: -(each.saves or 0)))
 
@@ -159,13 +156,3 @@ def _pinned(moves: Sequence[TransferRow]) -> Iterator[Suggestion]:
             problem = f"{size(row.pageable)} copied from pageable memory by line {row.line} in {times}"
             change = "DataLoader(..., pin_memory=True) and .to(..., non_blocking=True) overlap copy and compute"
             yield Suggestion(row.line, problem, change)
-
-
-def _rebound(moves: Sequence[TransferRow], both: Collection[str]) -> Iterator[Suggestion]:
-    """Yield the variables that are kept on the host besides their copy."""
-    for row in moves:
-        is_one = row.count - row.repeats == 1 and not _is_repeated(row)
-        is_move = row.direction != "device-to-host" and not row.cause.startswith("Module.") and row.cause not in _READS
-        if is_one and is_move and row.name in both and row.nbytes >= LARGE:
-            problem = f"{row.name} is still on {row.source}, {size(row.nbytes)}, beside its copy on {row.target}"
-            yield Suggestion(row.line, problem, f"{row.name} = {row.name}.to(...) keeps only the copy")

@@ -8,7 +8,6 @@ frame.
 from __future__ import annotations
 
 import ast
-import linecache
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,8 +37,6 @@ class DeviceError:
     """The devices of the machine."""
     line: int | None = None
     code: str | None = None
-    expression: str | None = None
-    """The expression that raised, if Python reports it."""
     operands: tuple[Operand, ...] = ()
     inner: frozenset[str] = frozenset()
     """Names that a comprehension or a lambda of the line binds: only within it can they be moved."""
@@ -108,11 +105,8 @@ def _at_line(step: TracebackType, known: DeviceError) -> DeviceError:
     node = failing_node(step, lines)
     if node is None:
         return known
-    source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)) or "\n".join(lines)
-    written = ast.get_source_segment(source, node)
     return replace(
         known,
-        expression=ast.unparse(node) if written is None or "\n" in written else written,  # as its author wrote it
         operands=_operands_of(node, frames.resolve_names(frame, names_in(node))),
         inner=_bound_inside(lines, step.tb_lineno),
     )
@@ -190,15 +184,9 @@ def _resolve_step(step: ast.expr, value: Any, variables: Mapping[str, Any]) -> A
 
 
 def _item(value: Any, index: ast.expr, variables: Mapping[str, Any]) -> Any:
-    import torch
-
     key = index.value if isinstance(index, ast.Constant) else MISSING
     if isinstance(index, ast.Name):
         key = variables.get(index.id, MISSING)
-    if type(value) is torch.nn.Sequential and type(key) is int:
-        value = list(value._modules.values())
-    elif type(value) is torch.nn.ModuleDict or type(value) is torch.nn.ModuleList:
-        value, key = value._modules, str(key)
     if type(value) is dict and type(key) in (str, int):
         return value.get(key, MISSING)
     if type(value) in (list, tuple) and type(key) is int and -len(value) <= key < len(value):
@@ -233,10 +221,10 @@ def _describe(code: str, value: Any, owner: Any, is_index: bool) -> Operand | No
 
 
 def _different_devices(error: DeviceError) -> tuple[str, str | None, str]:
-    placed = [each for each in error.operands if each.kind != "device"]
+    placed = error.operands
     devices = {device for each in placed for device in each.devices}
     if len(devices) < 2:
-        return _unnamed_operand(error, placed, devices)
+        return _unnamed_operand(error, devices)
     target, others = _target(placed, error.device), misplaced(error)
     fixes = [_move_code(error, each, target) for each in others]
     return f"{_locations(placed)}.", "; ".join(fixes), ""
@@ -244,9 +232,8 @@ def _different_devices(error: DeviceError) -> tuple[str, str | None, str]:
 
 def misplaced(error: DeviceError) -> list[Operand]:
     """Return what the line has elsewhere than where all should be; none where its names are on one device."""
-    placed = [each for each in error.operands if each.kind != "device"]
-    target = _target(placed, error.device)
-    others = [each for each in placed if each.devices != (target,)]
+    placed = error.operands
+    others = [each for each in placed if each.devices != (_target(placed, error.device),)]
     return others if len({device for each in placed for device in each.devices}) > 1 else []
 
 
@@ -261,11 +248,12 @@ def _root(operand: Operand) -> str:
     return re.split(r"\W", operand.code, maxsplit=1)[0]
 
 
-def _unnamed_operand(error: DeviceError, placed: Sequence[Operand], devices: set[str]) -> tuple[str, str | None, str]:
+def _unnamed_operand(error: DeviceError, devices: set[str]) -> tuple[str, str | None, str]:
     """Explain an error where no name on the line is on another device: something created in the line is."""
     named = _devices_in(error.text)
     if "Input type" in error.text and len(named) < 2:
         return "", None, ""  # the dtypes differ, and not the devices
+    placed = error.operands
     if not placed:
         where = f" ({' and '.join(named)})" if named else ""
         return f"The operands of the line are on different devices{where}; none of them has a name in it.", None, ""
@@ -348,27 +336,8 @@ def _numpy(error: DeviceError) -> tuple[str, str | None, str]:
 
 
 def _ordinal(error: DeviceError) -> tuple[str, str | None, str]:
-    asked = re.findall(r"[\"']([a-z]+:\d+)[\"']", error.expression or "")
-    asked += [each for operand in error.operands if operand.kind == "device" for each in operand.devices]
-    missing = [each for each in asked if each not in error.here]
     there = ", ".join(each for each in error.here if each not in ("cpu", "meta"))
-    if not missing:
-        return f"The line asks for a device number that does not exist; there are {there}.", None, ""
-    return f"There is no {missing[0]} here; there are {there}.", None, "Numbers start at 0."
-
-
-def _deserialize(error: DeviceError) -> tuple[str, str | None, str]:
-    what = "The file was saved from a device that is not here, and without map_location a tensor goes back to its own."
-    return what, f'torch.load(..., map_location="{error.device}")', ""
-
-
-def _fork(error: DeviceError) -> tuple[str, str | None, str]:
-    what = "A forked process cannot use a device that its parent has used."
-    if "DataLoader" in error.text:
-        what += " The workers of a DataLoader are forked, and the dataset or its collate_fn uses the device in them."
-        fix = f'batch = batch.to("{error.device}")  # in the loop; the dataset stays on the host'
-        return what, fix, 'Or DataLoader(..., multiprocessing_context="spawn"), or num_workers=0.'
-    return what, 'torch.multiprocessing.set_start_method("spawn")', "Before the first process is started."
+    return f"The line asks for a device number that does not exist; there are {there}.", None, "Numbers start at 0."
 
 
 def _pin(error: DeviceError) -> tuple[str, str | None, str]:
@@ -378,8 +347,6 @@ def _pin(error: DeviceError) -> tuple[str, str | None, str]:
 
 
 _RULES: dict[str, Rule] = {
-    r"Attempting to deserialize object on": _deserialize,
-    r"Cannot re-initialize \w+ in forked subprocess": _fork,
     r"invalid device ordinal": _ordinal,
     r"cannot pin '\S+' only dense CPU tensors can be pinned": _pin,
     r"can't convert \S+ device type tensor to numpy": _numpy,

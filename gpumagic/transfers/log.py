@@ -1,6 +1,6 @@
 """What a cell creates, transfers and waits for, by line, and what it uses elsewhere.
 
-A log is filled while the cell runs. It keeps numbers and names, and tensors only by weak reference.
+A log is filled while the cell runs. It keeps numbers and names, and no tensor.
 A tensor is recognised by the counter that torch increments with every change in place, so a new batch in the place of
 an old one is not mistaken for it.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -68,10 +67,8 @@ class _TransferSum:
 
 @dataclass
 class TransferHistory:
-    """The tensors that the lines of one run transferred, by weak references."""
+    """What the lines of one run transferred; it keeps no tensor alive."""
 
-    copies: dict[tuple[str, str], tuple[Any, Any]] = field(default_factory=dict)
-    """``{(variable, source): (tensor, copy)}``."""
     _before: dict[tuple[Any, ...], int] = field(default_factory=dict)
     """Versions by place and view; a storage is known by its number, which no other gets."""
     _full: int = _MANY
@@ -96,19 +93,6 @@ class TransferHistory:
             self._full = 2 * len(self._before) + _MANY
         return known is not None and bool(known == version)
 
-    def note_copy(self, name: str, source: str, subject: object, result: Any) -> None:
-        """Remember a tensor that has a copy on another device now."""
-        if isinstance(subject, self._tensor):
-            self.copies[name, source] = weakref.ref(subject), weakref.ref(result)
-
-    def still_on_both(self, variables: Mapping[str, object]) -> tuple[str, ...]:
-        """Return the variables that are still bound to what was transferred while its copy is alive too."""
-        return tuple(
-            name
-            for (name, _), (subject, result) in self.copies.items()
-            if result() is not None and subject() is not None and variables.get(name) is subject()
-        )
-
 
 @dataclass
 class TransferLog:
@@ -132,12 +116,12 @@ class TransferLog:
 
     def add_move(
         self, request: Call | None, asks: str, source: Any, target: Any, nbytes: int, seconds: float, waits: bool,
-        found: object, result: object = None,
+        found: object, is_copy: bool = False,
     ) -> None:  # fmt: skip
         """Count one transfer at the line that is running now, and a sync if the host waits for it.
 
         The line asks for it by ``request``, or by what is called ``asks`` without one; torch was given ``found`` to
-        copy or to read, and ``result`` is what it was copied to.
+        copy, or to read.
         """
         __tracebackhide__ = True  # Ctrl-C may come here
         site, subject, name = self.sites.find(request, asks, found)
@@ -150,10 +134,8 @@ class TransferLog:
         total.nbytes += nbytes
         total.seconds += seconds
         total.waits += waits
-        if result is not None and site.module_call is None:  # else torch could not swap the module's tensors
+        if is_copy:
             total.repeats += self.history.is_repeat(id(total), subject)
-            if nbytes >= LARGE // 2 and name is not None:
-                self.history.note_copy(name, str(source), subject, result)
         if nbytes >= LARGE:  # to ask whether memory is pinned takes a driver call
             pageable = is_pageable(subject, str(target))
             total.pageable = total.pageable if pageable is None else (total.pageable or 0) + nbytes * pageable
@@ -179,7 +161,6 @@ class TransferLog:
         for key, moved in list(other.moves.items()):
             self.moves.setdefault(key, _TransferSum()).add(moved)
         self.waits.update(other.waits.copy())
-        self.history.copies.update(other.history.copies)
 
     def created_by_device(self) -> dict[str, tuple[int, int]]:
         """Return the count and the bytes of new tensors by device."""
@@ -226,7 +207,7 @@ def kind_of(value: Any) -> Any:
     # type(), not isinstance(): a proxy's __class__ may evaluate or raise.
     kinds: dict[str, type | tuple[type, ...]] = {
         "tensor": torch.Tensor, "module": torch.nn.Module, "optimizer": torch.optim.Optimizer,
-        "generator": torch.Generator, "device": torch.device, "container": (list, tuple, dict),
+        "generator": torch.Generator, "container": (list, tuple, dict),
     }  # fmt: skip
     return next((name for name, kind in kinds.items() if issubclass(type(value), kind)), None)
 
@@ -236,8 +217,8 @@ def bytes_by_device(value: Any, kind: str) -> Counter[str]:
     import torch
 
     totals: Counter[str] = Counter()
-    if kind in ("generator", "device"):
-        totals[str(value.device if kind == "generator" else value)] = 0
+    if kind == "generator":
+        totals[str(value.device)] = 0
         return totals
     with torch._C.DisableTorchFunction():
         for tensor in {id(each): each for each in _tensors_in(value, kind)}.values():

@@ -85,7 +85,7 @@ class Recorder:
             # After a copy from or to the host, CUDA waits for the stream; one between devices is only queued.
             waits = not non_blocking and from_host is not to_host
             self.counted += 1
-            self.log.add_move(self.request, causes.COPY, here, there, nbytes, seconds, waits, source, target)
+            self.log.add_move(self.request, causes.COPY, here, there, nbytes, seconds, waits, source, True)
 
     def add_read(self, tensor: torch.Tensor, nbytes: int, seconds: float, asks: str) -> None:
         """Count what the host reads of a device tensor, a value or a size: a copy to the host, and a sync."""

@@ -22,7 +22,7 @@ class Operand:
     devices: tuple[str, ...]
     """Devices of its tensors, most bytes first."""
     nbytes: int = 0
-    kind: Literal["tensor", "module", "container", "dict", "optimizer", "generator", "device"] = "tensor"
+    kind: Literal["tensor", "module", "container", "dict", "optimizer", "generator"] = "tensor"
     is_unregistered: bool = False
     """Whether it is a module's tensor that is neither a parameter nor a buffer, so that `.to` does not move it."""
     is_index: bool = False

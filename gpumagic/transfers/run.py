@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
@@ -105,7 +105,12 @@ class DeviceRun:
         self._log = log.TransferLog(self._sites)
         self._recording: Recording = Recording(self.device, self._log)
         self._opens = True
-        self._previous = _current_like(self.device)  # before anything changes: an interrupt may come at any line
+        backend = Device.parse(self.device).backend
+        module = allocator.device_module(backend)
+        if module is not None and hasattr(
+            module, "set_device"
+        ):  # before anything changes: an interrupt may come at any line
+            self._previous = f"{backend}:{module.current_device()}"
         try:
             if self._previous is not None:
                 _make_current(self.device)
@@ -133,9 +138,13 @@ class DeviceRun:
         explanation = None
         if error is not None:
             explanation = device_errors.explain(error, self._namespace, self.device)
-        variables = self._variables()
+        self._code.filename = self._code.filename or self._sites.filename
+        variables = self._code.variables(self._frame)
+        loader = sys.modules["torch"].utils.data.DataLoader
         moves, syncs = (*self._moved, *self._log.rows()), self._log.syncs()
         lines = self._code.lines()
+        has_loader = any("DataLoader" in text for _, text in lines)
+        has_loader = has_loader or any(issubclass(type(value), loader) for value in variables.values())
         return TransferReport(
             device=self.device,
             moves=moves,
@@ -145,13 +154,7 @@ class DeviceRun:
             allocations=self._clock.allocations(),
             elapsed=self._clock.elapsed,
             elsewhere=tuple(log.tensors_elsewhere(variables, self.device)),
-            advice=suggestions(
-                moves,
-                syncs,
-                self._log.history.still_on_both(variables),
-                lines,
-                has_loader=_has_loader(variables, lines),
-            ),
+            advice=suggestions(moves, syncs, lines, has_loader=has_loader),
             error=type(error).__name__ if error is not None else None,
             explanation=explanation,
             lines=lines,
@@ -239,24 +242,19 @@ class DeviceRun:
         if self._store is not None:
             self._store(report)
 
-    def _variables(self) -> Mapping[str, object]:
-        self._code.filename = self._code.filename or self._sites.filename
-        return self._code.variables(self._frame)
-
 
 def for_caller(
     device: str,
     move: Sequence[str] = (),
     *,
     trace: bool | Sequence[Function] = False,
-    depth: int = 2,
 ) -> DeviceRun:
-    """Return a run for a `with` block of the function ``depth`` frames up.
+    """Return a run for a `with` block of the function that has called the caller of this one.
 
     Raises:
         OptionError: a name to move that is a variable of a function, which cannot be bound from outside.
     """
-    caller = sys._getframe(depth)
+    caller = sys._getframe(2)
     code = caller.f_code
     if code.co_flags & inspect.CO_OPTIMIZED:
         own = {*code.co_varnames, *code.co_cellvars, *code.co_freevars} & set(move)
@@ -297,20 +295,6 @@ class _Clock:
             for device, now in self.after.items()
             if now.peak is not None and now.peak > earlier.get(device, 0)
         }
-
-
-def _has_loader(variables: Mapping[str, object], lines: Sequence[tuple[int, str]]) -> bool:
-    """Return whether code names one of torch's loaders, or makes one."""
-    torch = sys.modules["torch"]
-    is_named = any(issubclass(type(value), torch.utils.data.DataLoader) for value in variables.values())
-    return is_named or any("DataLoader" in text for _, text in lines)
-
-
-def _current_like(device: str) -> str | None:
-    """Return the current device of a device's backend; None where that has none that can be set."""
-    backend = Device.parse(device).backend
-    module = allocator.device_module(backend)
-    return None if module is None or not hasattr(module, "set_device") else f"{backend}:{module.current_device()}"
 
 
 def _make_current(device: str) -> None:

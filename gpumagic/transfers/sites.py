@@ -36,8 +36,6 @@ class Site:
     line: int | None = None
     code: str | None = None
     cause: str = ""
-    module_call: str | None = None
-    """``"Module.to"`` and so on where a module's own move made the call."""
     name: str | None = None
     """The variable that is copied, where it is certain: a method of it is called."""
     names: tuple[str, ...] = ()
@@ -152,11 +150,9 @@ class CallSites:
         frame, above, module_frame = self._own_frame(innermost if is_here else self._innermost(0))
         if frame is None:
             return Site(cause=cause), subject, None
-        module_call = None
         if module_frame is not None:
-            subject, module_call = module_frame.f_locals.get("self"), f"Module.{module_frame.f_code.co_name}"
-        site = self._site(frame, frame.f_lineno + above, module_call or cause)
-        site.module_call = module_call
+            subject, cause = module_frame.f_locals.get("self"), f"Module.{module_frame.f_code.co_name}"
+        site = self._site(frame, frame.f_lineno + above, cause)
         return site, subject, _name(frame, site, subject)
 
     def _site(self, frame: FrameType, line: int, cause: str, names: tuple[str, ...] | None = None) -> Site:
@@ -165,7 +161,7 @@ class CallSites:
         own = (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
         names = (*code.co_names, *own) if names is None else names
         own_names = tuple(each for each in names if each in own)
-        return Site(line, self._code(line), cause, None, None, names, own_names, code)
+        return Site(line, self._code(line), cause, None, names, own_names, code)
 
     # ---- Which code is the cell's own
 

@@ -216,12 +216,10 @@ CPU, CUDA = TorchBuild("2.13.0+cpu"), TorchBuild("2.13.0", "12.8")
 @pytest.mark.parametrize(
     ("problem", "here", "words"),
     [
-        ("no library", set(), "no NVIDIA GPU"),
-        ("no library", {"card"}, "install NVIDIA's driver and reboot"),
-        ("no library", {"card", "container"}, "--gpus all"),
+        ("no library", set(), "no NVIDIA driver"),
         ("no library", {"container"}, "--gpus all"),
         ("no library", {"driver"}, "reinstall the driver's user-space package"),
-        ("no library", {"driver", "container"}, "NVIDIA_DRIVER_CAPABILITIES"),
+        ("no library", {"driver", "container"}, "NVIDIA Container Toolkit"),
         ("no library", {"wsl"}, "in Windows"),
         ("no library", {"colab", "container"}, "Runtime > Change runtime type"),
         ("no library", {"kaggle", "container"}, "Settings > Accelerator"),
@@ -265,20 +263,15 @@ def test_an_xpu_build_is_told_how_its_devices_appear() -> None:
 def test_the_surroundings_are_read_from_the_files_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A card on the PCI bus, a loaded driver and a container leave files that anyone may look at."""
+    """A loaded driver and a container leave files that anyone may look at."""
     monkeypatch.setattr(visibility, "ROOT", tmp_path)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     bare = visibility.detect_environment()
-    assert not bare & {"card", "container", "driver", "wsl"}
-    device = tmp_path / "sys/bus/pci/devices/0000:01:00.0"
-    device.mkdir(parents=True)
-    (device / "vendor").write_text("0x10de\n")
-    (device / "class").write_text("0x030200\n")
+    assert not bare & {"container", "driver", "wsl"}
     (tmp_path / ".dockerenv").touch()
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidiactl").touch()
-    full = visibility.detect_environment()
-    assert full >= {"card", "container", "driver"}
+    assert visibility.detect_environment() >= {"container", "driver"}
 
 
 # -- which torch ------------------------------------------------------------------------------------------

@@ -174,28 +174,6 @@ def test_few_copies_large_ones_and_those_of_a_module_are_not_advised_to_be_joine
     assert suggestions([alike], {}, lines=LOOP) == ()
 
 
-# ---- Two copies
-
-
-def test_a_variable_that_is_alive_beside_its_copy() -> None:
-    (said,) = suggestions([row(nbytes=2048 * MIB)], {}, both=("x",))
-    assert said == ("x is still on cpu, 2.0 GiB, beside its copy on cuda:0: x = x.to(...) keeps only the copy")
-
-
-@pytest.mark.parametrize(
-    ("alike", "both"),
-    [
-        (row(nbytes=2048 * MIB), ()),  # rebound, or the copy is gone
-        (row(nbytes=100), ("x",)),  # small
-        (row(50, 50 * MIB), ("x",)),  # the last of many batches
-        (row(cause="Module.to"), ("x",)),  # a module moves as it is
-        (row(**{**READ, "cause": ".cpu"}), ("x",)),  # a result brought to the host
-    ],
-)
-def test_one_copy_is_enough_said_only_where_there_are_two(alike: TransferRow, both: tuple[str, ...]) -> None:
-    assert suggestions([alike], {}, both=both) == ()
-
-
 # ---- Reading the code
 
 
