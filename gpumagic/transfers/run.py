@@ -107,9 +107,8 @@ class DeviceRun:
         self._opens = True
         backend = Device.parse(self.device).backend
         module = allocator.device_module(backend)
-        if module is not None and hasattr(
-            module, "set_device"
-        ):  # before anything changes: an interrupt may come at any line
+        # Before anything changes: an interrupt may come at any line.
+        if module is not None and hasattr(module, "set_device"):
             self._previous = f"{backend}:{module.current_device()}"
         try:
             if self._previous is not None:
