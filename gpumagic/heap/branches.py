@@ -1,15 +1,20 @@
-"""What one object holds, as branches of children, and how CPython itself reads an object's attributes.
+"""What one object holds, as branches of children, how CPython itself reads its attributes, and the paths of those.
 
-Modules and optimizers are read by what they store: an overridden `parameters()`, property or `__iter__` is not called.
+A path from a variable to a tensor is written as code that evaluates to the tensor, or described. What is typed may lead
+elsewhere than what is stored: a property hides an attribute, a class overrides `__getitem__`, a `Sequential` counts its
+layers. A step is code only where Python's own rules lead to what was found; what no expression reaches is described,
+with angle brackets: ``it.<...>[0]``.
 """
 
 from __future__ import annotations
 
+import keyword
 import math
 import types
+import unicodedata
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, TypeVar
 
 Style = Literal["name", ".", "_parameters", "_buffers", "_modules", "[", "values", "items", "state", "in"]
 """How a child is reached: by a variable, an attribute, what a module registers, an index or key, its position among the
@@ -154,66 +159,169 @@ def _slot(read: Callable[[object], object], value: object) -> object:
         return None
 
 
-# ---- Modules and optimizers
+# ---- Paths, and how they are written
 
 
-def modules_in(module: object) -> Iterator[tuple[str, Any]]:
-    """Yield a module and all inside it with their paths, each once, as `named_modules` of torch would."""
-    waiting, seen = [("", module)], set()
-    while waiting:
-        path, each = waiting.pop()
-        if each is None or id(each) in seen:
-            continue
-        seen.add(id(each))
-        yield path, each
-        below = list(children_of(each))
-        waiting += [(f"{path}.{name}" if path else name, child) for name, child in reversed(below)]
+class Path(NamedTuple):
+    """One reference, from a parent to a child, and with its parents the path to it; the first step is a name."""
+
+    parent: Path | None
+    style: Style
+    key: Any
+    rank: int
+    """How well this step names what it leads to."""
+    depth: int
+    kind: type | None = None
+    """The type of what the step leads to."""
+    target: int = 0
+    """The `id` of what it leads to; 0 for an optimizer's state, which is a step in a name and no object."""
+
+    def root(self) -> str:
+        """Return the name that the path starts from."""
+        path = self
+        while path.parent is not None:
+            path = path.parent
+        return str(path.key)
+
+    def owner(self) -> int | None:
+        """Return the `id` of the object that refers to what the path leads to; None for a root."""
+        parent = self.parent
+        if parent is not None and parent.style == "state":
+            parent = parent.parent
+        return None if parent is None else parent.target
+
+    def quality(self) -> tuple[int, int]:
+        """Return how well the path names what it leads to, the lowest best: its worst step, then its length."""
+        return max(step.rank for step in self.steps()), self.depth
+
+    def steps(self) -> list[Path]:
+        """Return the path's beginnings, from its root to itself."""
+        path: Path | None = self
+        found = []
+        while path is not None:
+            found.append(path)
+            path = path.parent
+        return found[::-1]
 
 
-def children_of(module: object) -> Iterator[tuple[str, Any]]:
-    """Yield what a module has registered as its own modules."""
-    yield from registered(module, "_modules")
+def _attribute(before: str, style: str, name: str, owner: type | None) -> str | None:
+    """Return the code of an attribute, or of what a module registers; it is reached by `Module.__getattr__`."""
+    from torch import nn
+
+    if owner is None or type(class_attribute(owner, "__getattribute__")) is not types.WrapperDescriptorType:
+        return None
+    stands_in_class = class_attribute(owner, name)
+    if style in REGISTERED:
+        getattr_ = class_attribute(owner, "__getattr__")  # that of torch's modules, or one that asks it first
+        asks_torch = type(getattr_) is types.FunctionType and "__getattr__" in getattr_.__code__.co_names
+        finds_registered = getattr_ is nn.Module.__getattr__ or asks_torch
+        if stands_in_class is None and is_typeable(name) and finds_registered:
+            return f"{before}.{name}"
+        is_mapping = class_attribute(owner, "__getitem__") in (nn.ModuleDict.__getitem__, nn.ParameterDict.__getitem__)
+        return f"{before}[{key_code(name)}]" if is_mapping else f"{before}.{style}[{key_code(name)}]"
+    kind = type(stands_in_class)
+    is_slot = kind in (types.MemberDescriptorType, types.GetSetDescriptorType, FIELD)
+    # A data descriptor of the class comes before an attribute of the instance.
+    is_hidden = any(class_attribute(kind, each) is not None for each in ("__set__", "__delete__"))
+    if is_typeable(name) and (is_slot or not is_hidden):
+        return f"{before}.{name}"
+    key = None if is_slot else key_code(name)
+    return key and f"{before}.__dict__[{key}]"
 
 
-def registered(module: object, kind: str) -> list[tuple[str, Any]]:
-    """Return what a module has under ``"_modules"``, ``"_parameters"`` or ``"_buffers"``, by name."""
-    import torch
+class Names:
+    """The names of tensors by their `id`, best first; spelled only when asked for."""
 
-    if not issubclass(type(module), torch.nn.Module):
-        return []
-    # Read as torch's own class has it: no property of a subclass is called, nor are the attributes of a class searched.
-    found: Any = vars(torch.nn.Module)["__dict__"].__get__(module).get(kind)
-    if isinstance(found, dict):
-        entries = list(dict.items(found))
-    elif dict_of(type(found)).get("__module__") == "torch.jit._script":  # a dictionary of C++'s
-        entries = list(found.items())
-    else:
-        entries = []
-    return [(name, each) for name, each in entries if each is not None]
+    def __init__(self, paths: Mapping[int, list[Path]]) -> None:
+        self.paths_to = paths
+        self._known: dict[int, tuple[Path, str | None]] = {}
+        """The code of a path by its `id`; the path is kept with it."""
+
+    def code(self, path: Path) -> str | None:
+        """Return a path as code that evaluates to what it leads to: ``model.layers[3].weight``; None if none does."""
+        if path.parent is None:
+            return str(path.key)
+        known = self._known.get(id(path))
+        if known is None:
+            before = self.code(path.parent)
+            text = None if before is None else self._extended(before, path, path.parent)
+            known = self._known[id(path)] = (path, text)
+        return known[1]
+
+    def description(self, path: Path) -> str:
+        """Return a path as one reads it: ``last traceback.<step()>.hidden``; code where that is no longer."""
+        if path.parent is None:
+            return str(path.key)
+        before = self.description(path.parent)
+        if path.style == "in":
+            place, name, _ = path.key
+            return f"{before}.<{place}>.{name}" if name and name.isidentifier() else f"{before}.<{place}>"
+        return self._extended(before, path, path.parent) or f"{before}.<...>"
+
+    def _extended(self, before: str, path: Path, parent: Path) -> str | None:
+        """Return the code of a path whose parent has this code."""
+        style, key = path.style, path.key
+        if style == "[":
+            text = key_code(key)
+            return text and f"{before}[{text}]"
+        if style == "items":
+            return f"[*{before}][{key}]"
+        if style == "values":
+            return f"[*{before}.values()][{key}]"
+        if style == "state":
+            name = self.best(key[0])
+            return f"{before}.state[{name}]" if name else f"[*{before}.state.values()][{key[1]}]"
+        if style == "in":
+            return None if key.code is None else before + key.code
+        return _attribute(before, style, key, parent.kind) if type(key) is str else None
+
+    def of(self, tensor_id: int) -> list[str]:
+        """Return the names of a tensor, a plain variable before a module's path before other containers."""
+        paths = self.paths_to.get(tensor_id, ())
+        if len(paths) < 2:  # thousands have one path, and nothing to compare it with
+            return [name for path in paths if (name := self.code(path)) is not None]
+        few = sorted(bounded(paths, Path.root), key=Path.quality)
+        found = [(path.quality(), name) for path in few if (name := self.code(path)) is not None]
+        return [name for _, name in sorted(found)]
+
+    def best(self, tensor_id: int) -> str | None:
+        """Return the best name of a tensor that does not lead through an optimizer's state."""
+        paths = self.paths_to.get(tensor_id, ())
+        named = [path for path in paths if all(step.style != "state" for step in path.steps())]
+        found = (self.code(path) for path in sorted(named, key=Path.quality))
+        return next((name for name in found if name is not None), None)
+
+    def described(self, tensor_id: int) -> tuple[str, str, str] | None:
+        """Return the variable that a tensor is inside of, what holds it there, and the path; None if it has none.
+
+        For a tensor without a name: ``("it", "list_iterator it", "it.<...>[0]")``.
+        """
+        path = min(self.paths_to.get(tensor_id, ()), key=lambda path: path.quality()[::-1], default=None)
+        if path is None:
+            return None
+        steps = path.steps()
+        owner = next((step.parent for step in steps if self.code(step) is None), path) or path
+        kind = name_of_type(owner.kind) if owner.kind is not None else "object"
+        holder = f"{kind} {self.code(owner) or self.description(owner)}"
+        return path.root(), holder, self.description(path)
 
 
-def parameters_of(module: object) -> list[Any]:
-    """Return the parameters of a module and of all inside it, each once."""
-    found: dict[int, Any] = {}
-    for _, each in modules_in(module):
-        found.update((id(tensor), tensor) for _, tensor in registered(each, "_parameters"))
-    return list(found.values())
+MAX_PATHS = 16
+"""Paths of one tensor that become names, but for those from further variables; views of it may have thousands."""
+Item = TypeVar("Item")
 
 
-_WRAPPED = ("optimizer", "_optimizer")
-"""What the optimizers of accelerate and Lightning call the one that they wrap."""
+def bounded(found: list[Item], root: Callable[[Item], str]) -> list[Item]:
+    """Return the first of many paths or names, and one from each further root."""
+    if len(found) <= MAX_PATHS:
+        return found
+    kept = found[:MAX_PATHS]
+    first = {root(each): each for each in reversed(found)}
+    others = first.keys() - set(map(root, kept))
+    return kept + [each for name, each in reversed(first.items()) if name in others]
 
 
-def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer that has the parameters: the one inside, where this is a wrapper such as accelerate's."""
-    import torch
-
-    stored = attributes_of(optimizer)
-    inner = [stored[name] for name in _WRAPPED if issubclass(type(stored.get(name)), torch.optim.Optimizer)]
-    return unwrapped(inner[0]) if inner and "param_groups" not in stored else optimizer
-
-
-def parameter_groups(optimizer: object) -> list[dict[str, Any]]:
-    """Return an optimizer's groups of parameters."""
-    groups = attributes_of(optimizer).get("param_groups")
-    return [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+def is_typeable(name: str) -> bool:
+    """Return whether Python reads a name as it is stored: it normalises what is typed, ``ﬁ`` to ``fi`` (PEP 3131)."""
+    is_name = name.isidentifier() and not keyword.iskeyword(name)
+    return is_name and (name.isascii() or unicodedata.normalize("NFKC", name) == name)

@@ -23,8 +23,7 @@ from itertools import count, islice
 from typing import Any, NamedTuple
 
 from gpumagic.heap import readers
-from gpumagic.heap.branches import VARIABLE, Branch, Reader
-from gpumagic.heap.paths import Path
+from gpumagic.heap.branches import VARIABLE, Branch, Path, Reader
 from gpumagic.heap.readers import reader_of
 
 MAX_DEPTH = 32

@@ -17,9 +17,8 @@ from types import FrameType, ModuleType, SimpleNamespace, TracebackType
 from typing import Any, NamedTuple
 
 from gpumagic.heap import calls, readers
-from gpumagic.heap.branches import key_code
+from gpumagic.heap.branches import Names, is_typeable, key_code
 from gpumagic.heap.graph import MAX_STEPS_OF_ALL, HeapGraph
-from gpumagic.heap.paths import Names, is_typeable
 from gpumagic.heap.storages import StorageTable, undisturbed
 from gpumagic.source import frames
 

@@ -1,6 +1,6 @@
 """What tensors are for: parameters, buffers, optimizer state, gradients, and what autograd graphs keep for backward.
 
-Modules and optimizers are read without running their code.
+Modules and optimizers are read by what they store: an overridden `parameters()`, property or `__iter__` is not called.
 
 Reading ``p.grad`` makes a Python object that lives as long as the gradient, and from then on the gradient is
 one more live tensor of the gc. TorchScript's interpreter can read the field and return a detached alias instead: the
@@ -20,11 +20,60 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.heap.branches import Fields, attributes, class_attribute, fields_of
+from gpumagic.heap.branches import Fields, attributes, attributes_of, class_attribute, dict_of, fields_of
 from gpumagic.heap.storages import local_of
 
 if TYPE_CHECKING:
     import torch
+
+
+def modules_in(module: object) -> Iterator[tuple[str, Any]]:
+    """Yield a module and all inside it with their paths, each once, as `named_modules` of torch would."""
+    waiting, seen = [("", module)], set()
+    while waiting:
+        path, each = waiting.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield path, each
+        below = registered(each, "_modules")
+        waiting += [(f"{path}.{name}" if path else name, child) for name, child in reversed(below)]
+
+
+def registered(module: object, kind: str) -> list[tuple[str, Any]]:
+    """Return what a module has under ``"_modules"``, ``"_parameters"`` or ``"_buffers"``, by name."""
+    import torch
+
+    if not issubclass(type(module), torch.nn.Module):
+        return []
+    # Read as torch's own class has it: no property of a subclass is called, nor are the attributes of a class searched.
+    found: Any = vars(torch.nn.Module)["__dict__"].__get__(module).get(kind)
+    if isinstance(found, dict):
+        entries = list(dict.items(found))
+    elif dict_of(type(found)).get("__module__") == "torch.jit._script":  # a dictionary of C++'s
+        entries = list(found.items())
+    else:
+        entries = []
+    return [(name, each) for name, each in entries if each is not None]
+
+
+_WRAPPED = ("optimizer", "_optimizer")
+"""What the optimizers of accelerate and Lightning call the one that they wrap."""
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer that has the parameters: the one inside, where this is a wrapper such as accelerate's."""
+    import torch
+
+    stored = attributes_of(optimizer)
+    inner = [stored[name] for name in _WRAPPED if issubclass(type(stored.get(name)), torch.optim.Optimizer)]
+    return unwrapped(inner[0]) if inner and "param_groups" not in stored else optimizer
+
+
+def parameter_groups(optimizer: object) -> list[dict[str, Any]]:
+    """Return an optimizer's groups of parameters."""
+    groups = attributes_of(optimizer).get("param_groups")
+    return [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
 
 
 def subclasses(*bases: type) -> set[type]:

@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gpumagic.heap import branches, holders
+from gpumagic.heap import branches, holders, kinds
 from gpumagic.heap.graph import MAX_STEPS_OF_ALL, HeapGraph
-from gpumagic.heap.kinds import gradients_of
 from gpumagic.heap.storages import Storage, StorageTable, plain, undisturbed
 from gpumagic.memory.segments import OccupiedBytes
 from gpumagic.oom.rules.facts import SAVING_METHODS, Model, Optimizer, Ownership
@@ -34,7 +33,7 @@ def by_names(namespace: Mapping[str, object], device: str, shell: object | None 
             graph.explore(named.items())
             for target, roots in graph.roots_of().items():
                 tensor = graph.tensors[target]
-                for each in (tensor, *gradients_of([tensor])):
+                for each in (tensor, *kinds.gradients_of([tensor])):
                     storage, parts = table.find(each)
                     for part in parts or [storage]:
                         reached.setdefault(part, set()).update(roots)
@@ -78,7 +77,8 @@ def find_models_and_optimizers(
     having: dict[int, set[str]] = {}  # the names of the modules that have a parameter, by its id
     for name, value, local in known:
         if issubclass(type(value), torch.nn.Module):
-            parameters = list(branches.parameters_of(value))
+            registered = [kinds.registered(each, "_parameters") for _, each in kinds.modules_in(value)]
+            parameters = list({id(each): each for own in registered for _, each in own}.values())
             for each in parameters:
                 having.setdefault(id(each), set()).add(name)
             here = _on_device(parameters, device)
@@ -86,9 +86,9 @@ def find_models_and_optimizers(
             if (here or is_metric) and id(value) not in models:
                 models[id(value)] = _model(name, value, here, local=local)
     for name, value, local in known:
-        optimizer = branches.unwrapped(value) if issubclass(type(value), torch.optim.Optimizer) else None
+        optimizer = kinds.unwrapped(value) if issubclass(type(value), torch.optim.Optimizer) else None
         if optimizer is not None and id(optimizer) not in optimizers:
-            groups = branches.parameter_groups(optimizer)
+            groups = kinds.parameter_groups(optimizer)
             here = _on_device((each for group in groups for each in group["params"]), device)
             if here:
                 updated = frozenset[str]().union(*(having.get(id(each), ()) for each in here))
@@ -124,7 +124,7 @@ def _model(name: str, module: Any, parameters: list[Any], *, local: bool) -> Mod
 
 def _checkpoints(module: Any) -> bool | None:
     """Return whether a module recomputes activations; None where neither a switch nor a wrapped forward tells."""
-    inside = [branches.attributes_of(each) for _, each in branches.modules_in(module)]
+    inside = [branches.attributes_of(each) for _, each in kinds.modules_in(module)]
     forwards = [each.get("forward") for each in inside]
     if any(type(each) is functools.partial and getattr(each.func, "__name__", "") == "checkpoint" for each in forwards):
         return True
@@ -139,16 +139,16 @@ def _blocks(name: str, module: Any) -> str | None:
     import torch
 
     best, longest = None, 1
-    for path, child in branches.modules_in(module):
+    for path, child in kinds.modules_in(module):
         if not issubclass(type(child), torch.nn.ModuleList | torch.nn.Sequential):
             continue
-        blocks = [each for _, each in branches.children_of(child)]
+        blocks = [each for _, each in kinds.registered(child, "_modules")]
         is_of_one_kind = all(type(each) is type(blocks[0]) for each in blocks)
-        if len(blocks) > longest and is_of_one_kind and any(branches.children_of(blocks[0])):
+        if len(blocks) > longest and is_of_one_kind and any(kinds.registered(blocks[0], "_modules")):
             steps = [f"[{part}]" if part.isdecimal() else f".{part}" for part in path.split(".") if part]
             best, longest = name + "".join(steps), len(blocks)
-    children = [each for _, each in branches.children_of(module)]
-    if best is None and sum(any(branches.children_of(each)) for each in children) > 1:
+    children = [each for _, each in kinds.registered(module, "_modules")]
+    if best is None and sum(any(kinds.registered(each, "_modules")) for each in children) > 1:
         return None if issubclass(type(module), torch.nn.Sequential) else f"{name}.children()"
     return best
 

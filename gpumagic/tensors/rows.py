@@ -8,10 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from gpumagic.heap.branches import class_attribute
+from gpumagic.heap.branches import MAX_PATHS, Names, Path, bounded, class_attribute
 from gpumagic.heap.holders import SCRIPTS, Held
 from gpumagic.heap.kinds import is_node, subclasses
-from gpumagic.heap.paths import MAX_PATHS, Names, Path, bounded
 from gpumagic.heap.storages import Storage, StorageTable, View
 from gpumagic.memory.segments import OccupiedBytes
 from gpumagic.report.base import grouped
@@ -357,7 +356,7 @@ class DetachCommands:
 
     def line(self, roots: Iterable[int]) -> str | None:
         """Return the line after which none of the tensors with these `id`s keeps its graph, or None."""
-        paths = [self._names.paths(root) for root in roots]
+        paths = [self._names.paths_to.get(root, ()) for root in roots]
         if any(len(each) >= MAX_PATHS for each in paths):  # there may be more
             return None
         statements = {self._statement(path): None for each in paths for path in each}

@@ -15,11 +15,10 @@ from dataclasses import replace
 from typing import Any
 
 from gpumagic.heap import calls, cycles, graph, holders, storages
-from gpumagic.heap.branches import stored_attribute
+from gpumagic.heap.branches import Names, stored_attribute
 from gpumagic.heap.graph import HeapGraph
 from gpumagic.heap.holders import Held
 from gpumagic.heap.kinds import Graphs, kinds_of, leaves, node_types, non_leaves, peek_gradients, subclasses
-from gpumagic.heap.paths import Names
 from gpumagic.heap.storages import Storage, StorageTable, gc_disabled, undisturbed
 from gpumagic.memory import allocator, segments
 from gpumagic.memory import devices as memory_devices

@@ -20,10 +20,9 @@ from gpumagic.errors import OptionError, nearest
 from gpumagic.heap import cycles, holders
 from gpumagic.heap import graph as graph_module
 from gpumagic.heap import release as releasing
-from gpumagic.heap.branches import OWN, REGISTERED, class_attribute, is_heap_type, name_of_type
+from gpumagic.heap.branches import OWN, REGISTERED, Names, Path, class_attribute, is_heap_type, name_of_type
 from gpumagic.heap.graph import HeapGraph, Step
 from gpumagic.heap.kinds import Graphs, non_leaves
-from gpumagic.heap.paths import Names, Path
 from gpumagic.heap.storages import StorageTable, gc_disabled, undisturbed
 from gpumagic.memory import allocator
 from gpumagic.report.units import few

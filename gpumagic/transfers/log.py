@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.heap import branches, storages
+from gpumagic.heap import kinds, storages
 from gpumagic.heap.storages import nbytes_of
 from gpumagic.memory.devices import Device
 from gpumagic.report.base import Holder
@@ -205,11 +205,11 @@ def kind_of(value: Any) -> Any:
     import torch
 
     # type(), not isinstance(): a proxy's __class__ may evaluate or raise.
-    kinds: dict[str, type | tuple[type, ...]] = {
+    types: dict[str, type | tuple[type, ...]] = {
         "tensor": torch.Tensor, "module": torch.nn.Module, "optimizer": torch.optim.Optimizer,
         "generator": torch.Generator, "container": (list, tuple, dict),
     }  # fmt: skip
-    return next((name for name, kind in kinds.items() if issubclass(type(value), kind)), None)
+    return next((name for name, kind in types.items() if issubclass(type(value), kind)), None)
 
 
 def bytes_by_device(value: Any, kind: str) -> Counter[str]:
@@ -232,11 +232,11 @@ def _tensors_in(value: Any, kind: str) -> Iterator[Any]:
     if kind == "tensor":
         yield value
     elif kind == "module":
-        for _, part in branches.modules_in(value):
-            kept = [*branches.registered(part, "_parameters"), *branches.registered(part, "_buffers")]
+        for _, part in kinds.modules_in(value):
+            kept = [*kinds.registered(part, "_parameters"), *kinds.registered(part, "_buffers")]
             yield from (each for _, each in kept if not torch.nn.parameter.is_lazy(each))
     elif kind == "optimizer":
-        yield from (each for group in branches.parameter_groups(value) for each in group["params"])
+        yield from (each for group in kinds.parameter_groups(value) for each in group["params"])
         kept = [(key, each) for state in value.state.values() for key, each in state.items()]
         yield from (each for key, each in kept if key != "step" and kind_of(each) == "tensor")
     elif kind == "container":

@@ -16,7 +16,7 @@ from typing import Any
 
 from gpumagic import notebook
 from gpumagic.errors import GpuMagicError, OptionError, nearest
-from gpumagic.heap import branches
+from gpumagic.heap import branches, kinds
 from gpumagic.memory.devices import room
 from gpumagic.report.units import size
 from gpumagic.transfers.log import direction
@@ -139,14 +139,14 @@ def _optimizers(parts: list[Any], namespace: Mapping[str, Any]) -> dict[str, Any
     found: dict[int, tuple[str, Any]] = {}
     for name, value in [*named, *(("optimizer", each) for each in parts)]:
         if issubclass(type(value), torch.optim.Optimizer):
-            optimizer = branches.unwrapped(value)
+            optimizer = kinds.unwrapped(value)
             if any(id(each) in moving for each in _parameters_of(optimizer)):
                 found.setdefault(id(optimizer), (name, optimizer))
     return dict(found.values())
 
 
 def _parameters_of(optimizer: Any) -> list[Any]:
-    return [each for group in branches.parameter_groups(branches.unwrapped(optimizer)) for each in group["params"]]
+    return [each for group in kinds.parameter_groups(kinds.unwrapped(optimizer)) for each in group["params"]]
 
 
 def _tensors_of(part: Any) -> Iterator[Any]:
@@ -165,7 +165,7 @@ def _tensors_of(part: Any) -> Iterator[Any]:
 
 def _slots_of(module: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Yield the parameters and buffers of a module and its submodules: the dict that has it, the key, the tensor."""
-    for _, part in branches.modules_in(module):
+    for _, part in kinds.modules_in(module):
         own = branches.attributes_of(part)
         for kept in (own.get("_parameters"), own.get("_buffers")):
             if isinstance(kept, dict):
@@ -177,7 +177,7 @@ def _state_of(optimizer: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
 
     A step counter stays on the host unless the optimizer says otherwise, as in `Optimizer.load_state_dict`.
     """
-    for group in branches.parameter_groups(optimizer):
+    for group in kinds.parameter_groups(optimizer):
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             for key, value in list(state.items()):

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from gpumagic.heap.branches import Names
 from gpumagic.heap.graph import HeapGraph
 from gpumagic.heap.holders import excluded_objects, variables
-from gpumagic.heap.paths import Names
 from gpumagic.heap.storages import StorageTable, gc_disabled, number_of, undisturbed
 
 

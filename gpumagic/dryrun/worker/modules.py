@@ -22,8 +22,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gpumagic.dryrun import parts
-from gpumagic.heap.branches import attributes_of, modules_in, name_of_type
-from gpumagic.heap.kinds import Graphs
+from gpumagic.heap.branches import attributes_of, name_of_type
+from gpumagic.heap.kinds import Graphs, modules_in
 from gpumagic.heap.storages import COMPONENTS, local_of
 from gpumagic.memory.ledger import Ledger, Place
 
