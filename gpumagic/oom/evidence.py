@@ -17,15 +17,14 @@ from gpumagic.oom.failure import Failure, GuardState
 from gpumagic.oom.recognition import OomEvent
 from gpumagic.oom.report import CUBLAS, WORKSPACE, OomReport
 from gpumagic.oom.rules import training, verdict
-from gpumagic.oom.rules.facts import BatchSize, Facts, Loader, Ownership, Trainer
+from gpumagic.oom.rules.facts import Facts, Loader, Ownership, Trainer
 from gpumagic.oom.rules.proposal import calls
 from gpumagic.oom.trials import Trials
 from gpumagic.report import base
 from gpumagic.report.base import Holder
 from gpumagic.report.units import LARGE, size
-from gpumagic.source import cell_code
 from gpumagic.source import text as texts
-from gpumagic.source.cell_code import is_batch_name, names_used
+from gpumagic.source.cell_code import BatchSize, batches_in, is_batch_name, names_used
 from gpumagic.source.text import CellText, names_in
 from gpumagic.tensors import scan
 
@@ -140,7 +139,10 @@ def _with_notebook(facts: Facts, state: GuardState) -> Facts:
         holders=tuple(sorted(rows, key=lambda each: -each.nbytes)),
         leftovers=tuple(part for part in owned if part.names <= removable),
         graphs=kept_graphs(device, unchanged - used, bound_first, namespace, shell) if unnamed >= LARGE else None,
-        stale={name: ownership.released(owned, [name]) for name in (unchanged & bound_first) - read_first},
+        stale={
+            name: sum(part.nbytes for part in owned if part.names == {name})
+            for name in (unchanged & bound_first) - read_first
+        },
         models=tuple(each for each in facts.models_there if each.local or each.name in used),
         optimizers=tuple(each for each in facts.optimizers_there if each.local or each.name in used),
         brought=_holders(owned, (used & unchanged) - bound_first, namespace, device),
@@ -167,9 +169,9 @@ def _batches(facts: Facts, used: set[str], namespace: Mapping[str, object]) -> t
     if facts.cell is None:
         return ()
     text = facts.failing
-    other = cell_code.batches_in(text.tree) if text is not None and text.cell else ()
+    elsewhere = batches_in(text.tree, text.cell) if text is not None and text.cell else ()
     # Those that the cell writes, then those of variables that it uses
-    found = [BatchSize(literal.name, literal.value, literal.line) for literal in facts.cell.batches]
+    found = list(facts.cell.batches)
     for name in sorted(used - {each.name for each in found}):
         value = namespace[name]
         if is_batch_name(name) and type(value) is int and value > 1:
@@ -183,7 +185,6 @@ def _batches(facts: Facts, used: set[str], namespace: Mapping[str, object]) -> t
         loaders = [BatchSize(each.name, each.batch_size, loader=True) for each in find_loaders(used, namespace)]
         # A loader says no more than the number it was made with; one that the cell makes itself is made of another.
         found = of_objects or loaders if "DataLoader" in facts.cell.attributes else loaders or of_objects
-    elsewhere = (BatchSize(each.name, each.value, each.line, cell=text.cell) for each in other if text is not None)
     return (*found, *elsewhere)
 
 

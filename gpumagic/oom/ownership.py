@@ -47,12 +47,6 @@ def by_names(namespace: Mapping[str, object], device: str, shell: object | None 
     return sorted(found, key=lambda each: (-each.nbytes, sorted(each.names)))
 
 
-def released(ownerships: Iterable[Ownership], names: Iterable[str]) -> int:
-    """Return the bytes that unbinding all these names together releases."""
-    gone = frozenset(names)
-    return sum(each.nbytes for each in ownerships if each.names <= gone)
-
-
 def kind_of(value: object) -> str:
     """Return what a value is to a reader: "module", "optimizer", "tensor", or its type's name."""
     import torch

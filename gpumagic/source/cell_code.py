@@ -28,12 +28,16 @@ _NO_GRAD = frozenset({"no_grad", "inference_mode", "set_grad_enabled"})
 
 
 @dataclass(frozen=True, slots=True)
-class BatchLiteral:
-    """A batch size written as a number: ``batch_size=64`` as an argument or an assignment."""
+class BatchSize:
+    """A batch size that a cell uses: a number in its text, a variable of the notebook or a DataLoader's."""
 
     name: str
     value: int
-    line: int
+    line: int | None = None
+    """The cell's line with the number; None for a variable or a loader made elsewhere."""
+    loader: bool = False
+    cell: str = ""
+    """Which cell the number is in, as `Change.cell`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class CellCode:
     """Names whose first use is to be bound anew, so that the old value only takes up room meanwhile."""
     attributes: frozenset[str] = frozenset()
     """Every attribute and function name the cell mentions: ``backward``, ``autocast``, ``eval``..."""
-    batches: tuple[BatchLiteral, ...] = ()
+    batches: tuple[BatchSize, ...] = ()
     text: CellText | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -84,10 +88,10 @@ def read_cell(source: str) -> CellCode | None:
     )
 
 
-def batches_in(tree: ast.AST) -> tuple[BatchLiteral, ...]:
+def batches_in(tree: ast.AST, cell: str = "") -> tuple[BatchSize, ...]:
     """Return the batch sizes that code writes as numbers."""
     found = ((name, number) for name, number in ints_named(tree) if is_batch_name(name) and number.value > 1)
-    return tuple(BatchLiteral(name, number.value, number.lineno) for name, number in found)
+    return tuple(BatchSize(name, number.value, number.lineno, cell=cell) for name, number in found)
 
 
 def is_batch_name(name: str) -> bool:

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.oom import advice as advising
 from gpumagic.oom.report import Advice
-from gpumagic.oom.rules.facts import BatchSize, Collection, Facts, Model, TensorFact
+from gpumagic.oom.rules.facts import Collection, Facts, Model, TensorFact
 from gpumagic.oom.trials import Trials
 from gpumagic.source import cell_code, text
+from gpumagic.source.cell_code import BatchSize
 from gpumagic.source.text import Change
 
 GIB = 2**30

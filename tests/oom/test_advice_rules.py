@@ -10,11 +10,12 @@ from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.oom import advice as advising
 from gpumagic.oom.report import Need
 from gpumagic.oom.rules import batch, collected, kept, limits, training, verdict
-from gpumagic.oom.rules.facts import BatchSize, Collection, Facts, Model, Ownership, TensorFact
+from gpumagic.oom.rules.facts import Collection, Facts, Model, Ownership, TensorFact
 from gpumagic.oom.rules.verdict import explain
 from gpumagic.oom.trials import Trials
 from gpumagic.report.base import Holder
 from gpumagic.source import cell_code  # fmt: skip
+from gpumagic.source.cell_code import BatchSize
 
 MIB, GIB = 2**20, 2**30
 

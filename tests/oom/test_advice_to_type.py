@@ -15,10 +15,11 @@ from gpumagic.oom import failure
 from gpumagic.oom.failure import GuardState
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import batch, collected, in_place, kept, parts, training
-from gpumagic.oom.rules.facts import BatchSize, Facts, Loader, Model, Optimizer, TensorFact
+from gpumagic.oom.rules.facts import Facts, Loader, Model, Optimizer, TensorFact
 from gpumagic.oom.rules.proposal import Choice
 from gpumagic.source import cell_code
 from gpumagic.source import text as texts
+from gpumagic.source.cell_code import BatchSize
 
 MIB = 2**20
 

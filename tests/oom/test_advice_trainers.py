@@ -8,8 +8,9 @@ import pytest
 
 from gpumagic.oom.evidence import find_trainer
 from gpumagic.oom.rules import batch, loops
-from gpumagic.oom.rules.facts import BatchSize, Facts
+from gpumagic.oom.rules.facts import Facts
 from gpumagic.source import cell_code
+from gpumagic.source.cell_code import BatchSize
 
 SHORTAGE = Facts(kind="cuda allocator", device="cuda:0", line=1, functions=frozenset({"_inner_training_loop"}))
 ARGUMENTS = type("TrainingArguments", (), {"__module__": "transformers.training_args"})

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import loops
-from gpumagic.oom.rules.facts import BatchSize, Facts
+from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import (
     Choice,
     Region,
@@ -25,7 +25,7 @@ from gpumagic.oom.rules.proposal import (
     read_tensors,
 )
 from gpumagic.report.units import count, size
-from gpumagic.source.cell_code import ints_named, is_batch_name
+from gpumagic.source.cell_code import BatchSize, ints_named, is_batch_name
 from gpumagic.source.text import CellText, Change, called_name, keyword, names_in
 
 MOST_PARTS = 64

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 from typing import TYPE_CHECKING
 
 from gpumagic.memory.allocator import segment_size
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from gpumagic.memory.allocator import AllocatorStats
     from gpumagic.oom.report import Need
     from gpumagic.report.base import Holder
-    from gpumagic.source.cell_code import CellCode
+    from gpumagic.source.cell_code import BatchSize, CellCode
     from gpumagic.source.text import CellText
 
 _STEPS = ("_multi_tensor_", "_single_tensor_", "_fused_adam", "_fused_sgd", "_init_group")
@@ -45,11 +44,6 @@ class TensorFact:
     requires_grad: bool = False
     graph: bool = False
     """Whether an autograd graph made it."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return self.nbytes // prod(self.shape) if prod(self.shape) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +114,6 @@ class Ownership:
     kind: str = "plain"
     code: str = ""
     """What releases them, where that is more than to unbind the names."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSize:
-    """A batch size that the cell uses: a literal in it, a variable of the notebook or a DataLoader's."""
-
-    name: str
-    value: int
-    line: int | None = None
-    """The cell's line with the literal; None for a variable or a loader made elsewhere."""
-    loader: bool = False
-    cell: str = ""
-    """Which cell the literal is in, as `Change.cell`."""
 
 
 @dataclass(frozen=True, slots=True)

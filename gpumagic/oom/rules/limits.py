@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from gpumagic.memory.devices import Device
 from gpumagic.memory.presets import GPUS, USUAL
 from gpumagic.oom.report import ON_THE_CPU, Advice
 from gpumagic.oom.rules import collected
@@ -18,11 +16,8 @@ from gpumagic.report.base import Holder
 from gpumagic.report.units import LARGE, count, shape, size
 from gpumagic.source.text import CellText, Change, called_name, keyword
 
-LOSSES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"})
 
-
-@dataclass(frozen=True, slots=True)
-class Outer:
+class Outer(NamedTuple):
     """Two operands of n elements whose result has n squared."""
 
     column: ast.expr
@@ -40,23 +35,17 @@ def outer(facts: Facts) -> Outer | None:
             pair: list[tuple[ast.expr, TensorFact | None]] = []
             if isinstance(node, ast.BinOp) and not isinstance(node.op, ast.MatMult):
                 pair = [(each, facts.tensors.get(text.code(each))) for each in (node.left, node.right)]
-            elif isinstance(node, ast.Call) and len(node.args) == 2 and facts.function in LOSSES:
+            elif isinstance(node, ast.Call) and len(node.args) == 2:  # a loss; the request proves that it broadcasts
                 pair = [
                     (each, facts.operands.get(name)) for each, name in zip(node.args, ("input", "target"), strict=True)
                 ]
-            for one, other in (pair, pair[::-1]) if pair else ():
-                found = _outer(*one, *other)
-                if found is not None and facts.asked_for(found.nbytes):
-                    return found
+            for (one, column), (other, row) in (pair, pair[::-1]) if pair else ():
+                if row is None or len(row.shape) != 1 or not facts.asked_for(row.shape[0] * row.nbytes):
+                    continue
+                # A call's result may have any shape: the request proves it
+                if column.shape == (*row.shape, 1) if column is not None else isinstance(one, ast.Call):
+                    return Outer(one, other, row.shape[0], row.shape[0] * row.nbytes)
     return None
-
-
-def _outer(one: ast.expr, column: TensorFact | None, other: ast.expr, row: TensorFact | None) -> Outer | None:
-    """Return the outer product of two operands; a call's result may have any shape that the request then proves."""
-    if row is None or len(row.shape) != 1 or row.shape[0] < 2:
-        return None
-    is_column = column.shape == (*row.shape, 1) if column is not None else isinstance(one, ast.Call)
-    return Outer(one, other, row.shape[0], row.shape[0] ** 2 * row.itemsize) if is_column else None
 
 
 def squeeze(facts: Facts) -> Iterator[Advice]:
@@ -307,9 +296,4 @@ def _renamed(facts: Facts, text: CellText, device: str) -> Iterator[Change]:
         if isinstance(node, ast.Constant) and node.value in own and isinstance(node.value, str):
             yield text.replace(node, f'"{device}"')
         elif isinstance(node, ast.Call) and called_name(node) == backend(facts) and not node.args:  # x.cuda()
-            place = "" if device == "cpu" else str(Device.parse(device).index)
-            yield (
-                text.add_argument(node, place)
-                if place
-                else text.replace(node, f"{text.code(node.func).rpartition('.')[0]}.cpu()")
-            )
+            yield text.replace(node, f'{text.code(node.func).rpartition(".")[0]}.to("{device}")')

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpumagic.oom.report import Advice
-from gpumagic.oom.rules.facts import BatchSize, Facts, Trainer
+from gpumagic.oom.rules.facts import Facts, Trainer
 from gpumagic.oom.rules.proposal import Choice, loop_around, propose
+from gpumagic.source.cell_code import BatchSize
 from gpumagic.source.text import CellText, Change, apply_changes, called_name, keyword, names_in
-
-DEFAULT_BATCH = 8
-"""What transformers takes where it is told no batch size."""
-EVALUATES = frozenset({"evaluation_loop", "prediction_step"})
-"""Functions of transformers' trainer in which it makes predictions."""
 
 
 def _switch(
@@ -56,7 +51,7 @@ def batch(facts: Facts) -> Iterator[Choice]:
     if trainer is None or trainer.library != "transformers" or facts.memory != "device":
         return
     name = f"per_device_{'eval' if _evaluates(facts) else 'train'}_batch_size"
-    now = number(trainer, name, DEFAULT_BATCH)
+    now = number(trainer, name, 8)
     if now is None or now < 2:
         return
     said = "says so" if keyword(trainer.call, name) is not None else "says nothing else than the default"
@@ -126,21 +121,14 @@ def told(trainer: Trainer, arguments: dict[str, str]) -> dict[str, Any]:
 
 
 def _evaluates(facts: Facts) -> bool:
-    return bool(facts.functions & EVALUATES)
+    return bool(facts.functions & {"evaluation_loop", "prediction_step"})
 
 
 def _where(trainer: Trainer) -> str:
     return trainer.text.cell or f"line {trainer.call.lineno}"
 
 
-ACCUMULATE = "accumulate_grad_batches"
-"""The argument of Lightning's `Trainer`."""
-NUMBERS = ("i", "micro_step", "micro_batch")
-"""What the passes are counted with: the first that the cell does not use."""
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
+class Training(NamedTuple):
     """A loop whose passes each make one step of an optimizer."""
 
     text: CellText
@@ -156,14 +144,14 @@ def accumulating(facts: Facts, found: BatchSize, steps: int) -> dict[str, Any]:
     `found` is the batch size, which another change lowers.
     """
     if facts.trainer is not None and facts.trainer.library == "lightning":
-        before = number(facts.trainer, ACCUMULATE, 1)
-        return told(facts.trainer, {ACCUMULATE: str(before * steps)}) if before is not None else {}
+        name = "accumulate_grad_batches"
+        before = number(facts.trainer, name, 1)
+        return told(facts.trainer, {name: str(before * steps)}) if before is not None else {}
     for text in facts.texts:
         training = _training(text, text.line or facts.line)
-        if training is not None:
-            counted = _counted(facts, training, found, steps)
-            changes = _changes(facts, training, *counted, steps) if counted is not None else []
-            return {"text": text, "changes": changes} if changes else {}
+        counted = _counted(facts, training, found, steps) if training is not None else None
+        if training is not None and counted is not None:
+            return {"text": text, "changes": _changes(facts, training, *counted, steps)}
     return {}
 
 
@@ -193,9 +181,7 @@ def _counted(facts: Facts, training: Training, found: BatchSize, steps: int) -> 
         if called_name(source) == "enumerate" and isinstance(target, ast.Tuple) and isinstance(source, ast.Call):
             is_plain = len(source.args) == 1 and isinstance(target.elts[0], ast.Name)
             return ([], text.code(target.elts[0])) if is_plain else None
-        number = next((each for each in NUMBERS if each not in names), None)
-        if number is None:
-            return None
+        number = next((each for each in ("i", "micro_step") if each not in names), "nth_micro_batch")
         bound = text.code(target)
         bound = f"({bound})" if isinstance(target, ast.Tuple) and not bound.startswith("(") else bound
         head = [text.replace(target, f"{number}, {bound}"), text.replace(source, f"enumerate({text.code(source)})")]
