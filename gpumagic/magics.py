@@ -216,7 +216,7 @@ class GPUMagic(Magics):
         def show(report: ClusterReport) -> None:
             if store is not None:
                 store(report)
-            if not options.quiet and report.is_worth_showing:
+            if not options.quiet and (magic != "oomguard" or report.reports):  # its errors are shown already
                 display(report)
 
         # Engines that are to run a cell may have to import torch first, so they have three times as long.

@@ -102,7 +102,7 @@ class EngineCell:
             KeyboardInterrupt: after the engines were interrupted.
         """
         __tracebackhide__ = True
-        started, interrupted = time.perf_counter(), False
+        interrupted = False
         sent: dict[int, Any] = {}
         with ExitStack() as streams:  # labelled as `%%px` labels outputs
             try:
@@ -117,7 +117,7 @@ class EngineCell:
                     raise
                 interrupted = True
                 self._interrupt(sent)
-        report = self._report(sent, time.perf_counter() - started)
+        report = self._report(sent)
         show(report)
         if interrupted:
             raise KeyboardInterrupt
@@ -134,14 +134,14 @@ class EngineCell:
         for engine in running:
             sent[engine].wait(max(0.0, deadline - time.monotonic()))
 
-    def _report(self, sent: Mapping[int, Any], elapsed: float) -> ClusterReport:
+    def _report(self, sent: Mapping[int, Any]) -> ClusterReport:
         """Collect the reports of the engines whose cells have ended."""
         ended = [engine for engine, each in sent.items() if each.done()]
         answers = ask(self.client, dict.fromkeys(ended, _COLLECT), self.timeout)
         ready = {answer.engine: _with_outcome(answer, sent[int(answer.engine)].exception()) for answer in answers}
         running = EngineAnswer(-1, state="interrupted", detail="but its cell is still running")
         found = [ready.get(engine) or replace(running, engine=engine) for engine in sent]
-        return ClusterReport(self.magic, tuple(found), elapsed)
+        return ClusterReport(self.magic, tuple(found))
 
     def _raise(self, sent: Mapping[int, Any], report: ClusterReport) -> None:
         """Raise what `%%px` would, or `OutOfMemory` where nothing else went wrong."""

@@ -7,7 +7,6 @@ time is up is cancelled, so that it does not run later.
 from __future__ import annotations
 
 import inspect
-import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
@@ -89,7 +88,6 @@ def answer(request: str, arguments: dict[str, Any], version: str) -> dict[str, A
     import importlib
     import os
     import socket
-    import time
 
     facts: dict[str, Any] = {"state": "answered", "origin": (socket.gethostname(), os.getpid())}
     try:
@@ -98,14 +96,13 @@ def answer(request: str, arguments: dict[str, Any], version: str) -> dict[str, A
         return {**facts, "state": "no gpumagic"}
     if here != version:
         return {**facts, "state": "other version", "detail": here}
-    started = time.perf_counter()
     try:
         facts["origin"] = importlib.import_module("gpumagic.report.base").current_origin()
         ours = importlib.import_module("gpumagic.cluster.connection")
         facts["report"] = getattr(ours, f"answer_{request}")(**arguments)
     except Exception as error:  # reported by the client
         facts.update(state="failed", detail=f"{type(error).__name__}: {error}")
-    return {**facts, "seconds": time.perf_counter() - started}
+    return facts
 
 
 def answer_gpuinfo(names: Sequence[str], *, processes: bool, everything: bool) -> object:
@@ -233,9 +230,8 @@ def of_line(magic: str, options: Namespace, timeout: float) -> ClusterReport:
     else:
         arguments |= {"processes": options.processes, "everything": options.all}
     client, engines = connect(options.engines)
-    started = time.perf_counter()
     answers = ask(client, dict.fromkeys(engines, (magic, arguments)), timeout)
     refused = [each.detail for each in answers if each.detail.startswith(_NO_DEVICE)]
     if refused and len(refused) == len(answers):  # no engine has the device: the line itself is wrong
         raise DeviceNotFound(f"on the engines: {refused[0].removeprefix(_NO_DEVICE)}")
-    return ClusterReport(magic, answers, time.perf_counter() - started)
+    return ClusterReport(magic, answers)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from gpumagic.errors import OptionError
 from gpumagic.gpus.report import GPUReport, GpuRow
 from gpumagic.oom.report import OomReport
-from gpumagic.report.base import Origin, Report, columns_of, frame
+from gpumagic.report.base import Origin, Report, columns_of, frame, grouped
 from gpumagic.tensors.report import TensorReport
 from gpumagic.transfers.report import TransferReport
 
@@ -39,8 +39,6 @@ class EngineAnswer:
     after a cell also ``"out of memory"``, ``"raised"`` or ``"interrupted"``."""
     detail: str = ""
     """More about the state, with the remedy."""
-    seconds: float | None = None
-    """How long the request took in the engine."""
     report: Any = None
     """Its report, or the result of another request."""
 
@@ -65,9 +63,6 @@ class ClusterReport(Report[PlacedRow]):
     magic: str
     """The magic of these reports: ``"gpuinfo"``, ``"devices"``, ``"ondevice"`` or ``"oomguard"``."""
     engines: tuple[EngineAnswer, ...] = ()
-    elapsed: float | None = None
-    """Seconds until the last answer."""
-    notes: tuple[str, ...] = ()
 
     @property
     def rows(self) -> tuple[PlacedRow, ...]:
@@ -75,13 +70,6 @@ class ClusterReport(Report[PlacedRow]):
             PlacedRow(answer.origin.host, answer.engine, answer.origin.rank, answer.state, row)
             for answer in self.engines
             for row in (answer.report.rows if answer.report is not None else ()) or (None,)
-        )
-
-    @property
-    def is_worth_showing(self) -> bool:
-        """Return False for a guarded cell that ran out of memory nowhere: its errors are shown already."""
-        return self.magic != "oomguard" or any(
-            answer.report is not None or answer.state not in (ANSWERED, "raised") for answer in self.engines
         )
 
     @property
@@ -135,17 +123,17 @@ def merge(reports: Mapping[Any, object] | Sequence[object]) -> ClusterReport:
     return ClusterReport(magic, tuple(answers))
 
 
-@dataclass(frozen=True)
-class SharedGpu(GpuRow):
-    """What the last of its engines read of a GPU, milliseconds after the others; ``kernel_*`` are sums over all."""
+class SharedGpu(NamedTuple):
+    """A GPU that engines of a host see, by UUID."""
 
-    host: str = ""
-    engines: tuple[EngineAnswer, ...] = ()
-    users: tuple[EngineAnswer, ...] = ()
-    """Those that hold memory on it."""
+    host: str
+    row: GpuRow
+    """What the last of them read, milliseconds after the others; ``kernel_*`` are sums over all."""
+    engines: tuple[EngineAnswer, ...]
+    """Those that hold memory on it, or else all."""
 
 
-def shared_gpus(report: ClusterReport) -> tuple[SharedGpu, ...]:
+def shared_gpus(report: ClusterReport) -> list[SharedGpu]:
     """Return the GPUs of a merged `%gpuinfo`, by host and then in the order in which their engines list them."""
     found: dict[tuple[str, object], dict[object, tuple[EngineAnswer, GpuRow]]] = {}
     for answer in report.engines:
@@ -157,23 +145,20 @@ def shared_gpus(report: ClusterReport) -> tuple[SharedGpu, ...]:
     gpus = []
     for (host, _), seen in found.items():
         engines, rows = zip(*seen.values(), strict=True)
-        figures = {
-            **{each.name: getattr(rows[-1], each.name) for each in fields(GpuRow)},
-            "kernel_allocated": sum(each.kernel_allocated or 0 for each in rows),
-            "kernel_reserved": sum(each.kernel_reserved or 0 for each in rows),
-        }
+        row = replace(
+            rows[-1],
+            kernel_allocated=sum(each.kernel_allocated or 0 for each in rows),
+            kernel_reserved=sum(each.kernel_reserved or 0 for each in rows),
+        )
         users = tuple(answer for answer, each in seen.values() if each.kernel_reserved)
-        gpus.append(SharedGpu(**figures, host=host, engines=engines, users=users))
-    return tuple(sorted(gpus, key=lambda gpu: gpu.host))
+        gpus.append(SharedGpu(host, row, users or engines))
+    return sorted(gpus, key=lambda gpu: gpu.host)
 
 
-def engine_ranges(answers: Sequence[EngineAnswer]) -> str:
-    """Return ``"0-3, 7"``."""
-    spans: list[list[int]] = []
-    for number in sorted({each.engine for each in answers if isinstance(each.engine, int)}):
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1].append(number)
-        else:
-            spans.append([number])
-    numbers = [", ".join(map(str, span)) if len(span) < 3 else f"{span[0]}-{span[-1]}" for span in spans]
-    return ", ".join([*numbers, *(each.engine for each in answers if isinstance(each.engine, str))])
+def engine_ranges(answers: Iterable[EngineAnswer]) -> str:
+    """Return ``"0-3, 7"``, and after it the names of those that have no number."""
+    engines = [each.engine for each in answers]
+    numbers = sorted({each for each in engines if isinstance(each, int)})
+    spans = grouped((number - place, number) for place, number in enumerate(numbers)).values()
+    ranges = [str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans]
+    return ", ".join([*ranges, *(each for each in engines if isinstance(each, str))])

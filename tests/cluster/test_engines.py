@@ -47,7 +47,7 @@ def test_a_gpu_that_two_engines_see_is_one(here, machine) -> None:
     engines = [machine.of("no torch"), machine.of("victim")]
     report = look(here, f"gpuinfo --engines {engines[0]},{engines[1]}")
     gpus = shared_gpus(report)
-    assert [gpu.nvml_index for gpu in gpus] == [0, 1]
+    assert [gpu.row.nvml_index for gpu in gpus] == [0, 1]
     assert [[each.engine for each in gpu.engines] for gpu in gpus] == [engines, engines]
     assert text_of(report).startswith("2 GPUs 2 engines on ")
     assert len(report.to_pandas()) == 4
@@ -284,16 +284,16 @@ def test_a_cell_runs_nowhere_where_one_engine_cannot_run_it(here, machine, gate,
     assert others.apply_sync(eval, "'mark' in dir()") == [False] * 3
 
 
-def test_an_engine_that_dies_in_a_cell_fails_the_cell_and_is_told_of(here, machine, shown) -> None:
+def test_an_engine_that_dies_in_a_cell_fails_the_cell_and_is_told_of(here, machine) -> None:
     """From then on cells go where it is not, as under %%px."""
     victim = machine.of("second victim")
     targets = f"{machine.plain[0]},{victim}"
     cell = (
         f"import os, signal\nif get_ipython().kernel.engine_id == {victim}:\n    os.kill(os.getpid(), signal.SIGKILL)"
     )
-    result = here.run_cell(f"%%oomguard --engines {targets}\n{cell}")
+    result = here.run_cell(f"%%oomguard --engines {targets} -o oom\n{cell}")
     assert f"Engine {victim} died" in str(result.error_in_exec)
-    assert f"{victim} dead → it is gone" in " ".join(shown()[-1].split())
+    assert f"{victim} dead → it is gone" in text_of(here.user_ns["oom"])
     gpumagic.cluster.use(machine.client[machine.plain])
     assert here.run_cell("%%oomguard --engines\nmark = 1").success
     refused = str(here.run_cell(f"%%oomguard --engines {targets}\n1").error_in_exec)

@@ -52,7 +52,7 @@ def test_a_gpu_that_several_processes_see_is_one_with_several_kernels() -> None:
     merged = gpumagic.merge([report("a", 1, first), report("a", 2, second), elsewhere])
     shared, alone = shared_gpus(merged)
     assert [each.origin.pid for each in shared.engines] == [1, 2]
-    assert (shared.kernel_allocated, shared.kernel_reserved, alone.host) == (5 * GIB, 8 * GIB, "b")
+    assert (shared.row.kernel_allocated, shared.row.kernel_reserved, alone.host) == (5 * GIB, 8 * GIB, "b")
     text = to_text(merged, 100)
     assert text.splitlines()[:2] == [
         "2 GPUs: cuda:1 on a has most free memory, 60.0 of 80.0 GiB",
@@ -83,7 +83,7 @@ def test_the_last_of_several_reports_of_one_process_counts() -> None:
     now = gpu(0, "a", kernel_allocated=3, kernel_reserved=3)
     merged = gpumagic.merge([report("a", 1, gpu(0, "a")), report("a", 1, now)])
     (only,) = shared_gpus(merged)
-    assert (only.kernel_allocated, len(only.engines), len(merged.engines)) == (3, 1, 1)
+    assert (only.row.kernel_allocated, len(only.engines), len(merged.engines)) == (3, 1, 1)
 
 
 def test_merging_takes_what_dask_returns_with_what_went_wrong() -> None:
