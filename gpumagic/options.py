@@ -182,21 +182,10 @@ class Parser(argparse.ArgumentParser):
         near = nearest(option, self.option_strings())
         if near is not None:
             hint = f"did you mean {near}?"
-        elif option == "--device":
-            hint = f"write the device alone: {self.prog} cuda:1"
         else:
             last = [each.option_strings[-1] for each in self._actions if each.option_strings and each.dest != "help"]
             hint = f"it has {', '.join(last)}"
         return f"{self.prog} has no option {option!r}; {hint}"
-
-    def _check_value(self, action: argparse.Action, value: object) -> None:
-        if action.choices is None or value in action.choices:
-            return
-        choices = [str(each) for each in action.choices]
-        near = nearest(str(value), choices)
-        hint = f"did you mean {near}?" if near else f"write {', '.join(choices[:-1])} or {choices[-1]}"
-        named = action if action.option_strings else None
-        raise argparse.ArgumentError(named, f"invalid choice: {value!r}; {hint}")
 
 
 def engine_targets(text: str) -> str:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-EVENTS = "events"
-"""In the metadata of a field that has single events, which are for viewers: `to_dict` leaves it out."""
 Row = TypeVar("Row")
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -147,8 +145,7 @@ def columns_of(row_type: type[Any]) -> dict[str, str]:
 
 def _plain(value: object) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value) if not field.metadata.get(EVENTS)]
-        return {name: _plain(getattr(value, name)) for name in fields}
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, Mapping):

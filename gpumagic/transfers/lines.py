@@ -56,13 +56,12 @@ class LineLog:
         hits: how often each line began, by number.
         runs: of each time that a line ran, its number, start and end in nanoseconds: those of other threads, and those
             of the run's own. Arrays: there may be millions.
-        turns: times, each with the number of the line that is the innermost in the run's thread from then on.
     """
 
     def __init__(self, place: Callable[[CodeType, int], Place], tell: Callable[[int], object]) -> None:
         self.places: dict[Place, int] = {}
         self.hits: list[int] = []
-        self.runs, self.turns = (array("q"), array("q")), array("q")
+        self.runs = array("q"), array("q")
         self._place = place
         self._tell = tell
         self._thread = get_ident()
@@ -90,7 +89,6 @@ class LineLog:
         if not top.within or sum(each.code is code for each in stack) > 1:
             self.hits[number] += 1
         if thread == self._thread:
-            self.turns.extend((now, number))
             self._tell(now)
 
     def leave(self, code: CodeType) -> None:
@@ -104,7 +102,6 @@ class LineLog:
             left = top.code
             self._end(top, now, thread)
         if thread == self._thread:
-            self.turns.extend((now, stack[-1].number if stack else _NONE))
             self._tell(now)
 
     def close(self) -> None:
@@ -113,12 +110,6 @@ class LineLog:
         for thread, stack in self._stacks.items():
             while stack:
                 self._end(stack.pop(), now, thread)
-
-    def own_runs(self) -> Any:
-        """Return the number, start and end of each time that a line ran in the run's thread, a row each."""
-        import numpy as np
-
-        return np.array(self.runs[True]).reshape(-1, 3)
 
     def seconds(self) -> list[float]:
         """Return how long each line ran, by number."""

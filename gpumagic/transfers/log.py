@@ -99,8 +99,6 @@ class TransferLog:
     """The running sums of one cell."""
 
     sites: CallSites
-    is_unrelated: bool = False
-    """Whether it is filled by a thread that does not work for the cell, so that only its transfers are reported."""
     created: dict[object, list[int]] = field(default_factory=dict)
     """The count and the bytes of new tensors by device, which is named only in the report."""
     moves: dict[tuple[object, ...], _TransferSum] = field(default_factory=dict)
@@ -156,7 +154,7 @@ class TransferLog:
 
     def absorb(self, other: TransferLog) -> None:
         """Add what another thread's log counted, which may go on counting."""
-        for device, (count, nbytes) in list(other.created.items()) if not other.is_unrelated else ():
+        for device, (count, nbytes) in list(other.created.items()):
             self.add_created(device, nbytes, count)
         for key, moved in list(other.moves.items()):
             self.moves.setdefault(key, _TransferSum()).add(moved)

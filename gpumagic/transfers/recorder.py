@@ -41,17 +41,10 @@ class Recorder:
     by_thread: dict[int, Recorder] = field(default_factory=dict)
     """What other threads do for this run; each has sums of its own, so none waits for another."""
 
-    def for_thread(self, thread: int, sites: CallSites, *, is_unrelated: bool = False) -> Recorder:
-        """Return what records another thread's calls for this run; torch's default device differs there.
-
-        The ``thread`` is negative for calls that are unrelated to this run, of which only transfers are reported.
-        """
+    def for_thread(self, thread: int, sites: CallSites) -> Recorder:
+        """Return what records another thread's calls for this run; torch's default device differs there."""
         found = self.by_thread.get(thread)
-        if found is None:
-            log = TransferLog(sites, is_unrelated=is_unrelated)
-            found = Recorder(self.device, log, thread=abs(thread))
-            found = self.by_thread.setdefault(thread, found)
-        return found
+        return found or self.by_thread.setdefault(thread, Recorder(self.device, TransferLog(sites), thread=thread))
 
     def finish(self) -> None:
         """Add up what other threads did."""
@@ -142,8 +135,8 @@ def current_recorder() -> Recorder | None:
 def _recorder_of_worker() -> Recorder | None:
     """Return what records for the run that this thread works for, having no run of its own.
 
-    It works for a run whose code is on its stack, or that began before the thread or called autograd. While only one
-    thread has runs, what any other thread copies is reported by the innermost, as done by other code.
+    It works for a run whose code is on its stack; and, while only one thread has runs, for the innermost if that began
+    before the thread or called autograd.
     """
     open_runs = [run for runs in list(_runs.values()) for run in runs]
     if not open_runs:
@@ -157,9 +150,9 @@ def _recorder_of_worker() -> Recorder | None:
         return None
     run, thread = calling or open_runs[-1], get_ident()
     is_autograd = torch._C._current_graph_task_id() != -1
-    sites = CallSites(run.log.sites.namespace, run.log.sites.filename, run.thread if is_autograd else None)
     if thread in run.earlier_threads and not (is_autograd or calling):
-        return run.for_thread(-thread, sites, is_unrelated=True)
+        return None
+    sites = CallSites(run.log.sites.namespace, run.log.sites.filename, run.thread if is_autograd else None)
     return run.for_thread(thread, sites)
 
 

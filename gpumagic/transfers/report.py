@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from gpumagic.errors import OptionError
-from gpumagic.report.base import EVENTS, Holder, Origin, Report
+from gpumagic.report.base import Holder, Origin, Report
 from gpumagic.report.units import size
 
 
@@ -179,27 +176,7 @@ class TransferReport(Report[TransferRow]):
     origin: Origin = field(default_factory=Origin)
     by_line: LineReport | None = None
     """With ``--trace``, what each line took: a report of its own, with rows and `to_pandas()`."""
-    snapshot: Mapping[str, Any] | str | None = field(default=None, metadata={EVENTS: True}, compare=False)
-    """With ``--trace``, the snapshot of torch's CUDA allocator with its history of the cell, or why there is none."""
 
     @property
     def rows(self) -> tuple[TransferRow, ...]:
         return self.moves
-
-    def save(self, path: str | Path) -> Path:
-        """Write the report to a file, and return its path.
-
-        Args:
-            path: ends in ``.html``, or in ``.pickle`` for what https://pytorch.org/memory_viz opens of a traced cell on
-                CUDA.
-
-        Raises:
-            OptionError: it ends otherwise, or the allocator kept no history.
-        """
-        path = Path(path)
-        if path.suffix != ".pickle":
-            return super().save(path)
-        if self.snapshot is None or isinstance(self.snapshot, str):
-            raise OptionError(self.snapshot or "memory_viz opens what a cell with --trace records; this had none")
-        path.write_bytes(pickle.dumps(self.snapshot))  # as torch.cuda.memory._dump_snapshot would
-        return path

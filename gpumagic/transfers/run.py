@@ -159,7 +159,6 @@ class DeviceRun:
             lines=lines,
             origin=base.current_origin(),
             by_line=None if self._traced is None else self._traced.by_line(lines, self._clock.elapsed),
-            snapshot=None if self._traced is None else self._traced.snapshot(),
         )
 
     def finish(self, result: object) -> TransferReport | None:

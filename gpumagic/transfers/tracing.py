@@ -71,7 +71,7 @@ class Trace:
     def by_line(self, lines: Sequence[tuple[int, str]], elapsed: float) -> LineReport:
         """Return the sums by line; ``lines`` are those of the cell or block."""
         self._lines.close()
-        seconds, memory = self._lines.seconds(), self._memory_of_lines(self._lines.own_runs())
+        seconds, memory = self._lines.seconds(), self._memory_of_lines()
         file = (self._sites.filename if self._code.line is None else self._code.filename) or ""
 
         def row(function: str | None, file: str, line: int, code: str) -> LineRow | None:
@@ -88,27 +88,6 @@ class Trace:
         found = tuple(each for each in rows if each is not None)
         return LineReport(self._device, found, elapsed, files, self._reason, self._missing())
 
-    def snapshot(self) -> Any:
-        """Return torch's snapshot of the cell, in which each entry without a stack has its line for one; or why not."""
-        found = self._history.snapshot
-        if isinstance(found, str):
-            return found
-        lines = np.array(self._lines.turns).reshape(-1, 2)
-        stacks = [
-            [{"filename": file, "line": line, "name": linecache.getline(file, line).strip()}]
-            for file, line in self._lines.places
-        ]
-        stacks.append([])  # that of -1, which stands for no line
-        for trace in found["device_traces"]:
-            places = np.searchsorted(lines[:, 0], turns(trace, self._history.ahead), side="right")
-            numbers = np.append(-1, lines[:, 1])[places].tolist()
-            for entry, number in zip(trace, numbers, strict=True):
-                entry.setdefault("frames", stacks[number])
-        for segment in found["segments"]:
-            for block in segment["blocks"]:
-                block.setdefault("frames", [])
-        return found
-
     def _missing(self) -> str:
         """Return why lines have no memory, or those before what the history has kept; empty where all have."""
         history = self._history
@@ -119,15 +98,12 @@ class Trace:
         count, kept = history.after.events - history.before.events, len(history.events.turn)
         return "" if count <= kept else f"The allocator's history has the last {kept:,} of {count:,} events."
 
-    def _memory_of_lines(self, runs: Any) -> dict[int, list[int]]:
-        """Return for each line the bytes allocated and freed while it ran, and the most that were allocated at once.
-
-        Args:
-            runs: the number of the line, start and end of each time that one ran in the run's thread, a row each.
-        """
+    def _memory_of_lines(self) -> dict[int, list[int]]:
+        """Return for each line the bytes allocated and freed while it ran, and the most that were allocated at once."""
         if self._history.events is None:
             return {}
-        _, nbytes, turn = self._history.events
+        runs = np.array(self._lines.runs[True]).reshape(-1, 3)  # those of the run's thread
+        nbytes, turn = self._history.events
         if self._missing():
             runs = runs[runs[:, 1] >= turn[0]]
         lines, starts, ends = runs.T
@@ -176,8 +152,8 @@ def _text(codes: Sequence[CodeType]) -> list[tuple[int, str]]:
     return [(line, text[indent:]) for line, text in found]
 
 
-# ---- The allocator's own history of the cell: each block handed out or taken back, in order. CUDA's is what torch's
-# memory_viz shows, here without stacks, which cost more than the allocations.
+# ---- The allocator's own history of the cell: each block handed out or taken back, in order. CUDA's is recorded
+# without stacks, which cost more than the allocations.
 
 MAX_ENTRIES = 100_000
 """Allocations and frees that are kept; of more, the last."""
@@ -186,7 +162,6 @@ MAX_ENTRIES = 100_000
 class BlockEvents(NamedTuple):
     """Blocks that were handed out or taken back, in order: arrays of NumPy, an entry each."""
 
-    address: Any
     nbytes: Any
     """Negative where it was taken back."""
     turn: Any
@@ -202,20 +177,14 @@ class AllocatorHistory:
     Attributes:
         before: the allocator's statistics where the recording begins.
         after: those where it ends.
-        started: when it began, in nanoseconds of `time.perf_counter`.
-        ahead: by how many nanoseconds `time.time` is ahead of that clock.
         begin_turn: called with the time by that clock, as text, says when what this thread does from now on begins:
             entries of CUDA's history have it, exactly.
         events: what the device did, the last of it where that was too much; None where there is no history.
-        snapshot: what `torch.cuda.memory._snapshot` returned at the end, or why there is none.
     """
 
     def __init__(self, device: str) -> None:
         self.before = self.after = _NOTHING
         self.events: BlockEvents | None = None
-        self.snapshot: dict[str, Any] | str = (
-            f"memory_viz reads the history of torch's CUDA allocator; {device} has none"
-        )
         self._device = device
         self._backend, self._index = Device.parse(device)
         self._module: Any = allocator.device_module(self._backend)
@@ -232,8 +201,7 @@ class AllocatorHistory:
             _recording.append(self)
             if self._is_ours:
                 self._module.record_history(True)
-        self.started = time.perf_counter_ns()
-        self.ahead = time.time_ns() - self.started
+        self._ahead = time.time_ns() - time.perf_counter_ns()
         self.before = allocator.device_stats(self._device) or _NOTHING
 
     def _start_cuda(self) -> None:
@@ -244,9 +212,8 @@ class AllocatorHistory:
             self._is_on = True
             if self._is_ours:
                 torch.cuda.memory._record_memory_history(context=None, max_entries=MAX_ENTRIES)
-        except RuntimeError as error:  # cudaMallocAsync keeps no history
+        except RuntimeError:  # cudaMallocAsync keeps no history
             self._is_on = self._is_ours = False
-            self.snapshot = str(error).partition("\n")[0]
         if self._is_on and hasattr(torch._C, "_cuda_setMemoryMetadata"):  # since torch 2.10
             self._earlier_metadata = torch._C._cuda_getMemoryMetadata()  # type: ignore[attr-defined, unused-ignore]
             self.begin_turn = torch._C._cuda_setMemoryMetadata
@@ -272,22 +239,16 @@ class AllocatorHistory:
                 self._module.record_history(False)
 
     def _read_cuda(self) -> BlockEvents:
-        self.snapshot = snapshot = self._module.memory._snapshot()
-        trace = [each for each in snapshot["device_traces"][self._index] if each["action"] in _SIGNS]
+        traces = self._module.memory._snapshot()["device_traces"]
+        trace = [each for each in traces[self._index] if each["action"] in _SIGNS]
         sign = np.array([_SIGNS[each["action"]] for each in trace], np.int64)
-        address, size = (np.array([each[name] for each in trace], np.int64) for name in ("addr", "size"))
-        return BlockEvents(address, -(-size // MIN_BLOCK) * MIN_BLOCK * sign, turns(trace, self.ahead))
-
-
-def turns(trace: Sequence[Mapping[str, Any]], ahead: int) -> Any:
-    """Return when the turn of each entry of one device in CUDA's history began.
-
-    Entries of other threads say nothing of it: they have their own time, but at least that of the entry before.
-    """
-    said = [each.get("user_metadata") for each in trace]  # or something that the user has set
-    noted = np.array([int(each) if each and each.isdigit() else 0 for each in said], np.int64)
-    own = np.array([each["time_us"] for each in trace], np.int64) * 1000 - ahead
-    return np.maximum.accumulate(np.where(noted, noted, own))
+        size = np.array([each["size"] for each in trace], np.int64)
+        # Entries of other threads say nothing of it: they have their own time, but at least that of the one before.
+        said = [each.get("user_metadata") for each in trace]  # or something that the user has set
+        noted = np.array([int(each) if each and each.isdigit() else 0 for each in said], np.int64)
+        own = np.array([each["time_us"] for each in trace], np.int64) * 1000 - self._ahead
+        turn = np.maximum.accumulate(np.where(noted, noted, own))
+        return BlockEvents(-(-size // MIN_BLOCK) * MIN_BLOCK * sign, turn)
 
 
 _recording: list[object] = []
@@ -298,5 +259,5 @@ _NOTHING = AllocatorStats(0, 0, 0)
 
 def _columns(entries: Sequence[tuple[int, int, float]]) -> BlockEvents:
     """Return the events that simgpu has recorded."""
-    address, nbytes, at = np.array(entries, float).reshape(-1, 3).T
-    return BlockEvents(address.astype(np.int64), nbytes.astype(np.int64), (at * 1e9).astype(np.int64))
+    _, nbytes, at = np.array(entries, float).reshape(-1, 3).T
+    return BlockEvents(nbytes.astype(np.int64), (at * 1e9).astype(np.int64))

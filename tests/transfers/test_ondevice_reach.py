@@ -60,15 +60,16 @@ def test_a_cells_thread_is_told_by_its_line_in_a_real_shell(bare_shell) -> None:
     bare_shell.run_line_magic("unload_ext", "gpumagic")
 
 
-def test_other_codes_moves_are_told_as_such_but_not_what_it_creates(pool: ThreadPoolExecutor) -> None:
-    """A thread from before that runs none of the block's code: its moves are in the devices' counters too."""
+def test_what_an_earlier_thread_does_that_runs_none_of_the_blocks_code_is_not_the_blocks(
+    pool: ThreadPoolExecutor,
+) -> None:
     work = compile("def work(_):\n    return torch.ones(5).to('simgpu:0')", "<elsewhere>", "exec")
     names = {"torch": torch}
     exec(work, names)
     with gpumagic.ondevice("simgpu:0") as run:
         list(pool.map(names["work"], range(4)))
     assert run.report is not None
-    assert [(row.line, row.count, row.nbytes) for row in run.report] == [(None, 4, 80)]
+    assert len(run.report) == 0
     assert run.report.created == {}
     assert run.report.advice == ()
 
