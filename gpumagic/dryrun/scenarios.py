@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumagic.dryrun import client, targets
-from gpumagic.dryrun.worker.guesses import ALWAYS, BUT_ONCE, HOST, LARGE, LARGER, NUMBER, ONCE, SELECTION, Key
+from gpumagic.dryrun.worker.guesses import A_FEW, ALWAYS, BUT_ONCE, HOST, LARGE, LARGER, NUMBER, ONCE, SELECTION, Key
 from gpumagic.report.units import size
 
 _ALIKE = 0.01
@@ -172,6 +172,7 @@ class _Scenarios:
         is_loop = outcome["most_turns"] > 1 and kinds != {SELECTION}
         sizes = [{**first.course, "numbers": LARGE}] if NUMBER in kinds else []
         self._run([self._turned(self._places(), BUT_ONCE if is_loop else ALWAYS), *sizes])
+        self._leave_out_endless()
         is_sure = self._agree() or kinds == {SELECTION} or self._run_mixed()
         conclusive = [each for each in self._all if each.is_conclusive]
         if not conclusive:  # it fails for certain, if it always does so alike
@@ -189,6 +190,19 @@ class _Scenarios:
             whole = self._whole(most.course)
             outcome = most.outcome if "ended" in whole else whole
         return self._judged(outcome, most, conclusive, grows, is_sure)
+
+    def _leave_out_endless(self) -> None:
+        """Leave out runs in which a loop did not end, where a few turns of it need as much as all that were run.
+
+        A truncated normal distribution is drawn from again for as long as a number is out of bounds.
+        """
+        endless = [each for each in self._all[1:] if each.fits is None and each.peak]
+        if endless:
+            self._run([self._turned(self._places(), A_FEW)])
+            few = self._all[-1]
+            if few.is_conclusive and few.fits is not None:
+                flat = [each for each in endless if each.peak <= few.peak * (1 + _ALIKE)]
+                self._all = [each for each in self._all if each not in flat]
 
     def _places(self) -> list[Key]:
         return _sorted({place for each in self._all for place, *_ in each.decides})

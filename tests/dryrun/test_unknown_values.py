@@ -47,6 +47,18 @@ def test_a_loop_that_may_not_end_leaves_the_verdict_open_and_nothing_is_said_to_
     assert any(f"may depend on values on the device, read in {line}" in each for each in report.unknown)
 
 
+def test_of_a_loop_that_only_values_end_and_that_keeps_nothing_a_few_turns_count() -> None:
+    before = "w = torch.zeros(1 << 20, device='simgpu:0')"
+    cell = "torch.nn.init.trunc_normal_(w)"  # draws what is out of bounds again
+    report = dry_run(before, cell)
+    assert (report.fits, report.certain) == (True, False)
+    namespace = {"torch": torch}
+    exec(before, namespace)
+    torch.simgpu.reset_peak_memory_stats()
+    exec(cell, namespace)
+    assert report.peak["simgpu:0"] == torch.simgpu.max_memory_allocated() >= 4 * (4 << 20)
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_of_two_branches_the_one_that_needs_more_counts(first) -> None:
     large, small = "y = torch.zeros(1 << 22, device='simgpu:0')", "y = None"

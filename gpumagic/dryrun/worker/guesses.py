@@ -57,9 +57,10 @@ NUMBERS: tuple[tuple[str, Callable[[int], float]], ...] = (
 """What a number may be, by how often it was read before; whole numbers are rounded."""
 FALLING, LARGE, LARGER = 1, 2, 3
 """Of the last two, what needs more in the second has a number for its size."""
-ALWAYS, BUT_ONCE, ONCE = "always", "but once", "once"
+ALWAYS, BUT_ONCE, ONCE, A_FEW = "always", "but once", "once", "a few"
 _TURNS: dict[str, Callable[[int], bool]] = {
     ALWAYS: lambda _: True, BUT_ONCE: lambda turn: turn != 1, ONCE: lambda turn: turn == 0,
+    A_FEW: lambda turn: turn < 3,
 }  # fmt: skip
 """Which times that a loop comes to a place it goes another way there."""
 
