@@ -199,9 +199,9 @@ class GPUMagic(Magics):
 
     def _on_engines(self, magic: str, options: Namespace) -> object:
         """Return one report of all engines."""
-        from gpumagic.cluster import connection
+        from gpumagic.cluster import engines
 
-        return connection.of_line(magic, options, self.engine_timeout)
+        return engines.of_line(magic, options, self.engine_timeout)
 
     def _cell_of_engines(
         self, magic: str, options: Namespace, cell: str | None, device: str | None = None
@@ -209,7 +209,7 @@ class GPUMagic(Magics):
         """Return what runs a cell on the engines and shows their report."""
         from IPython.display import display
 
-        from gpumagic.cluster import cells
+        from gpumagic.cluster import engines
 
         store = self._store(options.out)
 
@@ -220,8 +220,7 @@ class GPUMagic(Magics):
                 display(report)
 
         # Engines that are to run a cell may have to import torch first, so they have three times as long.
-        ready = cells.prepare(magic, options, cell, 3 * self.engine_timeout, device)
-        return functools.partial(ready.run, show)
+        return engines.of_cell(magic, options, cell, 3 * self.engine_timeout, show, device)
 
     def _store(self, name: str | None) -> Callable[[object], None] | None:
         return None if name is None else functools.partial(self.shell.user_ns.__setitem__, name)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import gpumagic
-from gpumagic.cluster.connection import of_line
+from gpumagic.cluster.engines import of_line
 from gpumagic.gpus.report import GPUReport, GpuRow
 from gpumagic.options import PARSERS
 from gpumagic.report.base import Origin, to_html, to_text

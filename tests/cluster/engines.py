@@ -171,13 +171,13 @@ def gate(here, machine, tmp_path) -> Iterator[Gate]:
     view = machine.client[machine.plain[0]]
     view.execute(
         textwrap.dedent("""
-            from gpumagic.cluster import connection
-            ran, devices = [], connection.answer_devices
-            connection.answer_devices = lambda names, **options: ran.append(names) or devices(names, **options)
+            from gpumagic.cluster import engines
+            ran, devices = [], engines.answer_devices
+            engines.answer_devices = lambda names, **options: ran.append(names) or devices(names, **options)
         """),
         block=True,
     )
     gate = Gate(tmp_path / "open", view)
     yield gate
     gate.open()
-    view.execute("connection.answer_devices = devices", block=True)
+    view.execute("engines.answer_devices = devices", block=True)

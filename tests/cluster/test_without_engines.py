@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpumagic
-from gpumagic.cluster.cells import assign_devices
+from gpumagic.cluster.engines import assign_devices
 from gpumagic.cluster.report import ClusterReport, EngineAnswer, engine_ranges, shared_gpus
 from gpumagic.errors import OptionError
 from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
