@@ -65,12 +65,8 @@ def running_roots() -> Iterator[tuple[str, object]]:
                 yield f"running {call_label(frame.f_code)}{where}", types.SimpleNamespace(**dict(variables_of(frame)))
 
 
-def generator_label(generator: object) -> str:
-    """Return what a suspended generator or coroutine is called."""
-    return f"suspended {call_label(_read_attribute(generator, 'code'))}"
-
-
-def _read_attribute(generator: object, what: str) -> Any:
+def read_attribute(generator: object, what: str) -> Any:
+    """Return the code or the frame of a generator or coroutine."""
     return type(generator).__dict__[_PREFIX[type(generator)] + what].__get__(generator)
 
 
@@ -98,7 +94,7 @@ _of_function = _members(types.FunctionType, "__closure__", "__defaults__", "__kw
 
 
 def _generator(generator: object, _reader: Reader) -> Iterator[Branch]:
-    frame: types.FrameType | None = _read_attribute(generator, "frame")
+    frame: types.FrameType | None = read_attribute(generator, "frame")
     if frame is not None:
         yield _locals("locals", frame)
         named = [value for _, value in variables_of(frame)]

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from gpumagic.heap import calls, readers
 from gpumagic.heap.branches import Names, is_typeable, key_code
-from gpumagic.heap.graph import MAX_STEPS_OF_ALL, HeapGraph
-from gpumagic.heap.storages import StorageTable, undisturbed
+from gpumagic.heap.graph import HeapGraph
 from gpumagic.source import frames
 
 TRACEBACK = "last traceback"
@@ -159,25 +158,6 @@ def module_roots(namespace: Mapping[str, object], installed: bool = False) -> It
             continue
         if frames.is_library(name, file) == installed:
             yield f"module {name}", SimpleNamespace(**dict(readers.module_variables(own)))
-
-
-def in_modules(
-    numbers: set[int], modules: set[str], namespace: Mapping[str, object], shell: object | None
-) -> dict[int, tuple[str, str]]:
-    """Return which of some modules, ``"module some_library"``, keeps storages, and where, by their numbers."""
-    graph, table = HeapGraph(excluded_objects(namespace, shell), MAX_STEPS_OF_ALL), StorageTable()
-    found: dict[int, tuple[str, str]] = {}
-    try:
-        with undisturbed():
-            paths_to = graph.explore(each for each in module_roots(namespace, True) if each[0] in modules)
-            names = Names(paths_to)
-            for each, tensor in graph.tensors.items():
-                first = min(paths_to[each], key=lambda path: path.depth)
-                for number in numbers.intersection(table.numbers(tensor)):
-                    found[number] = first.root(), names.description(first)
-        return found
-    finally:
-        graph.release()
 
 
 def excluded_objects(namespace: Mapping[str, object], shell: object | None) -> list[object]:

@@ -31,7 +31,6 @@ from gpumagic.heap.branches import (
     fields_of,
     is_heap_type,
     key_code,
-    mro_of,
     name_of_type,
 )
 from gpumagic.heap.kinds import is_node
@@ -240,17 +239,13 @@ def read_optimizer(value: object, reader: Reader) -> Iterator[Branch]:
 
 
 def _class(value: Any, _reader: Reader) -> Iterator[Branch]:
-    """Read a class and those that it derives from and that may go with it."""
-    for place, base in enumerate(mro_of(value)):
-        if is_heap_type(base) and (place == 0 or not is_lasting_class(base)):
-            dictionary = f".__mro__[{place}].__dict__" if place else ".__dict__"
-            for name, item in list(dict_of(base).items()):
-                if place or class_attribute(type(item), "__get__") is not None:
-                    # What stands in a class is not what its attribute gives.
-                    key = key_code(name)
-                    yield Branch("in", CONTAINED, [(Inside(str(name), code=key and f"{dictionary}[{key}]"), item)])
-                else:
-                    yield Branch(".", CONTAINED, [(name, item)])
+    """Read what stands in a class, which is not always what its attribute gives."""
+    for name, item in list(dict_of(value).items()) if is_heap_type(value) else ():
+        if class_attribute(type(item), "__get__") is not None:
+            key = key_code(name)
+            yield Branch("in", CONTAINED, [(Inside(str(name), code=key and f".__dict__[{key}]"), item)])
+        else:
+            yield Branch(".", CONTAINED, [(name, item)])
 
 
 def _module_of_variables(value: types.ModuleType, _reader: Reader) -> Iterator[Branch]:

@@ -230,7 +230,10 @@ class StorageTable:
         except Exception as error:
             return Storage(device, None, note=f"its size cannot be read ({type(error).__name__})")
         if address == 0 and nbytes > 0:
-            return Storage(device, 0, note=_why_weightless(tensor, device))
+            is_fake = any(base.__name__ == "FakeTensor" for base in type(tensor).__mro__)
+            kind = "meta" if device == "meta" else "fake" if is_fake else None
+            note = f"{kind}: occupies nothing" if kind else "a wrapper: its parts have rows of their own"
+            return Storage(device, 0, note=note)
         emptied = nbytes == 0 and prod(self._shape(tensor)) > 0
         return Storage(device, nbytes, address, note="its storage was emptied" if emptied else None)
 
@@ -291,14 +294,6 @@ class StorageTable:
         if type(tensor) in self._plain:
             return sizes
         return tuple(size if type(size) is int else UNKNOWN_DIMENSION for size in sizes)
-
-
-def _why_weightless(tensor: torch.Tensor, device: str) -> str:
-    if device == "meta":
-        return "meta: occupies nothing"
-    if any(base.__name__ == "FakeTensor" for base in type(tensor).__mro__):
-        return "fake: occupies nothing"
-    return "a wrapper: its parts have rows of their own"
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:

@@ -72,10 +72,11 @@ def _values(action: Action, offers: Mapping[str, Names]) -> Collection[str]:
 
 def numbers(namespace: Mapping[str, object], cell: str) -> Collection[str]:
     """Return the names of the ints among some variables and in the text of a cell."""
-    from gpumagic.source import cell_code
+    from gpumagic.source import cell_code, text
 
     variables = {name for name, value in namespace.items() if type(value) is int and not name.startswith("_")}
-    return sorted(variables | cell_code.names_in_text(cell))
+    tree = text.parse_tree(cell)  # None of code that is not Python yet
+    return sorted(variables if tree is None else variables | {name for name, _ in cell_code.ints_named(tree)})
 
 
 def _starting(fragment: str, names: Collection[str]) -> list[str]:

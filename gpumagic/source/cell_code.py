@@ -77,10 +77,13 @@ def read_cell(source: str) -> CellCode | None:
     tree = text.tree
     nodes = list(ast.walk(tree))
     names = [node for node in nodes if isinstance(node, ast.Name)]
+    first: dict[str, bool] = {}
+    for name, is_bound in _uses(tree, certain=True):
+        first.setdefault(name, is_bound)
     return CellCode(
         names=frozenset(node.id for node in names),
         reads=frozenset(node.id for node in names if isinstance(node.ctx, ast.Load)),
-        bound_first=_names_bound_first(tree),
+        bound_first=frozenset(name for name, is_bound in first.items() if is_bound),
         attributes=frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute))
         | frozenset(node.id for node in names),
         batches=batches_in(tree),
@@ -104,19 +107,11 @@ _OWN_NAMES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, a
 """What reads the cell's names, and whose own variables are not the cell's."""
 
 
-def _names_bound_first(tree: ast.Module) -> frozenset[str]:
-    """Return the names whose first use, in the order in which code runs, is to be bound.
-
-    What only a branch binds does not count: the branch may not be taken.
-    """
-    first: dict[str, bool] = {}
-    for name, is_bound in _uses(tree, certain=True):
-        first.setdefault(name, is_bound)
-    return frozenset(name for name, is_bound in first.items() if is_bound)
-
-
 def _uses(node: ast.AST, *, certain: bool) -> Iterator[tuple[str, bool]]:
-    """Yield the names that code uses, in the order in which it runs, each with whether it certainly binds it."""
+    """Yield the names that code uses, in the order in which it runs, each with whether it certainly binds it.
+
+    What a branch binds is not certain: it may not be taken.
+    """
     if isinstance(node, ast.Name):
         yield node.id, certain and isinstance(node.ctx, ast.Store)
         return
@@ -362,12 +357,6 @@ def find_in_arguments(name: str, arguments: Mapping[str, object], option: str) -
     if type(value) is not int or value < 1:
         raise OptionError(f"{option.strip('-')}={name!r}: {name} must be an int of at least 1, not {value!r:.40}")
     return Setting(name, value)
-
-
-def names_in_text(source: str) -> set[str]:
-    """Return the names under which code writes ints that can be changed; none of code that is not Python yet."""
-    tree = texts.parse_tree(source)
-    return set() if tree is None else {name for name, _ in ints_named(tree)}
 
 
 _SIZES = re.compile(r"batch|size|length|^(n|bs|seq|seq_len|tokens)$", re.IGNORECASE)

@@ -14,7 +14,8 @@ from gpumagic.heap.kinds import is_node, subclasses
 from gpumagic.heap.storages import Storage, StorageTable, View
 from gpumagic.memory.segments import OccupiedBytes
 from gpumagic.report.base import grouped
-from gpumagic.tensors.report import COLLECT, IN_GRAPH, KINDS, RELEASE, TensorRow, root_of
+from gpumagic.report.units import size
+from gpumagic.tensors.report import IN_GRAPH, KINDS, RELEASE, TensorRow, root_of
 
 GRAPH = "autograd graph"
 
@@ -235,7 +236,7 @@ class RowBuilder:
 def _small_view(viewed: int | None, nbytes: int | None) -> str | None:
     if viewed is None or not nbytes or 2 * viewed > nbytes:
         return None
-    return "kept by a small view"
+    return f"a {size(viewed)} view keeps a {size(nbytes)} storage alive; .clone() it"
 
 
 def group_by_memory(table: StorageTable) -> list[list[Storage]]:
@@ -306,13 +307,6 @@ def _overlapping(table: StorageTable) -> Iterator[list[Storage]]:
                 reached, furthest = end, storage
 
 
-_CLOSED_BY = {
-    "module matplotlib._pylab_helpers": f'import matplotlib.pyplot; matplotlib.pyplot.close("all"); {COLLECT}',
-    "module ipywidgets.widgets.widget": f"import ipywidgets; ipywidgets.Widget.close_all(); {COLLECT}",
-}
-"""What keeps pyplot's figures and widgets, also those without a name, until they are closed."""
-
-
 def release_command(row: TensorRow) -> str | None:
     """Return the line that frees a storage that no variable reaches, or None where none is known."""
     if row.releasable or row.frees:
@@ -321,7 +315,7 @@ def release_command(row: TensorRow) -> str | None:
     by, _, also = holder.partition(" and ")
     if not also.startswith(IN_GRAPH) and (line := script_line(by, row.place or "")):
         return f"{line}\n{RELEASE}" if also else line
-    return _CLOSED_BY.get(holder)
+    return None
 
 
 def script_line(holder: str, place: str) -> str | None:

@@ -120,12 +120,9 @@ def name_keepers(
             break
         starts = [row for row in starts if row.numbers[0] not in followed]
         found.update(cycles.find_keepers(waiting, followed, [*ours, *session]))
-    modules = {holder for holder in found.values() if holder.startswith(cycles.MODULE)}
-    places = holders.in_modules(waiting, modules, namespace, shell) if modules else {}
-    keepers = {**{number: (holder, holder) for number, holder in found.items()}, **places}
     return [
-        row._replace(holder=keeper[0], place=keeper[1], releasable=keeper[0].startswith(cycles.CYCLE))
-        if row.numbers and (keeper := keepers.get(row.numbers[0])) is not None
+        row._replace(holder=keeper, place=keeper, releasable=keeper.startswith(cycles.CYCLE))
+        if row.numbers and (keeper := found.get(row.numbers[0])) is not None
         else row
         for row in rows
     ]
@@ -302,7 +299,7 @@ class TensorScan:
     def _holders(self) -> dict[int, holders.Held]:
         # One that variables reach is no holder of its own.
         suspended = [each for each in self._suspended if id(each) not in self.graph.objects]
-        others = [(calls.generator_label(each), each) for each in suspended]
+        others = [(f"suspended {calls.call_label(calls.read_attribute(each, 'code'))}", each) for each in suspended]
         found = holders.unnamed_holders(self.graph, self._namespace, self._shell, others)
         for key in (*map(id, self._tensors), *self._nodes):
             # What variables reach and no expression does.

@@ -102,15 +102,9 @@ def _largest(report: TensorReport) -> Iterator[Block]:
         lines, NAMED_COLUMNS, "The largest storages", limit=limit, rest=more_storages,
         whole=lambda line: wholes.get(line.row.device, 0),
     )  # fmt: skip
-    about = grouped((_note(line.row), line.text) for line in lines[:limit] if line.row.note is not None)
+    about = grouped((line.row.note, line.text) for line in lines[:limit] if line.row.note is not None)
     for note, names in about.items():
         yield Paragraph(f"{few(list(dict.fromkeys(names)), 3)}: {note}", muted=True)
-
-
-def _note(row: TensorRow) -> str:
-    if row.nbytes and row.viewed_nbytes is not None and 2 * row.viewed_nbytes <= row.nbytes:
-        return f"a {size(row.viewed_nbytes)} view keeps a {size(row.nbytes)} storage alive; .clone() it"
-    return row.note or ""
 
 
 GROUP_KEYS: dict[str, Callable[[TensorRow], str]] = {

@@ -64,7 +64,8 @@ def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveS
             hidden = {label for label, _ in holders.hidden_roots(namespace, shell)}
             targets = search.over({number for each in leaves or [row] for number in each.numbers})
             paths = list(graph.paths_to(targets))
-            if _has_unknown_references(paths, search):  # the module of a library may have one
+            is_unheld = not paths and row.holder is None
+            if is_unheld or _has_unknown_references(paths, search):  # the module of a library may have one
                 nameless = row._replace(name=None, variable=None, holder=None)
                 (kept,) = scan.name_keepers([nameless], namespace, shell, ours=search.containers())
                 modules = holders.module_roots(namespace, installed=True)

@@ -69,11 +69,6 @@ STATES: dict[str, list[str]] = {
     "a script that was run": ["%run SCRIPT"],
     "a script whose names were deleted": ["%run SCRIPT", "del made, parts, net, loss"],
     "a script whose name was shown and deleted": ["%run SCRIPT", "made", "del made"],
-    "a figure that has a callback": [
-        "import matplotlib\nmatplotlib.use('agg')\nimport matplotlib.pyplot as plt",
-        "def draw():\n    x = made(8)\n    figure = plt.figure()\n"
-        "    figure.canvas.mpl_connect('button_press_event', lambda event: x)\ndraw()",
-    ],
     "a module that was loaded again": [
         "%load_ext autoreload\n%autoreload 2\nimport sys\nsys.path.insert(0, 'FOLDER')\nimport of_mine",
         "it = of_mine.Keeper()\nof_mine.cache['k'] = made(7)",
@@ -83,10 +78,6 @@ STATES: dict[str, list[str]] = {
     "results of timing magics": ["t = %timeit -n1 -r1 -o made(4)", "%prun -r made(5)", "%time made(6)"],
     "a callback of the session": [
         "def watch():\n    x = made(8)\n    get_ipython().events.register('pre_execute', lambda: x)\nwatch()",
-    ],
-    "a widget": [
-        "import ipywidgets",
-        "def show():\n    x = made(8)\n    ipywidgets.IntSlider().observe(lambda change: x)\nshow()",
     ],
 }  # fmt: skip
 QUICK = ("a failed call", "a model in an output whose loss has a name", "a script whose names were deleted")
@@ -137,8 +128,6 @@ def freed_by(lines: list[str], shell: Any) -> int | str:
     "state", [each if each in QUICK else pytest.param(each, marks=pytest.mark.deep) for each in STATES]
 )
 def test_each_line_frees_what_is_said(shell: Any, tmp_path: Path, state: str) -> None:
-    if "ipywidgets" in STATES[state][0]:
-        pytest.importorskip("ipywidgets")
     gc.freeze()  # pytest's hooks, which are suspended meanwhile and lead to all tests
     for cell in STATES[state]:
         code = cell.replace("SCRIPT", str(tmp_path / "script.py")).replace("FOLDER", str(tmp_path))

@@ -21,7 +21,15 @@ def row(name, nbytes, device="simgpu:0", shape=(1024, 1024), kind="plain", **mor
 ROWS = (
     row("model.embed.weight", 512 * MIB, kind="parameter", shape=(131072, 1024)),
     row("opt.state[model.embed.weight].exp_avg", 512 * MIB, kind="optimizer state", shape=(131072, 1024)),
-    row("small", 300 * MIB, "cpu", (10,), views=1, viewed_nbytes=40, note="kept by a small view"),
+    row(
+        "small",
+        300 * MIB,
+        "cpu",
+        (10,),
+        views=1,
+        viewed_nbytes=40,
+        note="a 40 B view keeps a 300.0 MiB storage alive; .clone() it",
+    ),
     row(None, 64 * MIB, kind="activation", shape=(4096, 4096), holder="Out[12]"),
     row(None, 16 * MIB, shape=(2048, 2048), holder="last traceback"),
     *(row(None, 4 * KIB, shape=(32, 32)) for _ in range(5000)),
