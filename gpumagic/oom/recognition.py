@@ -1,11 +1,10 @@
 """An exception -> whether it is out-of-memory, of which kind, and what its text says.
 
-Texts are those of PyTorch 0.3 to 2.13 (CUDA, ROCm, XPU, MPS, CPU), CUDA's libraries, NCCL, numpy, CuPy, RMM,
+Texts are those of PyTorch 2.4 to 2.13 (CUDA, ROCm, XPU, MPS, CPU), CUDA's libraries, NCCL, numpy, CuPy, RMM,
 JAX and TensorFlow. The first row that matches wins, so a row stands before the more general ones.
 
-Texts round to two decimals, print the device's index as a raw byte (torch 2.2 and 2.3, pytorch#126766) and
-print 16 EiB where the driver knew nothing (microsoft/WSL#11050). Their numbers are a fallback for what the
-allocator no longer knows; the size of the request is found nowhere else.
+Texts round to two decimals, and print 16 EiB where the driver knew nothing (microsoft/WSL#11050). Their numbers are a
+fallback for what the allocator no longer knows; the size of the request is found nowhere else.
 
 It uses text and class names alone, over the whole graph of the exception, so it needs no torch and recognises
 the errors of libraries that are not installed. `OutOfMemory`, the one-line error a guarded cell fails with,
@@ -64,7 +63,6 @@ KINDS: tuple[Kind, ...] = (
     Kind("accelerator allocator", r"\b\w+ out of memory\. Tried to allocate", allocator=True),
     Kind("expandable segments", r"expandable_segments: memory (mapping|allocation) failed with OOM", backend="cuda"),
     # CUDA and its libraries, which ask the driver directly.
-    Kind("cuda runtime (old)", r"cuda runtime error \(2\) ?: out of memory", backend="cuda"),
     Kind("nccl", r"(NCCL|nccl).*(Failed to CUDA calloc|Cuda failure.{0,12}out of memory)", backend="cuda"),
     Kind("rmm", r"std::bad_alloc: (out_of_memory|CUDA error)", backend="cuda"),
     Kind("cuda driver", r"(CUDA|HIP) driver error: out of memory", backend="cuda"),
@@ -104,9 +102,6 @@ PINNED = "pinned memory"
 PINNING = Kind(PINNED, "", "probable", memory="host")
 """A failed ``cudaHostAlloc``: its text is that of any failure of the CUDA runtime, only its line tells."""
 
-HOST_ENOMEM = Kind("operating system", "", memory="host")
-"""``OSError`` with errno ENOMEM: fork, mmap."""
-
 _UNITS = {"b": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4, "p": 1024**5}
 _SIZE = r"(\d[\d,]*(?:\.\d+)?)\s*([KMGTP]i?B|bytes?|B)\b"
 
@@ -141,17 +136,17 @@ _REQUESTED = (
     rf"unable to (?:mmap|write|resize) {_SIZE}",
     rf"allocate (?:about )?{_SIZE}",
 )
-_CAPACITY = rf"total capac?i?ty of {_SIZE}", rf"{_SIZE} total capacity", rf"Device limit\s*:\s*{_SIZE}"
-_FREE = rf"of which {_SIZE} is free", rf"{_SIZE} free[;)]", rf"Free \(according to CUDA\)\s*:\s*{_SIZE}"
+_CAPACITY = rf"total capacity of {_SIZE}", rf"Device limit\s*:\s*{_SIZE}"
+_FREE = rf"of which {_SIZE} is free", rf"Free \(according to CUDA\)\s*:\s*{_SIZE}"
 _ALLOCATED = rf"MPS allocated: {_SIZE}", rf"allocated so far: {_SIZE}"
-_IN_TENSORS = rf"Of the allocated memory {_SIZE} is allocated by PyTorch", rf"{_SIZE} already allocated"
 _LIMIT = rf"max allowed: {_SIZE}", rf"limit set to: {_SIZE}"
 
 
 def read_numbers(text: str) -> Numbers:
     """Return the numbers of one error's text; what exceeds twice the capacity is a sentinel and left out."""
     capacity, limit, free = _size(text, *_CAPACITY), _size(text, *_LIMIT), _size(text, *_FREE)
-    allocated, in_tensors = _size(text, *_ALLOCATED), _size(text, *_IN_TENSORS)
+    allocated = _size(text, *_ALLOCATED)
+    in_tensors = _size(text, rf"Of the allocated memory {_SIZE} is allocated by PyTorch")
     unallocated = _size(text, rf"{_SIZE} is reserved by PyTorch but unallocated")
     others = _size(text, rf"other allocations: {_SIZE}")
     if capacity is None and limit is not None:  # MPS and CuPy name the cap that counts, not the device's size
@@ -161,10 +156,9 @@ def read_numbers(text: str) -> Numbers:
     left = None if allowed is None else max(0, allowed - (in_tensors or 0) - (unallocated or 0))
     capped = left is not None and free is not None and left < free
     index = re.search(r"(?:GPU|on device|device ordinal|device:GPU:)\s?(\d+)\b", text)
-    raw = re.search(r"GPU ([\x00-\x1f]) has a total", text)  # torch 2.2 and 2.3 print the number as a character
     return Numbers(
         requested=_size(text, *_REQUESTED),
-        index=int(index[1]) if index is not None else ord(raw[1]) if raw is not None else None,
+        index=int(index[1]) if index is not None else None,
         capacity=capacity,
         free=_credible(left if capped else free, capacity),
         capped=capped,
@@ -247,7 +241,7 @@ def _kind_of(error: BaseException, text: str) -> Kind | None:
         return None  # one that no allocator raises, whatever its text says
     kind = next((kind for kind in KINDS if re.search(kind.text, text, re.DOTALL)), None)
     if kind is None and isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return HOST_ENOMEM
+        return Kind("operating system", "", memory="host")  # fork, mmap
     return kind or next((BY_CLASS[each.__name__] for each in cls.__mro__ if each.__name__ in BY_CLASS), None)
 
 

@@ -15,7 +15,6 @@ from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Collection, Facts, Model, TensorFact
 from gpumagic.oom.trials import Trials
 from gpumagic.source import cell_code, text
-from gpumagic.source.cell_code import BatchSize
 from gpumagic.source.text import Change
 
 GIB = 2**30
@@ -157,15 +156,14 @@ FIGURES = AllocatorStats(7 * GIB, 7 * GIB, 7 * GIB)
 def facts(source: str, line: int, *, trains: bool) -> Facts:
     """Return facts under which as many rules as can be have something to say."""
     cell = cell_code.read_cell(source)
-    model = Model("net", GIB, GIB, training=trains, checkpoints=None, blocks="net",
-                  sequential=True)  # fmt: skip
+    model = Model("net", GIB, GIB, training=trains, checkpoints=None, blocks="net")
     at = text.parse(source, line=line)
     return Facts(
         "cuda allocator", device="cuda:0", requested=2 * GIB, capacity=8 * GIB, free=GIB, before=FIGURES,
         at_failure=FIGURES, after=AllocatorStats(GIB, GIB, GIB), from_allocator=True, cell=cell,
         line=line, source=source, functions=frozenset({"forward"}), calls_backward=trains, graph_names=("loss", "x"),
         models=(model,), free_elsewhere={"cuda:1": 80 * GIB},
-        batches=tuple(BatchSize(each.name, each.value, each.line) for each in cell.batches),
+        batches=cell.batches,
         failing=at, tensors={"x": TENSOR, "y": TENSOR, "total": replace(TENSOR, graph=True)}, collections=LISTS,
         models_there=(model,),
     )  # fmt: skip

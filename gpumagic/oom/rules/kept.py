@@ -10,11 +10,10 @@ from gpumagic.oom.rules.facts import Facts, Ownership
 from gpumagic.oom.rules.proposal import (
     Remedy,
     bound_in,
-    called_models,
     calls,
     failed,
-    find,
     loop_around,
+    prepare,
     propose,
     read_no_more,
 )  # fmt: skip
@@ -162,35 +161,15 @@ def _evaluated(facts: Facts, said: str) -> Iterator[Advice]:
 
 
 def of_a_frozen_model(facts: Facts) -> Iterator[Advice]:
-    """Run a model without a graph that no optimizer of the cell updates, on data that needs no gradient either."""
-    region = find(facts)
-    updated = frozenset[str]().union(*(each.models for each in facts.optimizers))
-    if region is None or not updated or not facts.trains:
-        return
-    text = region.text
-    plain = [each for each in region.forward if not isinstance(each, ast.For)]
-    for statement, call in ((each, call) for each in plain for call in called_models(facts, each)):
-        model = text.code(call.func)
-        inputs = [facts.tensors.get(name) for name in set[str]().union(*map(names_in, call.args))]
-        if model in updated or any(fact is None or fact.requires_grad or fact.graph for fact in inputs):
-            continue
-        changes = _without_graph(text, statement, call)
-        if changes:
+    """Freeze a model that no optimizer updates."""
+    updated = frozenset[str]().union(*(each.models for each in facts.optimizers_there))
+    for model in facts.models if updated and facts.trains else ():
+        if model.name not in updated and not model.local:
             yield propose(
-                f"Run {model} without an autograd graph", text=text, changes=changes,
-                evidence=f"no optimizer of the cell updates {model}, and what it is called with needs no gradient",
-                cost=f"none, as long as {model} is not trained here",
+                f"Freeze {model.name}", **prepare(facts, model.name, f"{model.name}.requires_grad_(False)"),
+                evidence=f"no optimizer updates {model.name}",
+                cost=f"none, as long as {model.name} is not trained later",
             )  # fmt: skip
-            return
-
-
-def _without_graph(text: CellText, statement: ast.stmt, call: ast.Call) -> Sequence[Change]:
-    """Return the changes that put a call under `no_grad`: its statement, or one of its own before it."""
-    if isinstance(statement, ast.Assign) and statement.value is call:
-        return text.wrap([statement], "with torch.no_grad():")
-    name = f"{called_name(call)}_out"
-    before = text.insert(statement, f"with torch.no_grad():\n    {name} = {text.code(call)}")
-    return (*before, text.replace(call, name)) if before else ()
 
 
 def _owner(text: CellText, call: ast.Call) -> str:

@@ -10,11 +10,11 @@ from gpumagic.memory.presets import GPUS, USUAL
 from gpumagic.oom.report import ON_THE_CPU, Advice
 from gpumagic.oom.rules import collected
 from gpumagic.oom.rules.facts import Facts, TensorFact
-from gpumagic.oom.rules.proposal import Remedy, backend, bracketed, calls, failed, propose
+from gpumagic.oom.rules.proposal import Remedy, backend, bracketed, failed, prepare, propose
 from gpumagic.oom.rules.training import ADAMS
 from gpumagic.report.base import Holder
 from gpumagic.report.units import LARGE, count, shape, size
-from gpumagic.source.text import CellText, Change, called_name, keyword
+from gpumagic.source.text import CellText, Change, called_name
 
 
 class Outer(NamedTuple):
@@ -108,8 +108,6 @@ def compact(facts: Facts) -> Iterator[Advice]:
         return
     stuck = facts.after.reserved - facts.after.allocated  # the cache has been emptied since: this is pinned by names
     named = [each for each in facts.kept if each.kind in _MOVED]
-    if stuck < (facts.requested or 0) or sum(each.nbytes for each in named) * 2 < facts.after.allocated:
-        return
     out, back = (
         [_MOVED[each.kind].format(name=each.name, to=to) for each in named] for to in ("cpu()", f'to("{facts.device}")')
     )
@@ -123,31 +121,20 @@ def compact(facts: Facts) -> Iterator[Advice]:
 
 
 _IN_WORKERS = ("dataloader killed", "dataloader bus error", "shared memory")
-_WITHOUT = {"num_workers": "0", "persistent_workers": "False", "prefetch_factor": "None"}
 
 
 def workers(facts: Facts) -> Iterator[Advice]:
     """Load batches in the kernel's own process, where workers ran out."""
     if facts.kind not in _IN_WORKERS and not (facts.kind == "python" and "_process_data" in facts.functions):
         return
-    edit: dict[str, Any] = {}
-    number = 0
-    for text, call in calls(facts.texts):
-        flag = keyword(call, "num_workers")
-        if flag is not None and text.code(flag.value).isdecimal():
-            changes = [text.replace(each.value, _WITHOUT[each.arg]) for each in call.keywords if each.arg in _WITHOUT]
-            edit, number = {"text": text, "changes": changes}, int(text.code(flag.value))
-            break
-    for loader in facts.loaders if not edit else ():
+    for loader in facts.loaders:
         if loader.workers:
-            edit, number = {"first": f"{loader.name}.num_workers = 0"}, loader.workers
-            break
-    if number:
-        yield propose(
-            "Load the batches without worker processes", cost="batches are no longer loaded ahead", **edit,
-            evidence=f"{count(number, 'worker')}, each with its own copy of what the dataset holds and "
-            "two batches ahead" + (" in /dev/shm" if facts.memory == "shared" else ""),
-        )  # fmt: skip
+            yield propose(
+                "Load the batches without worker processes", cost="batches are no longer loaded ahead",
+                evidence=f"{count(loader.workers, 'worker')}, each with its own copy of what the dataset holds and "
+                "two batches ahead" + (" in /dev/shm" if facts.memory == "shared" else ""),
+                **prepare(facts, loader.name, f"{loader.name}.num_workers = 0"),
+            )  # fmt: skip
 
 
 on_the_host = Remedy(

@@ -6,7 +6,7 @@ import ast
 import itertools
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts, Model, Optimizer
@@ -35,25 +35,19 @@ def one_by_one(facts: Facts) -> Iterator[Advice]:
         )  # fmt: skip
 
 
-class Leaner(NamedTuple):
-    """An optimizer that may replace Adam's; `{kind}` is which of Adam's forms it replaces."""
-
-    constructor: str
-    title: str
-    cost: str
-
-
-_TUNE = "tune the learning rate again"
-ADAFACTOR = Leaner("torch.optim.Adafactor", "Replace {kind} by Adafactor", f"another optimizer: {_TUNE}")
-SGD = Leaner("torch.optim.SGD", "Replace {kind} by SGD", f"no state at all, and slower to converge: {_TUNE}")
-
-
 def leaner(facts: Facts) -> Iterator[Advice]:
     """Use an optimizer with less state, where Adam's is what does not fit: the least intrusive first."""
     found = next((each for each in facts.optimizers if each.kind in ADAMS), None)
-    if found is not None and 2 * found.nbytes >= LARGE and facts.stage in ("step", "forward", "backward"):
-        yield from _replaced(facts, found, ADAFACTOR)
-        yield from _replaced(facts, found, SGD)
+    if found is None or 2 * found.nbytes < LARGE or facts.stage not in ("step", "forward", "backward"):
+        return
+    there = f"{size(found.state)} of it is there" if found.state else "none is allocated yet"
+    for name, what in (("Adafactor", "another optimizer"), ("SGD", "no state at all, and slower to converge")):
+        edit = _constructed(facts, found, f"torch.optim.{name}")
+        if edit:
+            yield propose(
+                f"Replace {found.kind} by {name}", cost=f"{what}: tune the learning rate again", **edit,
+                evidence=f"{found.name}'s state takes {size(2 * found.nbytes)}, twice the parameters; {there}",
+            )  # fmt: skip
 
 
 def _switched(facts: Facts, found: Optimizer | None, kind: str, argument: str) -> dict[str, Any]:
@@ -70,27 +64,17 @@ def _switched(facts: Facts, found: Optimizer | None, kind: str, argument: str) -
     return {"first": f'for group in {found.name}.param_groups:\n    group["foreach"] = False'}
 
 
-def _replaced(facts: Facts, found: Optimizer, other: Leaner) -> Iterator[Advice]:
-    there = f"{size(found.state)} of it is there" if found.state else "none is allocated yet"
-    edit = _constructed(facts, found, other)
-    if edit:
-        yield propose(
-            other.title.format(kind=found.kind), cost=other.cost, **edit,
-            evidence=f"{found.name}'s state takes {size(2 * found.nbytes)}, twice the parameters; {there}",
-        )  # fmt: skip
-
-
-def _constructed(facts: Facts, found: Optimizer, other: Leaner) -> dict[str, Any]:
+def _constructed(facts: Facts, found: Optimizer, constructor: str) -> dict[str, Any]:
     """Return the edit that makes another optimizer where the cell makes this one, else before it."""
     for text, call in calls(facts.texts, found.kind):
         shared = [f"{each.arg}={text.code(each.value)}" for each in call.keywords if each.arg in SHARED]
         given = ", ".join(filter(None, (*map(text.code, call.args), *shared)))
-        changes = [text.replace(call, f"{other.constructor}({given})")]
+        changes = [text.replace(call, f"{constructor}({given})")]
         return {"text": text, "changes": changes} if len(call.args) == 1 else {}
     models = [each for each in facts.models_there if each.nbytes == found.nbytes and not each.local]
     if len(models) != 1 or found.local:
         return {}
-    return {"first": f"{found.name} = {other.constructor}({models[0].name}.parameters())"}
+    return {"first": f"{found.name} = {constructor}({models[0].name}.parameters())"}
 
 
 def _autocast(facts: Facts) -> str:
@@ -198,11 +182,6 @@ def _switch(facts: Facts, model: Model) -> dict[str, Any]:
         return prepare(facts, model.name, f"{model.name}.{methods[0]}()")
     if model.blocks is not None:
         return prepare(facts, model.name, _WRAP.format(blocks=model.blocks))
-    for text, call in calls(facts.texts, model.name) if model.sequential else ():
-        if len(call.args) == 1:
-            arguments = f"{model.name}, {SEGMENTS}, {text.code(call.args[0])}, use_reentrant=False"
-            changes = [text.replace(call, f"torch.utils.checkpoint.checkpoint_sequential({arguments})")]
-            return {"text": text, "changes": changes, "first": "import torch.utils.checkpoint"}
     for text, call in calls(facts.texts, model.name):
         loop = loop_around(text, call.lineno)
         if loop is not None and not any(does(each, "backward") for each in loop.body):  # of several calls one at a time
@@ -210,7 +189,3 @@ def _switch(facts: Facts, model: Model) -> dict[str, Any]:
             code = f"torch.utils.checkpoint.checkpoint({model.name}, {arguments}, use_reentrant=False)"
             return {"text": text, "changes": [text.replace(call, code)], "first": "import torch.utils.checkpoint"}
     return {}
-
-
-SEGMENTS = 4
-"""Into how many a sequence of layers is divided, of which only the borders are kept."""

@@ -1,7 +1,7 @@
 # A GAN whose discriminator step goes back through the generator and keeps its graph.
 # memory: 63MiB
 # verdict: shortage
-# advice: Run generator without an autograd graph
+# advice: Freeze generator
 # %%
 generator = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(16)]).to("simgpu:0")
 critic = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8)]).to("simgpu:0")

@@ -1,7 +1,7 @@
 # Distillation: the teacher's outputs are recorded for a backward pass that never comes.
 # memory: 32MiB
 # verdict: shortage
-# advice: Run teacher without an autograd graph
+# advice: Freeze teacher
 # %%
 teacher = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(16)]).to("simgpu:0").eval()
 student = nn.Linear(64, 64).to("simgpu:0")
