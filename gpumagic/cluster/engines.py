@@ -9,7 +9,6 @@ time is up is cancelled, so that it does not run later.
 
 from __future__ import annotations
 
-import functools
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +23,7 @@ from gpumagic.errors import DeviceNotFound, OptionError
 from gpumagic.memory import allocator
 from gpumagic.memory.devices import Device, resolve
 from gpumagic.options import PARSERS
-from gpumagic.report.base import Origin, current_origin, grouped
+from gpumagic.report.base import current_origin, grouped
 
 PX = "px"
 """The engines that `%%px` goes to, which `%pxconfig --targets` changes."""
@@ -264,8 +263,19 @@ def of_cell(
     words = [_word(name, value) for name in PARSERS[magic].forwarded if (value := getattr(options, name))]
     line = " ".join([*words, f"-q -o {REPORT_NAME}"])
     code = {engine: f"%%{magic} {own} {line}\n{body}" for engine, own in assign_devices(ready).items()}
-    keep_going = magic == "oomguard" and options.keep_going
-    return functools.partial(_run, client, magic, code, timeout, show, keep_going=keep_going)
+
+    def run() -> None:
+        __tracebackhide__ = True
+        sent, is_interrupted = _run(client, code)
+        ended = [engine for engine, each in sent.items() if each.done()]
+        answers = {int(each.engine): each for each in ask(client, ended, timeout, "collect")}
+        report = ClusterReport(magic, tuple(_outcome(engine, sent[engine], answers.get(engine)) for engine in sent))
+        show(report)
+        if is_interrupted:
+            raise KeyboardInterrupt
+        _raise(sent, report, keep_going=getattr(options, "keep_going", False))
+
+    return run
 
 
 def _word(name: str, value: object) -> str:
@@ -290,23 +300,8 @@ def assign_devices(ready: Sequence[EngineAnswer]) -> dict[int, str]:
     return found
 
 
-def _run(
-    client: Any,
-    magic: str,
-    code: Mapping[int, str],
-    timeout: float,
-    show: Callable[[ClusterReport], object],
-    *,
-    keep_going: bool,
-) -> None:
-    """Run what each engine has to run, show the report, and raise what the engines' cells raised.
-
-    Raises:
-        OutOfMemory: engines ran out of memory, nothing else went wrong, and ``keep_going`` is not set.
-        KeyboardInterrupt: after the engines were interrupted.
-    """
-    __tracebackhide__ = True
-    interrupted = False
+def _run(client: Any, code: Mapping[int, str]) -> tuple[dict[int, Any], bool]:
+    """Run what each engine has to run, and return what each was sent, and whether Ctrl-C interrupted it."""
     sent: dict[int, Any] = {}
     with ExitStack() as streams:  # labelled as `%%px` labels outputs
         try:
@@ -319,20 +314,9 @@ def _run(
         except KeyboardInterrupt:
             if not sent:
                 raise
-            interrupted = True
             _interrupt(client, sent)
-    ended = [engine for engine, each in sent.items() if each.done()]
-    answers = {each.engine: each for each in ask(client, ended, timeout, "collect")}
-    running = "interrupted", "but its cell is still running"
-    report = ClusterReport(magic, tuple(
-        _with_outcome(answers[engine], each.exception()) if engine in answers
-        else EngineAnswer(engine, Origin(), *running)
-        for engine, each in sent.items()
-    ))  # fmt: skip
-    show(report)
-    if interrupted:
-        raise KeyboardInterrupt
-    _raise(sent, report, keep_going=keep_going)
+            return sent, True
+    return sent, False
 
 
 def _interrupt(client: Any, sent: Mapping[int, Any]) -> None:
@@ -373,9 +357,11 @@ def _raise(sent: Mapping[int, Any], report: ClusterReport, *, keep_going: bool) 
         raise_alone(OutOfMemory("; ".join(f"engine {each.engine} ran out of memory: {each.detail}" for each in out)))
 
 
-def _with_outcome(answer: EngineAnswer, error: BaseException | None) -> EngineAnswer:
-    """Return an engine's answer with how its cell ended."""
-    report = answer.report
+def _outcome(engine: int, sent: Any, answer: EngineAnswer | None) -> EngineAnswer:
+    """Return how an engine's cell ended, with the report that it left."""
+    if answer is None:
+        return EngineAnswer(engine, state="interrupted", detail="but its cell is still running")
+    report, error = answer.report, sent.exception()
     if answer.state != ANSWERED:
         return answer
     if type(report).__name__ == "OomReport" and not report.recovered:
