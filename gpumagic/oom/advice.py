@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gpumagic.oom.report import ON_THE_CPU, Advice, EditTrial, Need
-from gpumagic.oom.rules import batch, collected, expressions, in_place, kept, limits, loops, parts, training
+from gpumagic.oom.rules import batch, collected, expressions, kept, limits, loops, parts, training
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import Choice, cleared
 from gpumagic.oom.trials import DEAR, Chosen, Trials
@@ -27,7 +27,7 @@ TIERS: tuple[tuple[Rule, ...], ...] = (
      limits.fraction),
     # The same result, with less memory or in another place.
     (expressions.rewritten, expressions.expand, collected.results, collected.listed, collected.stays,
-     kept.last_turn, kept.weights, training.single, in_place.update_in_place, limits.expandable_segments,
+     kept.last_turn, kept.weights, training.single, kept.update_in_place, limits.expandable_segments,
      limits.compact, limits.workers, training.one_by_one, limits.other_device, parts.smaller,
      training.settings, parts.by_rows, batch.mapped),
     # Memory against time or precision.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from gpumagic.oom.report import ON_THE_CPU, WORKSPACE, Advice, OomReport
 from gpumagic.report.base import Holder
@@ -189,21 +189,15 @@ def _how(advice: Advice) -> Iterator[Block]:
 
 
 def _code(advice: Advice) -> list[tuple[int | str, str, str]]:
-    """Return what is to be run first, then the cell's new lines, or where there is no telling which, just the code."""
-    place = _place(advice)
+    """Return what is to be run first, then the cell's new lines by number, or where no line is known just the code."""
     before = (advice.first or "").splitlines()
     lines = (advice.edit or "").splitlines() if advice.changes or not before else []
-    return [*(("first", line, "") for line in before), *((place(i), line, "") for i, line in enumerate(lines))]
-
-
-def _place(advice: Advice) -> Callable[[int], int | str]:
-    """Return what stands before each of the new lines: its number in the cell, with the cell where it is another."""
-    changes = sorted(advice.changes, key=lambda change: (change.line, change.column))
-    if not changes:
-        return lambda _offset: "use"
-    start = changes[0].line + changes[0].new.startswith("\n")
-    cell = f"{changes[0].cell} " if changes[0].cell else ""
-    return lambda offset: f"{cell}{start + offset}"
+    code: list[tuple[int | str, str, str]] = [("first", line, "") for line in before]
+    start = min(advice.changes, key=lambda change: (change.line, change.column), default=None)
+    if start is None:
+        return [*code, *(("use", line, "") for line in lines)]
+    cell, number = f"{start.cell} " if start.cell else "", start.line + start.new.startswith("\n")
+    return [*code, *((f"{cell}{i}", line, "") for i, line in enumerate(lines, number))]
 
 
 def _worth(advice: Advice) -> str:

@@ -14,7 +14,7 @@ from gpumagic.heap.holders import Identities
 from gpumagic.oom import failure
 from gpumagic.oom.failure import GuardState
 from gpumagic.oom.report import Advice
-from gpumagic.oom.rules import batch, collected, in_place, kept, parts, training
+from gpumagic.oom.rules import batch, collected, kept, parts, training
 from gpumagic.oom.rules.facts import Facts, Loader, Model, Optimizer, TensorFact
 from gpumagic.oom.rules.proposal import Choice
 from gpumagic.source import cell_code
@@ -232,7 +232,7 @@ LARGE_ONES = "a = torch.ones(1024, 1024)\n"
 def test_a_tensor_that_is_read_no_more_is_written_over(code, new) -> None:
     code = LARGE_ONES + code
     found = facts(code, 2, tensors={"a": TensorFact((1024, 1024), "float32", 4 * MIB, "cpu")})
-    advised = list(in_place.update_in_place(found))
+    advised = list(kept.update_in_place(found))
     assert [each.edit for each in advised] == ([] if new is None else [new])
     outs = []
     for text in (code, *(edited(code, each) for each in advised)):
@@ -244,7 +244,7 @@ def test_a_tensor_that_is_read_no_more_is_written_over(code, new) -> None:
 def test_the_statements_that_follow_are_computed_in_place_as_well() -> None:
     code = LARGE_ONES + "b = a * 2\nc = b + 3 * torch.eye(1024)\nd = b.T\nout = torch.linalg.norm(c + 1, dim=0)"
     found = facts(code, 2, tensors={"a": TensorFact((1024, 1024), "float32", 4 * MIB, "cpu")})
-    one, all_of_them = advised = list(in_place.update_in_place(found))
+    one, all_of_them = advised = list(kept.update_in_place(found))
     assert one.edit == "a *= 2\nb = a"
     assert "c = b + 3" in all_of_them.edit, "a view of b is made below"
     assert "c += 1\nout = torch.linalg.norm(c, dim=0)" in all_of_them.edit

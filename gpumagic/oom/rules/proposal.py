@@ -14,7 +14,7 @@ from typing import Any
 from gpumagic.memory.devices import Device
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts
-from gpumagic.source.text import CellText, Change, called_name, keyword, names_in
+from gpumagic.source.text import CellText, Change, called_name, keyword
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +103,6 @@ def failed(facts: Facts) -> Iterator[tuple[CellText, ast.stmt]]:
     statement = text.statement_at(text.line) if text is not None else None
     if text is not None and statement is not None:
         yield text, statement
-
-
-def read_no_more(facts: Facts) -> set[str]:
-    """Return the large tensors that the cell made and that nothing after the statement that failed reads."""
-    text = facts.text
-    failing = text.statement_at(facts.line) if text is not None else None
-    if text is None or facts.cell is None or not any(each is failing for each in text.tree.body):
-        return set()
-    after = set[str]().union(*(names_in(each) for each in text.tree.body if each.lineno > (facts.line or 0)))
-    made = {name for each in text.tree.body if each is not failing and each.lineno < (facts.line or 0)
-            for name in names_in(each)} & facts.cell.bound_first  # fmt: skip
-    return (made & facts.large) - after
 
 
 def bracketed(text: CellText, node: ast.expr) -> str:
