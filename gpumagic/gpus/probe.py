@@ -86,7 +86,10 @@ def read_gpus(devices: Sequence[str] = (), *, processes: bool = False, everythin
     rows, notes, view = _nvidia_rows(answer, build)
     rows += torch_devices.torch_rows(build, known=rows, reason=_why_not_listed(answer))
     cause = visibility.explain(answer, build, view) if not any(row.device is not None for row in rows) else None
-    rows = [with_reasons(row) for row in (*rows, *torch_devices.simulated_rows())]
+    rows += torch_devices.simulated_rows()
+    for place, row in enumerate(rows):  # each has reasons for exactly those fields that are None
+        every, absent = row.reasons.get("all") or NOT_KNOWN, [name for name in NULLABLE if getattr(row, name) is None]
+        rows[place] = replace(row, reasons={name: row.reasons.get(name) or every for name in absent})
     if any(row.simulated for row in rows):
         notes.append(f"simgpu devices are simulated. {cause}" if cause else "simgpu devices are simulated.")
         cause = None
@@ -148,12 +151,6 @@ def _gpu_row(row: GpuRow, build: TorchBuild) -> GpuRow:
         reasons["other_processes"] = reason
     row = replace(row, reasons=reasons, processes=processes, other_processes=others)
     return torch_devices.with_kernel_memory(row)
-
-
-def with_reasons(row: GpuRow) -> GpuRow:
-    """Return the row with a reason for exactly those fields that are None."""
-    known, every = row.reasons, row.reasons.get("all") or NOT_KNOWN
-    return replace(row, reasons={name: known.get(name) or every for name in NULLABLE if getattr(row, name) is None})
 
 
 def _notes(rows: Sequence[GpuRow], view: Visibility) -> list[str]:

@@ -212,18 +212,15 @@ def _bar(cell: doc.Cell) -> str:
 
 
 def _columns_that_fit(columns: Sequence[doc.Column[Any]], grid: list[list[str]], width: int) -> list[int]:
+    least = [max([_width(column.title), *(_width(row[i]) for row in grid)]) for i, column in enumerate(columns)]
+    least = [min(w, column.least) if column.shrinks else w for w, column in zip(least, columns, strict=True)]
     keep = [i for i, column in enumerate(columns) if column.priority == 0]
     by_priority = sorted((i for i in range(len(columns)) if i not in keep), key=lambda i: (columns[i].priority, i))
     for i in by_priority:
         wider = sorted((*keep, i))
-        if not keep or _total(_least_widths(columns, grid, wider)) <= width:
+        if not keep or _total([least[each] for each in wider]) <= width:
             keep = wider
     return keep
-
-
-def _least_widths(columns: Sequence[doc.Column[Any]], grid: list[list[str]], keep: list[int]) -> list[int]:
-    natural = [max([_width(columns[i].title), *(_width(row[i]) for row in grid)]) for i in keep]
-    return [min(w, columns[i].least) if columns[i].shrinks else w for i, w in zip(keep, natural, strict=True)]
 
 
 def _widths(columns: Sequence[doc.Column[Any]], grid: list[list[str]], width: int) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import TracebackType
@@ -44,8 +44,8 @@ class DeviceError:
     """The function whose line it is."""
 
 
-Rule = Callable[[DeviceError], "tuple[str, str | None, str]"]
-"""Takes an error; returns what is wrong, the line that fixes it, and what else helps."""
+Rule = Callable[[DeviceError], "tuple[str, str | None]"]
+"""Takes an error; returns what is wrong, and the line that fixes it."""
 
 
 def explain(error: BaseException, namespace: Mapping[str, Any], device: str) -> Explanation | None:
@@ -64,10 +64,10 @@ def told(error: DeviceError) -> Explanation | None:
     rule = _rule(error.text)
     if rule is None:
         return None
-    what, fix, note = rule(error)
+    what, fix = rule(error)
     if not what:
         return None
-    return Explanation(what, fix, note, error.line, error.code, error.operands, error.function)
+    return Explanation(what, fix, error.line, error.code, error.operands, error.function)
 
 
 def _rule(text: str) -> Rule | None:
@@ -83,8 +83,9 @@ def _read(error: Exception, known: DeviceError, namespace: Mapping[str, Any]) ->
     own = [step for step in steps if step.tb_frame.f_globals is namespace or is_user_code(step.tb_frame)]
     found = known if not own else _at_line(own[-1], known)
     for step, caller in pairwise(reversed(own)):
-        code = step.tb_frame.f_code
-        if not is_given(found, code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]):
+        code, strays = step.tb_frame.f_code, misplaced(found)
+        parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if not strays or not all(_root(each) in parameters and not each.is_unregistered for each in strays):
             break
         outer = _at_line(caller, known)
         if not misplaced(outer):
@@ -220,27 +221,22 @@ def _describe(code: str, value: Any, owner: Any, is_index: bool) -> Operand | No
 # ---- Operands on different devices
 
 
-def _different_devices(error: DeviceError) -> tuple[str, str | None, str]:
+def _different_devices(error: DeviceError) -> tuple[str, str | None]:
     placed = error.operands
     devices = {device for each in placed for device in each.devices}
     if len(devices) < 2:
         return _unnamed_operand(error, devices)
     target, others = _target(placed, error.device), misplaced(error)
     fixes = [_move_code(error, each, target) for each in others]
-    return f"{_locations(placed)}.", "; ".join(fixes), ""
+    return f"{_locations(placed)}.", "; ".join(fixes)
 
 
 def misplaced(error: DeviceError) -> list[Operand]:
     """Return what the line has elsewhere than where all should be; none where its names are on one device."""
     placed = error.operands
-    others = [each for each in placed if each.devices != (_target(placed, error.device),)]
-    return others if len({device for each in placed for device in each.devices}) > 1 else []
-
-
-def is_given(error: DeviceError, parameters: Collection[str]) -> bool:
-    """Return whether all that is misplaced comes by parameters of the function, so that its caller can mend it."""
-    found = misplaced(error) if _rule(error.text) is _different_devices else []
-    return bool(found) and all(_root(each) in parameters and not each.is_unregistered for each in found)
+    if _rule(error.text) is not _different_devices or len({device for each in placed for device in each.devices}) < 2:
+        return []
+    return [each for each in placed if each.devices != (_target(placed, error.device),)]
 
 
 def _root(operand: Operand) -> str:
@@ -248,23 +244,23 @@ def _root(operand: Operand) -> str:
     return re.split(r"\W", operand.code, maxsplit=1)[0]
 
 
-def _unnamed_operand(error: DeviceError, devices: set[str]) -> tuple[str, str | None, str]:
+def _unnamed_operand(error: DeviceError, devices: set[str]) -> tuple[str, str | None]:
     """Explain an error where no name on the line is on another device: something created in the line is."""
     named = _devices_in(error.text)
     if "Input type" in error.text and len(named) < 2:
-        return "", None, ""  # the dtypes differ, and not the devices
+        return "", None  # the dtypes differ, and not the devices
     placed = error.operands
     if not placed:
         where = f" ({' and '.join(named)})" if named else ""
-        return f"The operands of the line are on different devices{where}; none of them has a name in it.", None, ""
+        return f"The operands of the line are on different devices{where}; none of them has a name in it.", None
     others = [each for each in named if each not in devices]
     where = f" is on {others[0]}" if others else " is elsewhere"
     what = f"{_locations(placed)}; what is made in the line or inside the call{where}."
     if others != [error.device]:
-        return what, None, ""
+        return what, None
     # New tensors are where the cell runs, and these are not.
     fixes = "; ".join(_move_code(error, each, error.device) for each in placed)
-    return what, fixes, ""
+    return what, fixes
 
 
 def _target(placed: Sequence[Operand], device: str) -> str:
@@ -315,35 +311,34 @@ def _devices_in(text: str) -> list[str]:
 # ---- Other errors
 
 
-def _generator(error: DeviceError) -> tuple[str, str | None, str]:
+def _generator(error: DeviceError) -> tuple[str, str | None]:
     wanted, found = re.findall(r"'(\S+?)'", error.text)[:2]
     target = error.device if error.device.startswith(wanted) else wanted
     made = f'torch.Generator("{target}")'
     names = [each.code for each in error.operands if each.kind == "generator"]
     what = f"A generator works on its own device: {names[0] if names else 'this one'} is on {found}, the numbers go to"
-    return f"{what} {wanted}.", f"{names[0]} = {made}" if names else f"generator={made}", ""
+    return f"{what} {wanted}.", f"{names[0]} = {made}" if names else f"generator={made}"
 
 
-def _numpy(error: DeviceError) -> tuple[str, str | None, str]:
+def _numpy(error: DeviceError) -> tuple[str, str | None]:
     there = [each for each in error.operands if each.kind == "tensor" and each.devices != ("cpu",)]
     what = "numpy works in the host's memory"
     if not there:
         device = next(iter(_devices_in(error.text)), "a device")
-        return f"{what}, and the tensor is on {device}.", None, "Put .cpu() before it."
+        return f"{what}, and the tensor is on {device}: put .cpu() before it.", None
     what = f"{_locations(there)}, and {what}."
     call = ".detach().cpu()" if any(each.requires_grad for each in there) else ".cpu()"
-    return what, "; ".join(f"{each.code}{call}" for each in there), "It is a copy, and the host waits."
+    return what, "; ".join(f"{each.code}{call}" for each in there)
 
 
-def _ordinal(error: DeviceError) -> tuple[str, str | None, str]:
+def _ordinal(error: DeviceError) -> tuple[str, str | None]:
     there = ", ".join(each for each in error.here if each not in ("cpu", "meta"))
-    return f"The line asks for a device number that does not exist; there are {there}.", None, "Numbers start at 0."
+    return f"The line asks for a device number that does not exist; there are {there}.", None
 
 
-def _pin(error: DeviceError) -> tuple[str, str | None, str]:
+def _pin(error: DeviceError) -> tuple[str, str | None]:
     what = f"Only host memory can be pinned; new tensors are on {error.device} here, those of a dataset too."
-    note = 'Or make the data with device="cpu". The Trainer of transformers takes dataloader_pin_memory=False.'
-    return what, "DataLoader(..., pin_memory=False)", note
+    return what, 'DataLoader(..., pin_memory=False), or make the data with device="cpu"'
 
 
 _RULES: dict[str, Rule] = {

@@ -11,7 +11,6 @@ has it, lines are not traced.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 import threading
@@ -136,16 +135,6 @@ Follows = Callable[[CodeType, FrameType], bool]
 """Tells whether some code is followed, of which a frame is given that runs it."""
 
 
-def events(lines: LineLog, follows: Follows) -> Events:
-    """Return the events of code that is followed: they begin with `start`, which says why not where it cannot.
-
-    Args:
-        lines: is told where such code begins and ends, and of its lines.
-        follows: tells which code that is.
-    """
-    return _TraceEvents(lines, follows) if _monitoring is None else _MonitoringEvents(lines, follows)
-
-
 _monitoring: Any = getattr(sys, "monitoring", None)
 _NAME = "gpumagic"
 _TOOLS = (4, 3, 2)
@@ -256,7 +245,8 @@ class _TraceEvents:
         return self._inside
 
 
-Events = _MonitoringEvents | _TraceEvents
+Events: type[_MonitoringEvents | _TraceEvents] = _TraceEvents if _monitoring is None else _MonitoringEvents
+"""The events of code that is followed, of which a log is told; `start` says why not where they cannot be had."""
 
 
 # ---- The functions that `--trace=FUNCTION,...` names
@@ -297,11 +287,9 @@ def _look_up(name: str, namespace: Mapping[str, Any]) -> Any:
 def _code_of(name: str, value: Any) -> CodeType:
     if isinstance(value, type):
         raise OptionError(f"--trace: {name} is a class; name a method, such as {name}.forward")
-    if not inspect.isroutine(value) and not isinstance(value, functools.partial):
+    if not inspect.isroutine(value):
         value = getattr(value, "forward", value)  # a module of torch's
-    while isinstance(value, functools.partial):
-        value = value.func
     code = getattr(inspect.unwrap(value), "__code__", None)
     if not isinstance(code, CodeType):
-        raise OptionError(f"--trace: {name} is not written in Python, so it has no lines")
+        raise OptionError(f"--trace: {name} is no function written in Python, so it has no lines")
     return code

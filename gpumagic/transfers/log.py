@@ -34,16 +34,11 @@ _MAX_ITEMS = 10_000
 """Items of a container that are read."""
 
 
-def is_host(device: str) -> bool:
-    """Return whether a device's memory is the host's own."""
-    return Device.parse(device).backend == "cpu"
-
-
 def direction(source: str, target: str) -> str:
     """Return ``"host-to-device"``, ``"device-to-host"`` or ``"device-to-device"``."""
-    if is_host(source):
+    if source.startswith("cpu"):
         return "host-to-device"
-    return "device-to-host" if is_host(target) else "device-to-device"
+    return "device-to-host" if target.startswith("cpu") else "device-to-device"
 
 
 @dataclass(slots=True)

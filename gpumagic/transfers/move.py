@@ -110,9 +110,7 @@ def _parts(name: str, namespace: Mapping[str, Any]) -> list[Any]:
     found = {id(each): each for each in leaves if issubclass(type(each), movable)}
     if not found:
         kind = branches.name_of_type(type(value))
-        hint = (
-            "torch.from_numpy makes it a tensor" if kind == "ndarray" else "it looks into lists, tuples and dicts only"
-        )
+        hint = "it looks into lists, tuples and dicts only"
         if branches.class_attribute(type(value), "to") is not None:
             hint = f"it has a .to() of its own: {name} = {name}.to(...)"
         raise OptionError(f"{CAUSE}: {name!r} ({kind}) holds no tensor, module or optimizer that could move; {hint}")

@@ -14,7 +14,6 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from threading import RLock
 from types import FunctionType
 from typing import Any
@@ -99,38 +98,29 @@ def is_idle() -> bool:
 Function = Callable[..., Any]
 
 
-@dataclass(frozen=True)
-class _Patch:
-    """A function, and what is called in its place while a run is open."""
-
-    owner: Any
-    function: Function
-    wrapper: Function
-
-
 _NAME = "synchronize"
 _waiting: list[object] = []
-_patches: list[_Patch] = []
+_patches: list[tuple[Any, Function, Function]] = []
+"""What has a function, the function, and what is called in its place while a run is open."""
 
 
 def watch_waits(run: object, backend: str) -> None:
     """Count the waits for a backend's devices until `unwatch_waits` is called with the same run."""
     _waiting.append(run)
-    wrappers = [each.wrapper for each in _patches]
+    wrappers = [wrapper for *_, wrapper in _patches]
     for owner, function in _functions(backend):
         if function not in wrappers:
-            patch = _Patch(owner, function, _wrap(function))
-            _patches.append(patch)
-            setattr(owner, _NAME, patch.wrapper)
+            _patches.append((owner, function, _wrap(function)))
+            setattr(owner, _NAME, _patches[-1][2])
 
 
 def unwatch_waits(run: object) -> None:
     """Undo `watch_waits`, except where something else has been put there since. Idempotent."""
     _waiting[:] = [each for each in _waiting if each is not run]
     while _patches and not _waiting:
-        patch = _patches[-1]
-        if vars(patch.owner).get(_NAME) is patch.wrapper:
-            setattr(patch.owner, _NAME, patch.function)
+        owner, function, wrapper = _patches[-1]
+        if vars(owner).get(_NAME) is wrapper:
+            setattr(owner, _NAME, function)
         _patches.pop()
 
 

@@ -35,8 +35,6 @@ class Explanation:
     """One or two sentences: what is on which device."""
     fix: str | None = None
     """The line of code that fixes it."""
-    note: str = ""
-    """What else helps."""
     line: int | None = None
     code: str | None = None
     operands: tuple[Operand, ...] = ()
@@ -53,7 +51,7 @@ class Explanation:
 
     def __str__(self) -> str:
         fix = [f"fix: {self.fix}"] if self.fix else []
-        return "\n".join([self.place + self.what, *fix, *([self.note] if self.note else [])])
+        return "\n".join([self.place + self.what, *fix])
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from gpumagic.memory.allocator import MIN_BLOCK, AllocatorStats
 from gpumagic.memory.devices import Device
 from gpumagic.source import frames
 from gpumagic.source.frames import WatchedCode
-from gpumagic.transfers.lines import Events, LineLog, Place, events
+from gpumagic.transfers.lines import Events, LineLog, Place
 from gpumagic.transfers.recorder import Recorder
 from gpumagic.transfers.report import LineReport, LineRow
 
@@ -55,7 +55,7 @@ class Trace:
         self._block = _ids(() if block is None else frames.code_objects(block))
         self._others = _ids(each for codes in self._named.values() for each in codes) - self._block
         self._lines = LineLog(self._place, lambda at: self._history.begin_turn(str(at)))
-        self._events: Events = events(self._lines, self._follows)
+        self._events = Events(self._lines, self._follows)
         self._reason = ""
 
     def start(self) -> None:

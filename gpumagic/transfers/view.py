@@ -21,14 +21,15 @@ TRACED_LINES = 24
 def view_transfers(report: TransferReport) -> doc.Document:
     """Return the document of one run: at most a screen, and the rest folded."""
     blocks: list[doc.Block] = [doc.Heading(_headline(report))]
-    if report.explanation is not None and report.explanation.note:
-        blocks.append(doc.Paragraph(report.explanation.note))
     blocks.append(doc.Paragraph(_summary(report), muted=True))
     traced = report.by_line
     blocks += _traced_lines(traced, report) if traced is not None and traced.lines else _lines(report)
     blocks += [doc.Paragraph(text, muted=True) for text in _sentences(report)]
     if report.moves:
-        blocks.append(_every_transfer(report.moves))
+        known = [row.seconds for row in report.moves if row.seconds is not None]
+        took = f", {duration(sum(known))} of host time" if known else ""
+        table = Table.of(report.moves, TRANSFERS, "Every transfer")
+        blocks.append(doc.Fold(f"Every transfer: {count(len(report.moves), 'row')}{took}", [table]))
     blocks += [doc.Paragraph(note, muted=True) for note in report.notes]
     return doc.Document(tuple(blocks))
 
@@ -142,12 +143,6 @@ def _what(rows: Sequence[TransferRow]) -> str:
         what = f"{row.name}{by}" if row.name else row.cause
         parts.append(times + what + (f" → {row.target}" if len(targets) > 1 else ""))
     return "; ".join(parts)
-
-
-def _every_transfer(moves: Sequence[TransferRow]) -> doc.Fold:
-    known = [row.seconds for row in moves if row.seconds is not None]
-    took = f", {duration(sum(known))} of host time" if known else ""
-    return doc.Fold(f"Every transfer: {count(len(moves), 'row')}{took}", [Table.of(moves, TRANSFERS, "Every transfer")])
 
 
 _NO_LINE = doc.Cell(NOT_AVAILABLE, muted=True, title="not a line of the code")

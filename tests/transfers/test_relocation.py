@@ -403,7 +403,7 @@ def test_running_out_all_the_same_changes_nothing(monkeypatch: pytest.MonkeyPatc
     ("name", "said"),
     [
         ("modle", "there is no variable 'modle'; did you mean model?"), ("zz", "write names of variables"),
-        ("lr", r"'lr' \(float\) holds no tensor"), ("array", "torch.from_numpy"),
+        ("lr", r"'lr' \(float\) holds no tensor"), ("array", "lists, tuples and dicts only"),
         ("empty", r"'empty' \(list\) holds no"), ("graph", r"graph = graph.to\(...\)"),
         ("packed", r"packed = packed.to\(...\)"),
     ],
