@@ -56,13 +56,13 @@ def suggestions(
     return tuple(sorted(found, key=lambda each: -(each.saves or 0)))
 
 
-def _is_repeated(row: TransferRow) -> bool:
-    return row.repeats >= MIN_REPEATS and row.cause not in _READS and row.line is not None
-
-
 def _hoisted(moves: Sequence[TransferRow], code: LoopCode) -> Iterator[Suggestion]:
     """Yield one suggestion for all that a line copies again as often."""
-    alike = grouped(((row.line, row.target, row.count, row.repeats), row) for row in moves if _is_repeated(row))
+    alike = grouped(
+        ((row.line, row.target, row.count, row.repeats), row)
+        for row in moves
+        if row.repeats >= MIN_REPEATS and row.cause not in _READS and row.line is not None
+    )
     for (line, target, times, repeats), rows in alike.items():
         whole = sum(row.nbytes for row in rows)
         saves = sum(row.nbytes // row.count * row.repeats for row in rows)

@@ -20,13 +20,12 @@ import torch
 
 from gpumagic.source import frames
 from gpumagic.source.text import expression_at
+from gpumagic.transfers.advice import MASK
 
 Function = Callable[..., Any]
 Call = tuple[Function, tuple[Any, ...], dict[str, Any], FrameType]
 """A function by which a line asks for copies, its arguments, and the frame that calls it."""
 INDEXING = "indexing"
-MASK = "mask"
-"""The cause of a read of how many elements a mask has, where it is an index."""
 BACKWARD = "backward"
 COPY, READ = ".to", ".item"
 """What a copy and a read are called where nothing else is known."""

@@ -345,12 +345,9 @@ _RULES: dict[str, Rule] = {
     r"invalid device ordinal": _ordinal,
     r"cannot pin '\S+' only dense CPU tensors can be pinned": _pin,
     r"can't convert \S+ device type tensor to numpy": _numpy,
-    r"Expected all tensors to be on the same device": _different_devices,
-    r"(tensors|tensor) (are|is) not (at|on) the same device": _different_devices,
-    r"indices should be either on": _different_devices,
+    r"(tensors to be on|tensors? (are|is) not (at|on)) the same device|indices should be either on": _different_devices,
     r"Input type \(.*\) and weight type \(.*\) should be the same": _different_devices,
     r"Expected a '\S+' device type for generator but found '\S+'": _generator,
-    r"different from other tensors on": _different_devices,
-    r"Placeholder storage has not been allocated on MPS": _different_devices,
+    r"different from other tensors on|Placeholder storage has not been allocated on MPS": _different_devices,
 }
 """Pattern of a message, on any backend -> the rule for it."""

@@ -155,10 +155,6 @@ class TransferLog:
             self.moves.setdefault(key, _TransferSum()).add(moved)
         self.waits.update(other.waits.copy())
 
-    def created_by_device(self) -> dict[str, tuple[int, int]]:
-        """Return the count and the bytes of new tensors by device."""
-        return dict(sorted((str(device), (count, nbytes)) for device, (count, nbytes) in self.created.items()))
-
     def rows(self) -> tuple[TransferRow, ...]:
         """Return the transfers, most bytes first."""
         rows = [

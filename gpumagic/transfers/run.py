@@ -114,7 +114,11 @@ class DeviceRun:
             if self._previous is not None:
                 _make_current(self.device)
             self._recording.open()
-            self._start_trace()
+            if self._trace:
+                from gpumagic.transfers.tracing import Trace
+
+                self._traced = Trace(self._recording.recorder, self._code, self._block, self._functions)
+                self._traced.start()
         except BaseException:  # Ctrl-C: what did not open is not closed
             self.restore()
             raise
@@ -147,7 +151,7 @@ class DeviceRun:
         return TransferReport(
             device=self.device,
             moves=moves,
-            created=self._log.created_by_device(),
+            created=dict(sorted((str(at), (number, nbytes)) for at, (number, nbytes) in self._log.created.items())),
             syncs=syncs,
             peak=self._clock.peak(),
             allocations=self._clock.allocations(),
@@ -211,14 +215,6 @@ class DeviceRun:
             run._code = WatchedCode(self._namespace, code.co_filename, code.co_firstlineno)
             run._block = code
         return run
-
-    def _start_trace(self) -> None:
-        if not self._trace:
-            return
-        from gpumagic.transfers.tracing import Trace
-
-        self._traced = Trace(self._recording.recorder, self._code, self._block, self._functions)
-        self._traced.start()
 
     def restore(self) -> None:
         """Restore the default device and torch's functions, then the current device; again after an interrupt."""

@@ -16,7 +16,7 @@ import linecache
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -95,7 +95,7 @@ class Trace:
             backend = Device.parse(self._device).backend
             counts = backend not in ("cpu", "meta")
             return f"Lines have no memory: the allocator of {backend} keeps no history." if counts else ""
-        count, kept = history.after.events - history.before.events, len(history.events.turn)
+        count, kept = history.after.events - history.before.events, len(history.events[1])
         return "" if count <= kept else f"The allocator's history has the last {kept:,} of {count:,} events."
 
     def _memory_of_lines(self) -> dict[int, list[int]]:
@@ -159,15 +159,6 @@ MAX_ENTRIES = 100_000
 """Allocations and frees that are kept; of more, the last."""
 
 
-class BlockEvents(NamedTuple):
-    """Blocks that were handed out or taken back, in order: arrays of NumPy, an entry each."""
-
-    nbytes: Any
-    """Negative where it was taken back."""
-    turn: Any
-    """When the turn began in which it was, in nanoseconds of `time.perf_counter`: see `AllocatorHistory.begin_turn`."""
-
-
 class AllocatorHistory:
     """Records what the allocators of a backend do.
 
@@ -177,14 +168,16 @@ class AllocatorHistory:
     Attributes:
         before: the allocator's statistics where the recording begins.
         after: those where it ends.
-        begin_turn: called with the time by that clock, as text, says when what this thread does from now on begins:
-            entries of CUDA's history have it, exactly.
-        events: what the device did, the last of it where that was too much; None where there is no history.
+        begin_turn: called with a time in nanoseconds of `time.perf_counter`, as text, says when what this thread does
+            from now on begins: entries of CUDA's history have it, exactly.
+        events: of each block that the device handed out or took back, in order, its bytes, negative where it was taken
+            back, and by the same clock when the turn began in which it was; of too many the last, and None where there
+            is no history.
     """
 
     def __init__(self, device: str) -> None:
         self.before = self.after = _NOTHING
-        self.events: BlockEvents | None = None
+        self.events: tuple[Any, Any] | None = None
         self._device = device
         self._backend, self._index = Device.parse(device)
         self._module: Any = allocator.device_module(self._backend)
@@ -226,9 +219,9 @@ class AllocatorHistory:
         self.after = allocator.device_stats(self._device) or _NOTHING
         try:
             # As many as the counters say: others may have begun to record before.
-            found = self._read_cuda() if self._backend == "cuda" else _columns(self._module.history(self._index))
-            count = self.after.events - self.before.events
-            self.events = BlockEvents(*(each[max(0, len(each) - count) :] for each in found))
+            nbytes, turn = self._read_cuda() if self._backend == "cuda" else self._read_simgpu()
+            before = max(0, len(turn) - (self.after.events - self.before.events))
+            self.events = nbytes[before:], turn[before:]
         finally:
             _recording[:] = [each for each in _recording if each is not self]
             if self._backend == "cuda":
@@ -238,26 +231,24 @@ class AllocatorHistory:
             elif not _recording:
                 self._module.record_history(False)
 
-    def _read_cuda(self) -> BlockEvents:
+    def _read_cuda(self) -> tuple[Any, Any]:
         traces = self._module.memory._snapshot()["device_traces"]
         trace = [each for each in traces[self._index] if each["action"] in _SIGNS]
         sign = np.array([_SIGNS[each["action"]] for each in trace], np.int64)
         size = np.array([each["size"] for each in trace], np.int64)
-        # Entries of other threads say nothing of it: they have their own time, but at least that of the one before.
+        # Entries of other threads name no turn: they have their own time, but at least that of the one before.
         said = [each.get("user_metadata") for each in trace]  # or something that the user has set
         noted = np.array([int(each) if each and each.isdigit() else 0 for each in said], np.int64)
         own = np.array([each["time_us"] for each in trace], np.int64) * 1000 - self._ahead
         turn = np.maximum.accumulate(np.where(noted, noted, own))
-        return BlockEvents(-(-size // MIN_BLOCK) * MIN_BLOCK * sign, turn)
+        return -(-size // MIN_BLOCK) * MIN_BLOCK * sign, turn
+
+    def _read_simgpu(self) -> tuple[Any, Any]:
+        _, nbytes, at = np.array(self._module.history(self._index), float).reshape(-1, 3).T
+        return nbytes.astype(np.int64), (at * 1e9).astype(np.int64)
 
 
 _recording: list[object] = []
 """Who has simgpu's allocators record, which know only whether somebody does."""
 _SIGNS = {"alloc": 1, "free_requested": -1}
 _NOTHING = AllocatorStats(0, 0, 0)
-
-
-def _columns(entries: Sequence[tuple[int, int, float]]) -> BlockEvents:
-    """Return the events that simgpu has recorded."""
-    _, nbytes, at = np.array(entries, float).reshape(-1, 3).T
-    return BlockEvents(nbytes.astype(np.int64), (at * 1e9).astype(np.int64))

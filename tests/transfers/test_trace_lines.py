@@ -178,7 +178,7 @@ def test_named_functions_have_their_lines_in_libraries_too() -> None:
     [
         ("nothing", "there is no nothing"),
         ("torch.nn.nothing", "torch.nn has no nothing"),
-        ("torch.ones", "torch.ones is not written in Python"),
+        ("torch.ones", "torch.ones is no function written in Python"),
         ("torch.nn.Linear", "name a method, such as torch.nn.Linear.forward"),
     ],
 )
