@@ -198,7 +198,7 @@ FOREIGN = {
     "torch.cuda.jiterator", "torch.linalg.eig", "matrix_exp", "lobpcg", "torch.cuda.memory._dump_snapshot",
     "DataParallel", "setReduceConfig", "num_splits_heuristic", "is_gradient_checkpointing", "named_modules",
     "execution_count", "run_cell", "check_complete", "enable_grad", "set_default_tensor_type",
-    "torch.get_default_device", "_parse_visible_devices",
+    "torch.get_default_device", "torch.from_numpy", "_parse_visible_devices",
     # of Python and CUDA
     "__hash__", "CUBLAS_WORKSPACE_CONFIG",
     # of Linux
