@@ -14,13 +14,7 @@ from gpumagic.errors import GpuMagicError
 
 
 def cache_folder(name: str) -> Path:
-    """Return where the user's cache keeps what is compiled for a part of gpumagic.
-
-    Raises:
-        GpuMagicError: the sources are in a zip file.
-    """
-    if not Path(__file__).exists():
-        raise GpuMagicError(f"what gpumagic compiles it does from files, and {__file__} is none: install it with pip")
+    """Return where the user's cache keeps what is compiled for a part of gpumagic."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpumagic" / name
 
 

@@ -109,17 +109,13 @@ def _locals(place: str, frame: types.FrameType) -> Branch:
 
 
 _traceback_of = BaseException.__dict__["__traceback__"].__get__
-_group: Any = getattr(sys.modules["builtins"], "BaseExceptionGroup", None)  # since Python 3.11
 _of_error = _members(BaseException, "args", "__cause__", "__context__")
-_of_group = _members(_group, "exceptions") if _group is not None else None
 
 
 def read_exception(value: Any, reader: Reader) -> Iterator[Branch]:
     """Read an exception: the variables of its frames, its arguments, what it was raised from."""
     yield from _traceback(_traceback_of(value), reader)
     yield from _of_error(value, reader)
-    if _of_group is not None and issubclass(type(value), _group):
-        yield from _of_group(value, reader)
     yield Branch(".", CONTAINED, attributes(value, reader.fields))
 
 

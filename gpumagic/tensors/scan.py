@@ -22,7 +22,6 @@ from gpumagic.heap.kinds import Graphs, kinds_of, leaves, node_types, non_leaves
 from gpumagic.heap.storages import Storage, StorageTable, gc_disabled, undisturbed
 from gpumagic.memory import allocator, segments
 from gpumagic.memory import devices as memory_devices
-from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.devices import Device
 from gpumagic.report import base
 from gpumagic.report.base import grouped
@@ -320,27 +319,22 @@ def memory_by_device(rows: Iterable[TensorRow]) -> tuple[DeviceMemoryRow, ...]:
     is_cuda = any(device.startswith("cuda") for device in figures)
     driver = memory_devices.driver_figures({Device.parse(each).backend for each in figures}) if is_cuda else {}
     others = {device: each.other_processes for device, each in driver.items()}
-    return tuple(
-        _device_row(device, placed[device], figures.get(device), kept.get(device, 0), others.get(device))
-        for device in sorted(placed, key=lambda each: (each not in figures, each))
-    )
-
-
-def _device_row(
-    device: str, rows: Sequence[TensorRow], figures: AllocatorStats | None, kept: int, others: int | None
-) -> DeviceMemoryRow:
-    named = sum([row.nbytes or 0 for row in rows if row.is_reached()])
-    graph = sum([row.nbytes or 0 for row in rows if row.in_graph])
-    held = sum([row.nbytes or 0 for row in rows]) - named - graph
-    tensors = len(rows) + sum([row.views for row in rows])
-    found = DeviceMemoryRow(device, tensors, len(rows), named, held, graph)
-    if figures is None:
-        return found
-    rest = figures.allocated - named - held - graph - kept
-    cached = figures.reserved - figures.allocated
-    return replace(
-        found, workspaces=kept, unexplained=rest, allocated=figures.allocated, cached=cached, other_processes=others
-    )
+    found: list[DeviceMemoryRow] = []
+    for device in sorted(placed, key=lambda each: (each not in figures, each)):
+        mine = placed[device]
+        named = sum([row.nbytes or 0 for row in mine if row.is_reached()])
+        graph = sum([row.nbytes or 0 for row in mine if row.in_graph])
+        held = sum([row.nbytes or 0 for row in mine]) - named - graph
+        tensors = len(mine) + sum([row.views for row in mine])
+        own = DeviceMemoryRow(device, tensors, len(mine), named, held, graph)
+        if (figure := figures.get(device)) is not None:
+            workspaces, allocated = kept.get(device, 0), figure.allocated
+            own = replace(
+                own, workspaces=workspaces, unexplained=allocated - own.in_rows - workspaces, allocated=allocated,
+                cached=figure.reserved - allocated, other_processes=others.get(device),
+            )  # fmt: skip
+        found.append(own)
+    return tuple(found)
 
 
 def _memory_notes(rows: Iterable[TensorRow], devices: Iterable[DeviceMemoryRow]) -> list[str]:

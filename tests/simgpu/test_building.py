@@ -200,12 +200,3 @@ def test_a_cache_from_which_no_code_is_loaded_is_refused_before_anything_is_comp
     refused = pytest.raises(SimgpuUnavailable, match=r"cannot be loaded from .* mounted noexec; set XDG_CACHE_HOME")
     with refused, compiled.only_process(home, "the simulated GPU", SimgpuUnavailable):
         pytest.fail("it would be compiled now")
-
-
-def test_a_package_in_a_zip_file_says_so(tmp_path) -> None:
-    package = Path(compiled.__file__).parent
-    archive = shutil.make_archive(str(tmp_path / "package"), "zip", package.parent, package.name)
-    code = "import sys; sys.path.remove(''); from gpumagic import simgpu; simgpu.enable()"
-    told = python(code, tmp_path, PYTHONPATH=archive).communicate()[1]
-    assert "GpuMagicError: what gpumagic compiles it does from files" in told
-    assert told.endswith("install it with pip\n")
