@@ -75,24 +75,17 @@ def unfinished(home: Path) -> Iterator[Path]:
 
 
 def _refuse_what_others_write(what: str, unavailable: type[GpuMagicError], *folders: Path) -> None:
-    """Raise an error where other users could have written what lies in these folders: it would be loaded as code."""
-    unsafe = next(filter(None, map(_who_else_writes, folders)), None)
-    if unsafe is not None:
+    """Raise an error where other users could have written, or replaced, what lies in these folders: it is loaded."""
+    for folder in folders:
+        seen = folder.stat()
+        modes = ((parent, parent.stat().st_mode) for parent in folder.resolve().parents)
+        replaceable = next((parent for parent, mode in modes if mode & stat.S_IWOTH and not mode & stat.S_ISVTX), None)
+        if seen.st_uid not in {os.geteuid(), 0}:
+            unsafe = f"{folder} belongs to another user"
+        elif seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            unsafe = f"other users can write to {folder}; take that away with: chmod go-w {folder}"
+        elif replaceable is not None:
+            unsafe = f"other users can write to {replaceable}, and replace what is in it"
+        else:
+            continue
         raise unavailable(f"{what} loads no code that others may have written: {unsafe}")
-
-
-def _who_else_writes(folder: Path) -> str | None:
-    """Return why a folder is not safe to load code from, as the end of a sentence, or None if it is.
-
-    A folder that other users can write to, or replace, is not: they would choose what this user's process runs.
-    """
-    seen = folder.stat()
-    if seen.st_uid not in {os.geteuid(), 0}:
-        return f"{folder} belongs to another user"
-    if seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"other users can write to {folder}; take that away with: chmod go-w {folder}"
-    for parent in folder.resolve().parents:
-        mode = parent.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            return f"other users can write to {parent}, and replace what is in it"
-    return None
