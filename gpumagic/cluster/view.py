@@ -36,7 +36,7 @@ class Said(NamedTuple):
 def view_engines(report: ClusterReport) -> doc.Document:
     """Return what all engines say together, a row for each GPU or for engines that say the same, and their reports."""
     gpus, said = shared_gpus(report), [_said(answer) for answer in report.engines]
-    found = [each for each in said if each.answer.report is not None]
+    found = [each for each in said if isinstance(each.answer.report, Report)]
     blocks: list[doc.Block] = [doc.Heading(_headline(report, found, gpus)), doc.Paragraph(_engines(report), muted=True)]
     if gpus:
         blocks.append(_gpu_table(gpus))
