@@ -279,6 +279,8 @@ def test_a_model_that_no_optimizer_updates_is_frozen() -> None:
     code = "loss = (net(x) - other(x)).square().mean()\nloss.backward()\nopt.step()"
     found = facts(code, 1)
     assert only(kept.of_a_frozen_model(found)).first == "other.requires_grad_(False)"
+    beside = facts("data = 1; other = make()\nloss = net(other(x))\nloss.backward()", 2)
+    assert only(kept.of_a_frozen_model(beside)).first, "no line of its own makes it"
     both = replace(found.optimizers[0], models=frozenset({"net", "other"}))
     assert not list(kept.of_a_frozen_model(replace(found, optimizers_there=(both,))))
     assert not list(kept.of_a_frozen_model(replace(found, optimizers_there=()))), "who knows what trains here"

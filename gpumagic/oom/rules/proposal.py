@@ -212,8 +212,9 @@ def prepare(facts: Facts, name: str, code: str) -> dict[str, Any]:
     for text in facts.texts:
         assignments = [node for node in text.nodes() if isinstance(node, ast.Assign)]
         made = [each for each in assignments if any(getattr(target, "id", None) == name for target in each.targets)]
-        if made:
-            return {"text": text, "changes": text.insert_after(made[-1], code)}
+        changes = text.insert_after(made[-1], code) if made else ()
+        if changes:
+            return {"text": text, "changes": changes}
     return {"first": code}
 
 
