@@ -336,12 +336,27 @@ def _ordinal(error: DeviceError) -> tuple[str, str | None]:
     return f"The line asks for a device number that does not exist; there are {there}.", None
 
 
+def _deserialize(error: DeviceError) -> tuple[str, str | None]:
+    what = "The file was saved from a device that is not here, and without map_location a tensor goes back to its own."
+    return what, f'torch.load(..., map_location="{error.device}")'
+
+
+def _fork(error: DeviceError) -> tuple[str, str | None]:
+    what = "A forked process cannot use a device that its parent has used."
+    if "DataLoader" not in error.text:
+        return what, 'torch.multiprocessing.set_start_method("spawn")  # before the first process'
+    what += " The workers of a DataLoader are forked: keep its dataset and collate_fn on the host, or num_workers=0."
+    return what, f'batch = batch.to("{error.device}")  # in the loop'
+
+
 def _pin(error: DeviceError) -> tuple[str, str | None]:
     what = f"Only host memory can be pinned; new tensors are on {error.device} here, those of a dataset too."
     return what, 'DataLoader(..., pin_memory=False), or make the data with device="cpu"'
 
 
 _RULES: dict[str, Rule] = {
+    r"Attempting to deserialize object on": _deserialize,
+    r"Cannot re-initialize \w+ in forked subprocess": _fork,
     r"invalid device ordinal": _ordinal,
     r"cannot pin '\S+' only dense CPU tensors can be pinned": _pin,
     r"can't convert \S+ device type tensor to numpy": _numpy,

@@ -109,3 +109,22 @@ def test_a_generator_is_made_where_the_numbers_go() -> None:
 @pytest.mark.parametrize("text", ["", "shape mismatch", "CUDA out of memory. Tried to allocate 2.00 GiB", "device"])
 def test_other_errors_are_left_alone(text: str) -> None:
     assert told(text, MODEL, X) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False.",
+        "Attempting to deserialize object on CUDA device 3 but torch.cuda.device_count() is 1.",
+    ],
+)
+def test_a_file_of_another_machine_is_loaded_with_map_location(text: str) -> None:
+    assert told(text).fix == 'torch.load(..., map_location="cuda:0")'
+
+
+def test_a_forked_process_is_told_from_a_loaders_worker() -> None:
+    text = "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn'"
+    assert told(text).fix.startswith('torch.multiprocessing.set_start_method("spawn")')
+    found = told(f"Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback: {text}")
+    assert found.fix.startswith('batch = batch.to("cuda:0")')
+    assert "num_workers=0" in found.what

@@ -238,3 +238,15 @@ def test_a_cell_shows_the_explanation_with_its_report(bare_shell, shown) -> None
     (text,) = shown()
     assert "x is on cpu, g on simgpu:0" in text
     assert 'x = x.to("simgpu:0")' in text
+
+
+def test_a_file_of_an_absent_device_is_explained_with_map_location(tmp_path) -> None:
+    import io
+
+    file = io.BytesIO()
+    torch.save(torch.ones(3, device="simgpu:1"), file)
+    path = tmp_path / "x.pt"
+    path.write_bytes(file.getvalue().replace(b"simgpu:1", b"simgpu:7"))
+    found, _, _ = explained(f"y = torch.load({str(path)!r})")
+    assert found is not None
+    assert found.fix == 'torch.load(..., map_location="simgpu:0")'
