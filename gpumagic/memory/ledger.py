@@ -36,9 +36,6 @@ PARTS = (
     Part("library workspaces"),
 )
 """In the order in which they are shown."""
-_OF_NONE = ("library workspaces", "earlier cells", "gathered parameters", "buckets")
-OF_MODULES = tuple(part.name for part in PARTS if part.name not in _OF_NONE)
-"""Those of which a module has a share."""
 PART_OF_KIND = {part.kind: part.name for part in PARTS if part.kind}
 """The part by the kind of one tensor."""
 
