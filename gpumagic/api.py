@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from os import PathLike
 from typing import TYPE_CHECKING, cast
 
 from gpumagic import notebook
-from gpumagic.errors import OptionError
 from gpumagic.memory.devices import resolve
 
 if TYPE_CHECKING:
@@ -18,6 +16,7 @@ if TYPE_CHECKING:
     from gpumagic.dryrun.report import DryRunReport
     from gpumagic.gpus.report import GPUReport
     from gpumagic.oom.guard import OomGuard
+    from gpumagic.options import Ranks
     from gpumagic.tensors.report import FreedReport, TensorReport, WhyReport
     from gpumagic.transfers.lines import Function
     from gpumagic.transfers.run import DeviceRun
@@ -29,7 +28,7 @@ def gpuinfo(*devices: str, processes: bool = False, everything: bool = False) ->
     Args:
         devices: only these, such as ``"cuda:1"``; all without.
         processes: also show the processes on each GPU.
-        everything: also read and show the fan, the PCI bus and so on.
+        everything: also show all figures that a device has.
 
     Raises:
         DeviceNotFound: a device that is not here.
@@ -170,10 +169,9 @@ def dry_run(
     device: str | None = None,
     capacity: int | str | None = None,
     gpu: str | None = None,
-    ranks: int | str | None = None,
+    ranks: int | str | Ranks | None = None,
     fit: str | None = None,
     time_limit: float = 60.0,
-    snapshot: str | PathLike[str] | None = None,
 ) -> DryRunReport:
     """Return the peak memory that code would need, without running it here and without touching a device.
 
@@ -192,13 +190,11 @@ def dry_run(
             which it fits: ``report.largest``; ``"ranks"`` for the fewest of those: ``report.fewest``. The rest of the
             report is of the run with that value.
         time_limit: seconds after which a dry run is stopped; a search for the largest value may take four times that.
-        snapshot: a file for the snapshot of torch's CUDA allocator with each block's history and stack, which
-            https://pytorch.org/memory_viz opens; it takes torch's CUDA build.
 
     Raises:
         DeviceNotFound: a device that is not here.
         OptionError: the code, the capacity, the GPU or the name cannot be read, or there is no accelerator and neither
-            a capacity nor a GPU is given; a snapshot with `fit`, or where torch is no CUDA build.
+            a capacity nor a GPU is given.
         DryRunUnavailable: this system or this torch cannot.
     """
     from gpumagic.dryrun import fitting, run, targets
@@ -211,7 +207,5 @@ def dry_run(
     size = parse_size(capacity) if isinstance(capacity, str) else capacity
     target = targets.choose(device, size, gpu, None if ranks is None else number_of_ranks(ranks))
     if fit is not None:
-        if snapshot is not None:
-            raise OptionError("a snapshot is of one dry run: leave fit out")
         return fitting.largest(script_of(code), fit, namespace, target, time_limit)
-    return run.dry_run(script_of(code), namespace, target, time_limit=time_limit, snapshot=snapshot)
+    return run.dry_run(script_of(code), namespace, target, time_limit=time_limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from gpumagic import api
 from gpumagic._compat import output_can_be_silenced
 from gpumagic.errors import GpuMagicError, OptionError
 from gpumagic.memory import devices
+from gpumagic.notebook.cells import running_cell
 from gpumagic.notebook.guards import BodyRuns, Guard
 from gpumagic.options import ENGINE_TIMEOUT, PARSERS
 
@@ -181,15 +183,35 @@ class GPUMagic(Magics):
     @_magic
     def dryrun(self, options: Namespace, cell: str | None = None) -> object:
         """Tell what the cell would need, and run it only if it is asked to and fits."""
-        from gpumagic.dryrun import cells
+        from IPython.display import display
 
-        report = cells.dry_run_cell(self.shell, options, cell)
+        report = api.dry_run(
+            self._code(cell), self.shell.user_ns, capacity=options.capacity, ranks=options.ranks, fit=options.fit,
+            gpu=None if options.gpu is None else " ".join(options.gpu),
+        )  # fmt: skip
         if options.out is not None:
             self.shell.user_ns[options.out] = report
         if not options.run:
             return lambda: report
-        cells.show_and_check(report)
+        display(report)
+        if not report.fits:
+            raise GpuMagicError(f"not run: {report.verdict[:1].lower()}{report.verdict[1:]}")
         return None if cell is None else self._sessions.ready_body(BodyRuns(), cell)
+
+    def _code(self, body: str | None) -> str:
+        """Return the body of a cell, below as many lines as stand above it there, which a report counts.
+
+        ``body`` is None where IPython runs the cell, with the line magic on its first line.
+        """
+        info = running_cell(self.shell)
+        cell = "" if info is None else info.raw_cell
+        if body is None:
+            line = re.search(r"(?m)^[ \t]*%%dryrun(?!\S).*$", cell)
+            if line is None or not cell[line.end() :].strip():
+                raise OptionError("a dry run needs the whole cell: write %%dryrun on its first line")
+            body = cell[line.end() + 1 :]
+        text, whole = body.rstrip(), cell.rstrip()
+        return "\n" * whole.removesuffix(text).count("\n") * whole.endswith(text) + body
 
     def _run(self, guard: Guard, cell: str | None) -> object:
         if cell is None:

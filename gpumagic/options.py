@@ -47,8 +47,10 @@ class Ranks(NamedTuple):
 PER_NODE, MOST_PER_NODE = 8, 16
 
 
-def number_of_ranks(text: str | int) -> Ranks:
+def number_of_ranks(text: str | int | Ranks) -> Ranks:
     """Return how many ranks ``"64"`` or ``"8x8"``, machines times GPUs, means, or raise `OptionError`."""
+    if isinstance(text, Ranks):
+        return text
     found = re.fullmatch(r"(?:(\d+)x)?(\d+)", str(text), re.ASCII)
     nodes, number = (1, 0) if found is None else (int(found[1] or 1), int(found[2]))
     per_node = number if found is not None and found[1] else min(number, PER_NODE)

@@ -62,7 +62,7 @@ def eight_gpus() -> GPUReport:
     gpus = tuple(
         GpuRow(f"cuda:{index}", index, f"GPU-{index}", name, 120 * gib, 96 * gib, 23 * gib, gib, 30 * gib, 36 * gib,
                60 * gib, 100.0, 83.0, 652.0, 700.0, ("power cap", "thermal slowdown"), processes,
-               memory_utilization=71.0, clock_sm=1410, clock_sm_max=1980)
+               clock_sm=1410, clock_sm_max=1980)
         for index in range(8)
     )  # fmt: skip
     return GPUReport(gpus, "2.13.0", "13.0", "580.65.06", "0,1,2,3,4,5,6,7", show_processes=True, show_all=True)

@@ -8,7 +8,6 @@ what they do. Nothing of the notebook changes.
     run.py         the request to the worker, of one rank or of those of many that may differ, and its answer
     scenarios.py   the same with other values in place of those that are not known
     fitting.py     the largest value of a setting with which a cell fits
-    cells.py       dry runs on behalf of the magics
     payload.py     the notebook as code and metadata; `sendable.py` decides how each object goes, `parts.py` as what
     client.py      the parent's end of the worker process
     worker/        what runs in that process

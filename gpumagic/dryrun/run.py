@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import linecache
 import os
@@ -11,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from gpumagic.dryrun import client, payload, scenarios, targets
@@ -19,7 +17,7 @@ from gpumagic.dryrun import report as records
 from gpumagic.dryrun.report import DeviceNeed, DryRunReport, peak_of, reserved_of
 from gpumagic.dryrun.script import Script
 from gpumagic.dryrun.targets import Target
-from gpumagic.errors import DryRunUnavailable, OptionError
+from gpumagic.errors import DryRunUnavailable
 from gpumagic.memory import segments
 from gpumagic.options import Ranks, number_of_ranks
 from gpumagic.source.cell_code import sizes_in
@@ -40,7 +38,9 @@ People measured 1.6 GB for one communicator (https://github.com/NVIDIA/nccl/issu
 _HOST = re.compile(r"(_Array)?MemoryError:|.*DefaultCPUAllocator: ", re.DOTALL)
 """How Python, numpy and torch say that the host's memory does not do."""
 _ROCM = ("what ROCm takes for itself: of this GPU only the size is known here, and CUDA on an A100 stands in",)
-_NEEDS_CUDA = "{} torch's own CUDA: that takes a CUDA build of torch, which needs no GPU, and a C compiler"
+_NEEDS_CUDA = (
+    "ranks are dry-run on torch's own CUDA: that takes a CUDA build of torch, which needs no GPU, and a C compiler"
+)
 Rank = tuple[int, int, int, dict[str, list[str]]]
 """Which, of how many, how many a machine has, and what ranks that were run before have sent to it."""
 Run = Callable[[Rank], tuple[DryRunReport, dict[str, Any]]]
@@ -54,7 +54,6 @@ def dry_run(
     values: Mapping[str, object] | None = None,
     time_limit: float = TIME_LIMIT,
     only: scenarios.Course | None = None,
-    snapshot: str | os.PathLike[str] | None = None,
 ) -> DryRunReport:
     """Return what running the code would need, of ranks the one that needs most.
 
@@ -65,27 +64,21 @@ def dry_run(
         values: other values for some of the names.
         time_limit: seconds after which the dry run is given up.
         only: the one course of values of which only the figures are wanted; all that the cell needs without.
-        snapshot: a file for the allocator's snapshot of the run, as `torch.cuda.memory._dump_snapshot` writes it.
 
     Raises:
         DryRunUnavailable: this torch or system cannot.
-        OptionError: there is no snapshot to be had.
     """
 
     def one(rank: Rank | None) -> tuple[DryRunReport, dict[str, Any]]:
         """Return the report, and what the worker told."""
         here = targets.with_engine(target if rank is None else replace(target, chosen=rank[0] % rank[2]))
-        if here.engine == targets.FAKE and (rank is not None or snapshot is not None):
-            if rank is None:
-                raise OptionError(_NEEDS_CUDA.format("a snapshot is of"))
-            raise DryRunUnavailable(_NEEDS_CUDA.format("ranks are dry-run on"))
+        if here.engine == targets.FAKE and rank is not None:
+            raise DryRunUnavailable(_NEEDS_CUDA)
         client.start(here.engine)  # it imports torch while the notebook is packed
         packed = payload.pack(namespace, what.names(), what.function, here)
         with contextlib.closing(packed.shared):
             request = _request(what, packed, here, dict(values or {}), time_limit)
-            outcome = scenarios.run({**request, "snapshot": snapshot is not None, "rank": rank}, only)
-        if snapshot is not None and outcome.get("snapshot") is not None:
-            Path(snapshot).write_bytes(base64.b64decode(outcome["snapshot"]))
+            outcome = scenarios.run({**request, "rank": rank}, only)
         return report_of(outcome, here, packed, sizes_in(what.source or "")), outcome
 
     if target.ranks is None:

@@ -192,10 +192,7 @@ class _Scenarios:
         return self._judged(outcome, most, conclusive, grows, is_sure)
 
     def _leave_out_endless(self) -> None:
-        """Leave out runs in which a loop did not end, where a few turns of it need as much as all that were run.
-
-        A truncated normal distribution is drawn from again for as long as a number is out of bounds.
-        """
+        """Leave out endless loops, such as drawing until all is in bounds, where a few turns need as much as many."""
         endless = [each for each in self._all[1:] if each.fits is None and each.peak]
         if endless:
             self._run([self._turned(self._places(), A_FEW)])

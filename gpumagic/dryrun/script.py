@@ -33,12 +33,11 @@ class Script:
         return list(names_looked_up(_compiled(self.source)))
 
 
-def script_of(what: str | Callable[[], object], above: int = 0) -> Script:
+def script_of(what: str | Callable[[], object]) -> Script:
     """Return what to run.
 
     Args:
         what: code as a notebook's cell has it, or a callable without arguments.
-        above: how many lines stand above the code in its cell.
 
     Raises:
         OptionError: the code has a syntax error, or it is neither.
@@ -50,7 +49,7 @@ def script_of(what: str | Callable[[], object], above: int = 0) -> Script:
         raise OptionError(f"a dry run takes code or a callable, not {type(what).__name__}")
     from IPython.core.inputtransformer2 import TransformerManager
 
-    above += len(what[: len(what) - len(what.lstrip())].splitlines())  # which IPython takes away
+    above = what[: len(what) - len(what.lstrip())].count("\n")  # which IPython takes away
     source = "\n" * above + TransformerManager().transform_cell(what)
     _compiled(source)
     return Script(source, None, CELL)

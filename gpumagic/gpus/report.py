@@ -173,11 +173,6 @@ class GpuRow:
     )  # fmt: skip
     """Why the clocks are throttled, in words; empty if they are not."""
     processes: tuple[ProcessRow, ...] | None = None
-    memory_utilization: float | None = figure(
-        "Memory busy", percent, read=call("UtilizationRates"), to=lambda rates: float(rates.memory),
-        column=Column("Mem busy", align="right", priority=7), extra=True,
-    )  # fmt: skip
-    """Percent of the last sample period in which memory was read or written: bandwidth, not occupancy."""
     clock_sm: int | None = figure(
         "SM clock", _clock, read=call("ClockInfo", SM_CLOCK), to=int, most="clock_sm_max",
         column=Column("SM clock", align="right", priority=8), extra=True,
@@ -188,10 +183,6 @@ class GpuRow:
         "Uncorrected memory errors", read=call("TotalEccErrors", UNCORRECTED, SINCE_LOADED), to=int
     )
     """Uncorrected memory errors since the driver was loaded."""
-    compute_mode: str | None = figure(
-        "Compute mode", read=call("ComputeMode"), to=("shared", "one thread", "prohibited", "one process").__getitem__
-    )
-    """Who may use it: ``"shared"``, ``"one process"``, ``"prohibited"``; a second process then fails with "busy"."""
     unified: bool = False
     """True where the device has no memory of its own: ``memory_total`` and ``memory_free`` are then the host's, and
     ``memory_used`` is what the driver charges to processes on it."""

@@ -63,12 +63,8 @@ def _headline(report: OomReport) -> str:
         return f"{where}; passed {_way(report)}{keep}"
     if report.retries:
         where += f", also {_way(report)}"
-    return f"{where}. {first_step(report)}"
-
-
-def first_step(report: OomReport) -> str:
-    """Return the first thing to do, or where nothing is known what is wrong."""
-    return f"{report.advice[0].title}{_short(report.advice[0])}" if report.advice else report.verdict
+    first = f"{report.advice[0].title}{_short(report.advice[0])}" if report.advice else report.verdict
+    return f"{where}. {first}"
 
 
 def _short(advice: Advice) -> str:

@@ -92,7 +92,7 @@ def _parts(name: str, namespace: Mapping[str, Any]) -> list[Any]:
     """Return the tensors, modules and optimizers that a variable holds, each once.
 
     Raises:
-        OptionError: it is missing or holds none, a tensor of it has no values, or a container in it holds itself.
+        OptionError: it is missing or holds none, or a container in it holds itself.
     """
     if name not in namespace:
         near = nearest(name, notebook.names_of_users(namespace))
@@ -114,8 +114,6 @@ def _parts(name: str, namespace: Mapping[str, Any]) -> list[Any]:
         if branches.class_attribute(type(value), "to") is not None:
             hint = f"it has a .to() of its own: {name} = {name}.to(...)"
         raise OptionError(f"{CAUSE}: {name!r} ({kind}) holds no tensor, module or optimizer that could move; {hint}")
-    if any(each.is_meta for part in found.values() for each in _tensors_of(part)):
-        raise OptionError(f"{CAUSE}: {name!r} has meta tensors, which have no values to move")
     return list(found.values())
 
 

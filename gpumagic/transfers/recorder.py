@@ -41,11 +41,6 @@ class Recorder:
     by_thread: dict[int, Recorder] = field(default_factory=dict)
     """What other threads do for this run; each has sums of its own, so none waits for another."""
 
-    def for_thread(self, thread: int, sites: CallSites) -> Recorder:
-        """Return what records another thread's calls for this run; torch's default device differs there."""
-        found = self.by_thread.get(thread)
-        return found or self.by_thread.setdefault(thread, Recorder(self.device, TransferLog(sites), thread=thread))
-
     def finish(self) -> None:
         """Add up what other threads did."""
         while self.by_thread:
@@ -104,31 +99,26 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-_runs: dict[int, list[Recorder]] = {}
+open_runs: dict[int, list[Recorder]] = {}
 """By thread, the open runs, the innermost last."""
 
 
 def begin(recorder: Recorder) -> None:
     """Let this thread's copies belong to a run from now on."""
-    _runs.setdefault(get_ident(), []).append(recorder)
+    open_runs.setdefault(get_ident(), []).append(recorder)
 
 
 def end(recorder: Recorder) -> None:
     """Undo `begin`. Idempotent, so that it can be called after an interrupt anywhere."""
-    runs = _runs.get(recorder.thread, [])
+    runs = open_runs.get(recorder.thread, [])
     runs[:] = runs[: next((index for index, each in enumerate(runs) if each is recorder), len(runs))]
     if not runs:
-        _runs.pop(recorder.thread, None)
-
-
-def is_idle() -> bool:
-    """Return whether no thread has a run open."""
-    return not _runs
+        open_runs.pop(recorder.thread, None)
 
 
 def current_recorder() -> Recorder | None:
     """Return this thread's innermost run, or what records for the run that it works for."""
-    runs = _runs.get(get_ident())
+    runs = open_runs.get(get_ident())
     return runs[-1] if runs else _recorder_of_worker()
 
 
@@ -138,22 +128,24 @@ def _recorder_of_worker() -> Recorder | None:
     It works for a run whose code is on its stack; and, while only one thread has runs, for the innermost if that began
     before the thread or called autograd.
     """
-    open_runs = [run for runs in list(_runs.values()) for run in runs]
-    if not open_runs:
+    running = [run for runs in list(open_runs.values()) for run in runs]
+    if not running:
         return None
     checkpointed = getattr(device_context(), "recorder", None)  # checkpoints take the mode with them
     if isinstance(checkpointed, Recorder):
         return checkpointed
     files = {frame.f_code.co_filename for frame in frames.stack(sys._getframe(1))}
-    calling = next((run for run in reversed(open_runs) if run.log.sites.filename in files), None)
-    if calling is None and len({run.thread for run in open_runs}) != 1:
+    calling = next((run for run in reversed(running) if run.log.sites.filename in files), None)
+    if calling is None and len({run.thread for run in running}) != 1:
         return None
-    run, thread = calling or open_runs[-1], get_ident()
+    run, thread = calling or running[-1], get_ident()
     is_autograd = torch._C._current_graph_task_id() != -1
     if thread in run.earlier_threads and not (is_autograd or calling):
         return None
-    sites = CallSites(run.log.sites.namespace, run.log.sites.filename, run.thread if is_autograd else None)
-    return run.for_thread(thread, sites)
+    if thread not in run.by_thread:
+        sites = CallSites(run.log.sites.namespace, run.log.sites.filename, run.thread if is_autograd else None)
+        run.by_thread.setdefault(thread, Recorder(run.device, TransferLog(sites), thread=thread))
+    return run.by_thread[thread]
 
 
 def device_context() -> DeviceContext | None:

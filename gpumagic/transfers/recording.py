@@ -89,7 +89,7 @@ class Recording:
 
 def is_idle() -> bool:
     """Return whether torch is as it was found: no run is open."""
-    return recorders.is_idle() and operators.is_idle() and not _patches
+    return not recorders.open_runs and operators.is_idle() and not _patches
 
 
 # ---- Calls by which a line waits for a device, a stream or an event. Their names are bound to wrappers while a run is

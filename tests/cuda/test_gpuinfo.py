@@ -157,8 +157,8 @@ def test_memory_is_the_runtimes() -> None:
 
 def test_what_the_driver_does_not_tell_has_a_reason_and_no_figure() -> None:
     figures = (
-        "utilization", "memory_utilization", "temperature", "power", "power_limit", "throttle_reasons",
-        "clock_sm", "ecc_errors", "compute_mode",
+        "utilization", "temperature", "power", "power_limit", "throttle_reasons",
+        "clock_sm", "ecc_errors",
     )  # fmt: skip
     for row in gpumagic.gpuinfo(everything=True):
         assert {name: getattr(row, name) for name in figures} == dict.fromkeys(figures)

@@ -308,7 +308,7 @@ def test_builds_are_labelled(build: TorchBuild, label: str | None) -> None:
 NUMBERS = (
     "memory_total", "memory_used", "memory_free", "memory_reserved", "kernel_allocated", "kernel_reserved",
     "other_processes", "utilization", "temperature", "power", "power_limit", "clock_sm", "clock_sm_max",
-    "memory_utilization", "ecc_errors", "nvml_index",
+    "ecc_errors", "nvml_index",
 )  # fmt: skip
 
 

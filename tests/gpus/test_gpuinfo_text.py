@@ -214,10 +214,10 @@ def test_all_fields_have_a_value_or_a_reason() -> None:
 
 def test_what_a_gpu_lacks_is_named_in_a_line_for_each_reason() -> None:
     """A row of n/a each would hide what is there."""
-    lacks = {"ecc_errors": "not supported", "clock_sm": "not supported", "compute_mode": "no permission"}
-    lines = shown(dataclasses.replace(FIRST, reasons=lacks), show_all=True).splitlines()
+    lacks = {"ecc_errors": "not supported", "clock_sm": "not supported", "temperature": "no permission"}
+    lines = shown(dataclasses.replace(FIRST, temperature=None, reasons=lacks), show_all=True).splitlines()
     assert "SM clock; Uncorrected memory errors: n/a (not supported)." in lines
-    assert "Compute mode: n/a (no permission)." in lines
+    assert "Temperature: n/a (no permission)." in lines
 
 
 def test_a_few_bytes_of_a_large_gpu_are_no_part_of_its_bar() -> None:

@@ -101,9 +101,9 @@ SYMBOLS = (
 )  # fmt: skip
 TRUTH = {
     "name": "NVIDIA Fake", "memory_total": 8 * GIB, "memory_used": 3 * GIB, "memory_free": 5 * GIB,
-    "memory_reserved": GIB // 4, "utilization": 30.0, "memory_utilization": 12.0, "temperature": 55.0, "power": 250.5,
+    "memory_reserved": GIB // 4, "utilization": 30.0, "temperature": 55.0, "power": 250.5,
     "power_limit": 400.0, "throttle_reasons": ("power cap",), "clock_sm": 1410, "clock_sm_max": 1980,
-    "ecc_errors": 3, "compute_mode": "one process", "other_processes": GIB,
+    "ecc_errors": 3, "other_processes": GIB,
 }  # fmt: skip
 """What a report must say of every card, if it says anything."""
 

@@ -257,7 +257,7 @@ def _is_ours(function: Any) -> bool:
 
 
 def _is_idle() -> dict[str, bool]:
-    recording = [sys.modules.get(f"gpumagic.transfers.{each}") for each in ("recorder", "operators", "recording")]
+    recording = [sys.modules.get(f"gpumagic.transfers.{each}") for each in ("operators", "recording")]
     return {each.__name__: each.is_idle() for each in recording if each is not None}
 
 

@@ -45,7 +45,7 @@ def test_a_thread_is_told_by_the_line_of_the_code_that_it_runs(pool: ThreadPoolE
         ("simgpu:0", 1, 40, True), ("simgpu:1", 3, 12, True),
     }  # fmt: skip
     assert len({row.line for row in run.report}) == 2
-    assert recorders.is_idle()
+    assert not recorders.open_runs
 
 
 def test_a_cells_thread_is_told_by_its_line_in_a_real_shell(bare_shell) -> None:

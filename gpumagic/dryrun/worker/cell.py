@@ -34,7 +34,8 @@ class Lines:
 
     def where(self) -> Place:
         """Return the cell's innermost running line, and the notebook's function it is in where that is another's."""
-        return self._place(*(_location(each) for each in self._running() if each is not None))
+        running = (each for each in self._running() if each is not None)
+        return self._place(*((each.f_code.co_filename, each.f_code.co_name, each.f_lineno) for each in running))
 
     def reading(self) -> Key | None:
         """Return the cell's running line, the notebook's innermost expression, and below it the library's line.
@@ -98,10 +99,6 @@ def _calling() -> FrameType | None:
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
         frame = frame.f_back
     return frame
-
-
-def _location(frame: FrameType) -> Location:
-    return frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno
 
 
 def runs_in(*prefixes: str) -> bool:

@@ -164,7 +164,7 @@ def run_each(requests: Sequence[dict[str, Any]], serve: Serve, notebook: Connect
     answers: dict[int, bytes] = {}
     free = devices.available_memory()
     most = math.inf if free is None else free[0] // 2
-    at_once = _cores()
+    at_once = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for number in range(len(requests)):
         while number not in answers:
             while coming and len(running) < at_once:
@@ -212,10 +212,6 @@ def _wait(running: Iterable[_Fork], notebook: Connection | None, seconds: float)
         if watch in ready:
             watch.hear()
     return ready
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Fork:

@@ -279,17 +279,13 @@ def _is_float(facts: Facts, name: str) -> bool:
     return fact is not None and "float" in fact.dtype and not (fact.requires_grad or fact.graph)
 
 
-def _is_new(value: ast.expr) -> bool:
-    """Return whether an expression makes a tensor of its own, and no view."""
-    return isinstance(value, ast.BinOp) or called_name(value) in _NEW
-
-
 def _may_go(facts: Facts, name: str, fresh: set[str], between: Sequence[ast.stmt]) -> bool:
     """Return whether nothing else may look at a tensor's memory: no other name, and no view made since."""
     fact = facts.tensors.get(name)
     is_shared = any(name in (names := holder.name.split(", ")) and len(names) > 1 for holder in facts.holders)
     reading = [each for each in between if isinstance(each, ast.Assign) and name in names_in(each.value)]
-    is_seen = not all(_is_new(each.value) for each in reading)
+    # What makes a tensor of its own does not look at it later, as a view does.
+    is_seen = not all(isinstance(each.value, ast.BinOp) or called_name(each.value) in _NEW for each in reading)
     return not (is_shared or is_seen or (fact is not None and (fact.requires_grad or fact.graph) and name not in fresh))
 
 

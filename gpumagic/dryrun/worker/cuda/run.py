@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import gc
 import os
-import pickle
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -160,16 +158,13 @@ class CudaRun(Run):
         if self.is_brief:
             if failed and error is not None:
                 next(each for each in devices if each["failed"])["failure"] = {"line": error["line"]}
-            return Ledger([]), devices, {**others, "snapshot": None}
+            return Ledger([]), devices, others
         self.names = self.modules.look_around(self.namespace)
         for workspace in segments.find_workspaces():
             self._history.note(Ledger.mark, workspace.address, "library workspaces")
         # It asks torch for its compiler, to name the lines of compiled code, which imports that: a second for nothing.
         getattr(torch, "_lazy_modules", set()).discard("_inductor")
-        snapshot = torch.cuda.memory._snapshot()
-        # As `torch.cuda.memory._dump_snapshot` would write it.
-        others["snapshot"] = base64.b64encode(pickle.dumps(snapshot)).decode() if self.request["snapshot"] else None
-        traces: list[Trace] = snapshot["device_traces"][: len(devices)]
+        traces: list[Trace] = torch.cuda.memory._snapshot()["device_traces"][: len(devices)]
         before = [block for device, trace in enumerate(traces) for block in self._in_use_before(device, trace)]
 
         def place_of(stack: Trace) -> Place:

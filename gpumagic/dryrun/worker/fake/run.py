@@ -16,7 +16,7 @@ from gpumagic.dryrun.worker.fake import backend
 from gpumagic.dryrun.worker.fake.allocator import Allocator, FakeAccount, FakeLedger
 from gpumagic.dryrun.worker.fake.names import Names
 from gpumagic.dryrun.worker.fake.operators import Operators
-from gpumagic.dryrun.worker.fake.scratch import without_rule
+from gpumagic.dryrun.worker.fake.scratch import UNKNOWN
 from gpumagic.dryrun.worker.fake.storages import Form, Storages, key_of
 from gpumagic.dryrun.worker.reading import FakeReading
 from gpumagic.dryrun.worker.run import Outcome, Run, failure
@@ -105,7 +105,8 @@ class FakeRun(Run):
         self.ledger.where = Place
         if not self.is_brief:
             self.names = self.modules.look_around(self.namespace)
-        unknown = without_rule(self._operators.seen) if self.request["backend"] == "cuda" else []
+        seen = self._operators.seen if self.request["backend"] == "cuda" else ()
+        unknown = sorted({name.partition(".")[0] for name in seen if name.startswith(UNKNOWN)})
         if unknown:
             self.unknown.setdefault(f"what CUDA's kernels take for themselves in {', '.join(unknown)}")
         devices = [

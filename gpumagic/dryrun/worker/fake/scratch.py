@@ -12,7 +12,7 @@ themselves is left out, and the report says so.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ _PARTS = {
     **dict.fromkeys(("std", "var", "std_mean", "var_mean"), "moments"),
 }
 """What a block leaves in memory, by operator."""
-_UNKNOWN = (
+UNKNOWN = (
     "linalg_", "_linalg", "cholesky", "_cholesky", "_fft", "geqrf", "ormqr", "triangular_solve", "lu_", "sort", "msort",
     "argsort", "topk", "kthvalue", "median", "nanmedian", "mode", "unique", "_unique", "multinomial", "randperm",
     "embedding_dense_backward", "_embedding_bag", "_index_put_impl", "index_put", "cumsum", "cumprod", "logcumsumexp",
@@ -41,11 +41,6 @@ _UNKNOWN = (
     "_scaled_dot_product", "scatter_reduce",
 )  # fmt: skip
 """How operators begin whose kernels sort, scan, attend or call a library, with memory of their own."""
-
-
-def without_rule(names: Iterable[str]) -> list[str]:
-    """Return those of some operators whose kernels take memory for themselves by rules that are not here."""
-    return sorted({name.partition(".")[0] for name in names if name.startswith(_UNKNOWN)})
 
 
 def scratch(call: Call) -> list[int]:
