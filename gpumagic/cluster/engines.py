@@ -66,9 +66,11 @@ def connect(targets: str = PX) -> tuple[Any, list[int]]:
         wanted = known[slice(*(int(part) if part else None for part in targets.split(":")))]
     else:
         wanted = [int(part) for part in targets.split(",")]
-    if missing := [engine for engine in wanted if engine not in known]:
+    missing = [str(engine) for engine in wanted if engine not in known]
+    if missing or not wanted:
+        lacking = missing[0] if missing else targets
         raise OptionError(
-            f"there is no engine {missing[0]}; there are {', '.join(map(str, known))}, which --engines all asks"
+            f"there is no engine {lacking}; there are {', '.join(map(str, known))}, which --engines all asks"
         )
     return client, wanted
 
@@ -214,7 +216,7 @@ def of_line(magic: str, options: Namespace, timeout: float) -> ClusterReport:
         arguments = {"processes": options.processes, "everything": options.all}
     client, engines = connect(options.engines)
     answers = ask(client, engines, timeout, magic, names=options.devices, **arguments)
-    if answers and all(each.detail.startswith(_NO_DEVICE) for each in answers):  # the line itself is wrong
+    if all(each.detail.startswith(_NO_DEVICE) for each in answers):  # the line itself is wrong
         raise DeviceNotFound(f"on the engines: {answers[0].detail.removeprefix(_NO_DEVICE)}")
     return ClusterReport(magic, tuple(answers))
 

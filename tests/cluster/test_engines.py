@@ -119,6 +119,7 @@ def test_engines_are_those_of_px_or_of_use(here, machine) -> None:
     [
         ("devices --engines simgpu:1", "'simgpu:1' names no engines; write all, 0,2 or 1:3"),
         ("devices --engines 99", "there is no engine 99; there are 0, 1"),
+        ("devices --engines 50:60", "there is no engine 50:60; there are 0, 1"),
         ("devices simgpu:9 --engines", "on the engines: 'simgpu:9' is not a device here"),
         ("devices --engines --diff", "--diff is about one process: %px %devices --diff"),
         ("gpuinfo --engines -w", "--watch is about one process: %px %gpuinfo --watch"),
