@@ -199,13 +199,10 @@ class GPUMagic(Magics):
         return None if cell is None else self._sessions.ready_body(BodyRuns(), cell)
 
     def _code(self, body: str | None) -> str:
-        """Return the body of a cell, below as many lines as stand above it there, which a report counts.
-
-        ``body`` is None where IPython runs the cell, with the line magic on its first line.
-        """
+        """Return the body of a cell, below as many lines as stand above it there, which a report counts."""
         info = running_cell(self.shell)
         cell = "" if info is None else info.raw_cell
-        if body is None:
+        if body is None:  # IPython runs the cell, with the line magic on its first line
             line = re.search(r"(?m)^[ \t]*%%dryrun(?!\S).*$", cell)
             if line is None or not cell[line.end() :].strip():
                 raise OptionError("a dry run needs the whole cell: write %%dryrun on its first line")

@@ -119,7 +119,10 @@ def libraries() -> Path:
         FakecudaUnavailable: there is no C compiler, no CUDA build of torch, or they do not compile or cannot be kept.
     """
     torch = installed_torch()
-    home = cache_folder("fakecuda") / _key(torch)
+    digest = hashlib.sha256(f"{torch.version} {torch.folder}".encode())
+    for source in (*sorted(NATIVE.iterdir()), *sorted(Path(__file__).parent.glob("*.py"))):
+        digest.update(source.read_bytes())
+    home = cache_folder("fakecuda") / f"torch-{torch.version}-{digest.hexdigest()[:16]}"
     if re.search(r"[\s:]", str(home)):
         raise FakecudaUnavailable(
             f"fakecuda cannot be loaded from {home.parent}: LD_PRELOAD takes no path with a space or a colon; "
@@ -144,13 +147,6 @@ def _compiler() -> list[str]:
                 f"fakecuda reads torch's libraries with {tool}; install it: `apt install binutils`"
             )
     return command.split()
-
-
-def _key(torch: Torch) -> str:
-    digest = hashlib.sha256(f"{torch.version} {torch.folder}".encode())
-    for source in (*sorted(NATIVE.iterdir()), *sorted(Path(__file__).parent.glob("*.py"))):
-        digest.update(source.read_bytes())
-    return f"torch-{torch.version}-{digest.hexdigest()[:16]}"
 
 
 def _build(torch: Torch, compiler: list[str], home: Path) -> None:

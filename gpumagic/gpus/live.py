@@ -25,8 +25,6 @@ from gpumagic.memory import allocator
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
 
-STOP_LIMIT = 1.0
-"""Seconds to wait for a snapshot that is being taken."""
 _WATCH, _CELLS = "gpumagic_watch", "gpumagic_each_cell"
 
 
@@ -74,7 +72,7 @@ class GpuWatch:
         """Stop and wait for the thread: NVML must not be queried while the process exits (nvitop#222)."""
         self._stopping.set()
         if self._thread is not None and self._thread.is_alive():
-            self._thread.join(STOP_LIMIT)  # a driver that hangs is not waited for
+            self._thread.join(1.0)  # seconds: a driver that hangs is not waited for
         atexit.unregister(self.stop)
 
     def _refresh(self) -> None:

@@ -111,7 +111,7 @@ def _model(name: str, module: Any, parameters: list[Any], *, local: bool) -> Mod
     return Model(
         name, _nbytes(parameters), _nbytes(parameters, torch.float32),
         training=bool(branches.attributes_of(module).get("training")), checkpoints=_checkpoints(module),
-        blocks=_blocks(name, module), local=local,
+        blocks=_blocks(name, module), sequential=issubclass(type(module), torch.nn.Sequential), local=local,
         methods=tuple(each for each in SAVING_METHODS if branches.class_attribute(type(module), each) is not None),
     )  # fmt: skip
 

@@ -221,7 +221,8 @@ class Rollback:
         for name in mine.keys() - self._kept.keys():
             with contextlib.suppress(TypeError):  # not everything takes a weak reference
                 self._watched[name] = weakref.ref(mine[name])
-        self._lengths = {name: len(each) for name, each in mine.items() if isinstance(each, list | dict | set)}
+        sized: dict[str, Any] = {name: each for name, each in mine.items() if type(each) in (list, dict, set)}
+        self._lengths = {name: len(each) for name, each in sized.items()}
         self._random = list(_random_states())
 
     def undo(self) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import warnings
 from pathlib import Path
@@ -45,7 +46,7 @@ def test_a_run_that_takes_more_than_half_of_what_is_free_is_stopped(monkeypatch)
 
 def test_runs_that_take_too_much_together_are_run_one_after_the_other(monkeypatch) -> None:
     monkeypatch.setattr(devices, "available_memory", lambda: (256 * MIB, 1024 * MIB))
-    monkeypatch.setattr(process, "_cores", lambda: 3)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     assert [each.get("kept") for each in answers(96 * MIB, 88 * MIB, 80 * MIB)] == [12, 11, 10]
 
 

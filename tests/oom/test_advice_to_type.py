@@ -241,6 +241,23 @@ def test_a_tensor_that_is_read_no_more_is_written_over(code, new) -> None:
     assert torch.allclose(outs[0], outs[-1])
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "a.exp() * a", "a * a", "a * a.T", "a.exp() * a.T", "a.exp() * a.view(1024, 1024)", "a.exp() - a[0]",
+        "a.exp().clamp(max=a.max())", "a.exp() + a.square()", "(a + 1) * (a - 1)", "-a * a.exp()", "a / a.sum(0)",
+        "(a - a.mean(0)) / a.std(0)", "a.sqrt() * 2 + a", "1 - a", "2 / a", "a - 2 * a", "(a.exp() * a).relu() - a",
+    ],
+)  # fmt: skip
+def test_what_is_computed_in_place_has_the_same_values(value) -> None:
+    code = f"torch.manual_seed(0)\na = torch.rand(1024, 1024) + 0.5\nb = {value}\nout = b.sum(0)"
+    found = facts(code, 3, tensors={"a": TensorFact((1024, 1024), "float32", 4 * MIB, "cpu")})
+    exec(code, expected := {"torch": torch})
+    for each in kept.update_in_place(found):
+        exec(edited(code, each), names := {"torch": torch})
+        assert torch.allclose(expected["out"], names["out"]), each.edit
+
+
 def test_the_statements_that_follow_are_computed_in_place_as_well() -> None:
     code = LARGE_ONES + "b = a * 2\nc = b + 3 * torch.eye(1024)\nd = b.T\nout = torch.linalg.norm(c + 1, dim=0)"
     found = facts(code, 2, tensors={"a": TensorFact((1024, 1024), "float32", 4 * MIB, "cpu")})

@@ -107,7 +107,7 @@ def promised(shell: Any) -> Iterator[tuple[str, list[str], int]]:
     here = [row for row in report.leaks() if row.device == DEVICE]
     for line, rows in promises(here):
         yield "--leaks", line.split("\n"), sum(row.nbytes or 0 for row in rows)
-    names = [row.name for row in report if row.device == DEVICE and row.name]
+    names = [row.name or str(row.numbers[0]) for row in report if row.device == DEVICE]
     for name in [*names[:MOST], *(str(row.numbers[0]) for row in here[:MOST])]:
         why = gpumagic.why(name, namespace=shell.user_ns)
         if why.frees is not None and why.lines():

@@ -79,6 +79,8 @@ class Model:
     training: bool
     checkpoints: bool | None
     """Whether it recomputes activations; None where it has no switch for it."""
+    sequential: bool = False
+    """Whether it is an `nn.Sequential`."""
     blocks: str | None = None
     """Code for the longest list of like children, over which it loops: ``"net.layers"``."""
     local: bool = False

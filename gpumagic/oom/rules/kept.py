@@ -335,7 +335,8 @@ def _steps(facts: Facts, text: CellText, name: str, value: ast.expr, terms: list
     arguments += [f"{each.arg}={text.code(each.value)}" for each in value.keywords]
     if isinstance(owner, ast.Name) and owner.id == "torch" and value.args:
         owner, arguments = value.args[0], arguments[1:]
-    before = _steps(facts, text, name, owner, terms)
+    is_read = any(re.search(rf"\b{name}\b", each) for each in arguments)  # when it has been written over
+    before = [] if is_read else _steps(facts, text, name, owner, terms)
     return [*before, f"{name}.{called_name(value)}_({', '.join(arguments)})"] if before else []
 
 
@@ -349,18 +350,18 @@ def _steps_of_sum(facts: Facts, text: CellText, name: str, value: ast.BinOp, ter
     if not before and not is_read and isinstance(left, ast.BinOp):
         before = [f"{name} = {text.code(left)}"]  # the first sum makes the tensor
     code = text.code(right)
-    if before and name in names_in(right):
+    if before and name in names_in(right) and (any(before) or not isinstance(right, ast.Name)):
+        if not isinstance(right, ast.BinOp | ast.UnaryOp) and called_name(right) not in _NEW:
+            return []  # it may look at what is written over
         terms.append(f"{name}_term{len(terms) + 1} = {code}")
         code = f"{name}_term{len(terms)}"
     elif isinstance(value.op, ast.Add | ast.Sub) and before:
-        is_product = isinstance(right, ast.BinOp) and isinstance(right.op, ast.Mult)
-        times, of = (
-            (text.code(right.left), right.right) if is_product and isinstance(right, ast.BinOp) else ("1", right)
-        )
+        product = right if isinstance(right, ast.BinOp) and isinstance(right.op, ast.Mult) else None
+        times, of = ("1", right) if product is None else (text.code(product.left), product.right)
         is_number = times in facts.numbers or re.fullmatch(r"[\d.e-]+", times) is not None
         sign = "add_" if isinstance(value.op, ast.Add) else "sub_"
         if called_name(of) == "eye" and is_number:  # nothing but the diagonal changes
             return [*before, f"{name}.diagonal().{sign}({times})"]
-        if is_product and is_number:
+        if product is not None and is_number:
             return [*before, f"{name}.{sign}({text.code(of)}, alpha={times})"]
     return [*before, f"{name} {_SIGNS[type(value.op)]} {code}"] if before else []

@@ -182,6 +182,11 @@ def _switch(facts: Facts, model: Model) -> dict[str, Any]:
         return prepare(facts, model.name, f"{model.name}.{methods[0]}()")
     if model.blocks is not None:
         return prepare(facts, model.name, _WRAP.format(blocks=model.blocks))
+    for text, call in calls(facts.texts, model.name) if model.sequential else ():
+        if len(call.args) == 1:
+            arguments = f"{model.name}, 4, {text.code(call.args[0])}, use_reentrant=False"
+            changes = [text.replace(call, f"torch.utils.checkpoint.checkpoint_sequential({arguments})")]
+            return {"text": text, "changes": changes, "first": "import torch.utils.checkpoint"}
     for text, call in calls(facts.texts, model.name):
         loop = loop_around(text, call.lineno)
         if loop is not None and not any(does(each, "backward") for each in loop.body):  # of several calls one at a time

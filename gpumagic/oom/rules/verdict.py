@@ -122,5 +122,5 @@ def sentences(facts: Facts) -> Iterator[str]:
         yield "Emptying the cache cannot help: the allocator did so before it failed."
     if facts.stage == "step" and (facts.batches or facts.loaders):
         yield "A smaller batch cannot help: it failed in the optimizer's step, whose memory no batch changes."
-    if facts.kind in ("xpu driver", "device-side assert"):
+    if facts.kind == "xpu driver":
         yield "The kernel has to be restarted: after this error the driver refuses further work."
