@@ -216,7 +216,7 @@ def of_line(magic: str, options: Namespace, timeout: float) -> ClusterReport:
         arguments = {"processes": options.processes, "everything": options.all}
     client, engines = connect(options.engines)
     answers = ask(client, engines, timeout, magic, names=options.devices, **arguments)
-    if all(each.detail.startswith(_NO_DEVICE) for each in answers):  # the line itself is wrong
+    if answers and all(each.detail.startswith(_NO_DEVICE) for each in answers):  # the line itself is wrong
         raise DeviceNotFound(f"on the engines: {answers[0].detail.removeprefix(_NO_DEVICE)}")
     return ClusterReport(magic, tuple(answers))
 
