@@ -57,7 +57,7 @@ def eight_gpus() -> GPUReport:
     name, gib = "NVIDIA GH200 120GB HBM3 Grace Hopper Superchip", 1024**3
     processes = tuple(
         ProcessRow(pid=4_000_000 + pid, name="python -m torch.distributed.run --nproc-per-node=8 train.py",
-                   user="a.long.user.name", memory=20 * gib, utilization=30.0) for pid in range(3)
+                   user="a.long.user.name", memory=20 * gib) for pid in range(3)
     )  # fmt: skip
     gpus = tuple(
         GpuRow(f"cuda:{index}", index, f"GPU-{index}", name, 120 * gib, 96 * gib, 23 * gib, gib, 30 * gib, 36 * gib,

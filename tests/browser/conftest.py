@@ -177,10 +177,10 @@ class Page:
         return self.output(index)
 
     def ended(self, index: int) -> None:
-        """Wait until the cell's prompt has a number; all cells may run before it."""
+        """Wait until the cell's prompt has a number."""
         self.cell(index).locator(".jp-InputPrompt").filter(has_text="[").filter(has_not_text="*").filter(
             has_not_text="[ ]"
-        ).wait_for(timeout=3 * PATIENCE)
+        ).wait_for(timeout=PATIENCE)
 
     def command(self, name: str, **arguments: object) -> None:
         """Give the front end one of its commands, without waiting for what it does."""
