@@ -2,8 +2,8 @@
 
 The answer was run and fits, and 2 % more, or the next integer, was run and does not (25 % where the host's memory is
 what does not do). Where to look next is read off a line through the peaks of two runs; that line is a guess, and only
-runs are believed. Where the cell reads values that decide and are not known, the runs on the way are of the course that
-needed most at first, and only the last two of all. Runs on the way tell figures alone.
+runs are believed. Where the cell reads values that decide and are not known, the runs on the way are of the scenario
+that needed most at first, and only the last two of all. Runs on the way tell figures alone.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def search(
     dry_run: Callable[[int], DryRunReport],
     name: str,
     now: int,
-    in_course: Callable[[int, Any], DryRunReport] | None = None,
+    in_scenario: Callable[[int, Any], DryRunReport] | None = None,
     seconds: float = math.inf,
 ) -> DryRunReport:
     """Return the dry run with the largest value that fits, or with the present one where none was found.
@@ -117,7 +117,7 @@ def search(
         dry_run: dry-runs with a value.
         name: of the setting.
         now: its value.
-        in_course: dry-runs with a value in one course of what is not known, that of a report, for the figures alone.
+        in_scenario: dry-runs with a value in one scenario, that of a report, for the figures alone.
         seconds: after which no further run is begun.
     """
     deadline = time.monotonic() + seconds
@@ -128,17 +128,17 @@ def search(
         value: int | None = now
         while value is not None and not reason:
             tell(f"{name} = {value:,}")
-            if in_course is None or not runs or value in runs:
+            if in_scenario is None or not runs or value in runs:
                 seen, runs[value] = runs.get(value), dry_run(value)
                 whole.add(value)
                 if runs[value].open_on or (seen is not None and seen.fits != runs[value].fits):
-                    in_course = None  # with this value another course needs more
+                    in_scenario = None  # with this value another scenario needs more
             else:
-                runs[value] = in_course(value, runs[now].scenario or scenarios.USUAL)
+                runs[value] = in_scenario(value, runs[now].scenario or scenarios.USUAL)
             if not runs[value].exceeds_host or value == 1:  # else a smaller one may take less
                 reason = _obstacle(runs[value], f"with {name} = {value:,} ", is_first=len(runs) == 1)
             low, high = _bracket(runs)
-            # Where values decide nothing there is one course.
+            # Where values decide nothing there is one scenario.
             open_ends = [each for each in (low, high) if each in runs.keys() - whole
                          and (runs[now].scenario is not None or runs[each].scenario is not None)]  # fmt: skip
             value = _next(runs) or next(iter(open_ends), None)

@@ -154,7 +154,7 @@ class DryRunReport(Report[DryRunRow]):
     modules: dict[str, dict[str, int]] = field(default_factory=dict)
     """Bytes at the peak by the path of the module they belong to, and by what they are."""
     timeline: tuple[DryRunPoint, ...] = ()
-    """Each device's memory in the course of the cell, by what it is, thinned to some hundred points a device."""
+    """Each device's memory over the cell, by what it is, thinned to some hundred points a device."""
     assumed: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     engine: str = "fake"
@@ -172,8 +172,7 @@ class DryRunReport(Report[DryRunRow]):
     failure_line: int | None = None
     """The line whose request is the first to be refused."""
     scenario: Any = None
-    """The course of the values that are not known with which it needs most, where all agree on the verdict; None where
-    nothing is decided by them."""
+    """The scenario in which it needs most, where all agree on the verdict; None where no value decides."""
     flat: tuple[tuple[str, int], ...] = ()
     """``(place, pass)`` of each loop that was not run to its end and of which no pass after that one took more."""
     runs: int = 1

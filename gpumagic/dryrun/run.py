@@ -53,7 +53,7 @@ def dry_run(
     *,
     values: Mapping[str, object] | None = None,
     time_limit: float = TIME_LIMIT,
-    only: scenarios.Course | None = None,
+    only: scenarios.Scenario | None = None,
 ) -> DryRunReport:
     """Return what running the code would need, of ranks the one that needs most.
 
@@ -63,7 +63,7 @@ def dry_run(
         target: the devices.
         values: other values for some of the names.
         time_limit: seconds after which the dry run is given up.
-        only: the one course of values of which only the figures are wanted; all that the cell needs without.
+        only: the one scenario of values of which only the figures are wanted; all that the cell needs without.
 
     Raises:
         DryRunUnavailable: this torch or system cannot.

@@ -38,34 +38,34 @@ _LIBRARIES: Key = (None, "libraries", "")
 
 Outcome = dict[str, Any]
 Request = dict[str, Any]
-Course = dict[str, Any]
+Scenario = dict[str, Any]
 """How what is read goes in a run: see `worker.guesses.Guesses`; and whether values are followed."""
-USUAL: Course = {"numbers": 0, "turned": [], "when": ALWAYS, "notes": True, "follows": False}
+USUAL: Scenario = {"numbers": 0, "turned": [], "when": ALWAYS, "notes": True, "follows": False}
 
 
-def run(request: Request, only: Course | None = None) -> Outcome:
+def run(request: Request, only: Scenario | None = None) -> Outcome:
     """Return the outcome of a dry run, in further scenarios if something is decided by what is not known.
 
     Args:
         request: what `dryrun.run` sends.
-        only: the one course of which the figures alone are wanted.
+        only: the one scenario of which the figures alone are wanted.
     """
     start = time.monotonic()
     scenarios = _Scenarios({**request, **(only or USUAL), "is_brief": only is not None})
     outcome = scenarios.first()
     if "ended" not in outcome and not outcome["is_open"]:
         if only is not None:
-            outcome["most"] = scenarios.course if outcome["decides"] or only["numbers"] else None
+            outcome["most"] = scenarios.scenario if outcome["decides"] or only["numbers"] else None
         elif outcome["decides"]:
             outcome = scenarios.worst(outcome)
     return {**outcome, "runs": scenarios.count, "seconds": time.monotonic() - start}
 
 
 @dataclass(frozen=True)
-class _Scenario:
+class _Run:
     """A scenario that was run: how what is read goes in it, and its outcome."""
 
-    course: Course
+    scenario: Scenario
     outcome: Outcome
 
     @property
@@ -87,7 +87,7 @@ class _Scenario:
     def peak(self) -> int:
         return max((device["peak"] for device in self.outcome.get("devices", ())), default=0)
 
-    def did_the_same(self, other: _Scenario) -> bool:
+    def did_the_same(self, other: _Run) -> bool:
         """Return whether its memory went as in another run: all that is counted of it is the same, or nearly."""
         return all(
             all(one[name] == another[name] for name in ("peak", "reserved", "after"))
@@ -101,12 +101,12 @@ class _Scenarios:
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._all: list[_Scenario] = []
+        self._all: list[_Run] = []
         self.count = 0
         """How many runs were sent."""
 
     @property
-    def course(self) -> Course:
+    def scenario(self) -> Scenario:
         """That of the request."""
         return {name: self._request[name] for name in USUAL}
 
@@ -114,12 +114,12 @@ class _Scenarios:
 
     def first(self) -> Outcome:
         """Return the outcome of the first run; where it fails by a number that is none, of one with plain numbers."""
-        outcome = self._whole(self.course)
+        outcome = self._whole(self.scenario)
         error = outcome.get("error") or {"kind": "", "text": ""}
         is_refused = error["kind"] == "TypeError" or "Noted" in error["text"] or "INTERNAL ASSERT" in error["text"]
         if is_refused and outcome["noted"]:  # it may come from a number that is none: `worker.noted`
             self._request["notes"] = False
-            outcome = self._whole(self.course)
+            outcome = self._whole(self.scenario)
         return outcome
 
     def _ask(self, variants: Sequence[Request]) -> list[Outcome]:
@@ -134,29 +134,29 @@ class _Scenarios:
                 outcomes[number] = outcome
         return outcomes
 
-    def _whole(self, course: Course) -> Outcome:
+    def _whole(self, scenario: Scenario) -> Outcome:
         """Return an outcome, of a run that ran out of memory on CUDA with what it needs where there is enough."""
-        outcome = self._ask([course])[0]
+        outcome = self._ask([scenario])[0]
         if self._request["engine"] == targets.FAKE or not _fails(outcome):
             return outcome
         unlimited = {"capacities": [None] * len(self._request["capacities"]), "follows": self._request["follows"]}
-        more = self._ask([{**course, **unlimited}])[0]
+        more = self._ask([{**scenario, **unlimited}])[0]
         if "ended" in more:
             return outcome
         for device, failed in zip(more["devices"], outcome["devices"], strict=True):
             device |= {"failed": failed["failed"], "failure": failed["failure"]}
         return more
 
-    def _run(self, courses: Iterable[Course]) -> None:
+    def _run(self, scenarios: Iterable[Scenario]) -> None:
         """Run scenarios that were not run yet, as many as there may be."""
-        known = [run.course for run in self._all]
-        new = [each for each in courses if each not in known][: _MOST_RUNS - len(known)]
+        known = [run.scenario for run in self._all]
+        new = [each for each in scenarios if each not in known][: _MOST_RUNS - len(known)]
         self._all += self._brief(new)
 
-    def _brief(self, courses: Sequence[Course]) -> list[_Scenario]:
+    def _brief(self, scenarios: Sequence[Scenario]) -> list[_Run]:
         limit = min(self._request["time_limit"], 5 + 5 * self._all[0].outcome["seconds"])
-        outcomes = self._ask([{**each, "is_brief": True, "time_limit": limit} for each in courses])
-        return [_Scenario(*each) for each in zip(courses, outcomes, strict=True)]
+        outcomes = self._ask([{**each, "is_brief": True, "time_limit": limit} for each in scenarios])
+        return [_Run(*each) for each in zip(scenarios, outcomes, strict=True)]
 
     # ---- Which are run
 
@@ -166,11 +166,11 @@ class _Scenarios:
         Args:
             outcome: that of the first run.
         """
-        first = _Scenario(self.course, outcome)
+        first = _Run(self.scenario, outcome)
         self._all = [first]
         kinds = {kind for _, kind, _ in first.decides}
         is_loop = outcome["most_turns"] > 1 and kinds != {SELECTION}
-        sizes = [{**first.course, "numbers": LARGE}] if NUMBER in kinds else []
+        sizes = [{**first.scenario, "numbers": LARGE}] if NUMBER in kinds else []
         self._run([self._turned(self._places(), BUT_ONCE if is_loop else ALWAYS), *sizes])
         self._leave_out_endless()
         is_sure = self._agree() or kinds == {SELECTION} or self._run_mixed()
@@ -182,12 +182,12 @@ class _Scenarios:
         numbers = {place for each in conclusive for place, kind, _ in each.decides if kind == NUMBER}
         is_sure = is_sure and numbers.isdisjoint(_one_way(conclusive))  # else every other number made it fail
         grows = self._grows(conclusive)
-        counted = [each for each in conclusive if each.course["numbers"] != LARGE or not grows] or conclusive
+        counted = [each for each in conclusive if each.scenario["numbers"] != LARGE or not grows] or conclusive
         if all(each.fits is None for each in counted):
             return outcome
         most = max(counted, key=lambda run: (run.fits is not None, run.fits is False, run.peak, run is first))
         if most is not first and (most.fits is not False or first.fits is not False):
-            whole = self._whole(most.course)
+            whole = self._whole(most.scenario)
             outcome = most.outcome if "ended" in whole else whole
         return self._judged(outcome, most, conclusive, grows, is_sure)
 
@@ -204,14 +204,14 @@ class _Scenarios:
     def _places(self) -> list[Key]:
         return _sorted({place for each in self._all for place, *_ in each.decides})
 
-    def _turned(self, places: Iterable[Key], when: str) -> Course:
-        """Return the course in which some places, or those that one stands for, go the other way at some turns."""
+    def _turned(self, places: Iterable[Key], when: str) -> Scenario:
+        """Return the scenario in which some places, or those that one stands for, go the other way at some turns."""
         wanted = set(places)
         turned: dict[Key, bool | None] = {}  # of a truth not the last outcome in the first run that came there
-        for place, kind, outcomes in (each for scenario in self._all for each in scenario.decides):
+        for place, kind, outcomes in (each for one in self._all for each in one.decides):
             if {place, _group(place, kind)} & wanted and turned.get(place) is None:
                 turned[place] = None if outcomes is None else not outcomes[1]
-        return {**self.course, "turned": list(turned.items()), "when": when}
+        return {**self.scenario, "turned": list(turned.items()), "when": when}
 
     def _agree(self) -> bool:
         """Return whether what was run tells that the values do not matter."""
@@ -245,20 +245,18 @@ class _Scenarios:
             self._run([*once, *(self._turned(each, ALWAYS) for each in itertools.islice(parts, _MOST_RUNS))])
         return len(self._all) < _MOST_RUNS and _LIBRARIES not in groups
 
-    def _grows(self, conclusive: list[_Scenario]) -> bool:
+    def _grows(self, conclusive: list[_Run]) -> bool:
         """Return whether the larger a number is that is read, the more is needed: it sizes something."""
-        large = next((each for each in conclusive if each.course["numbers"] == LARGE), None)
+        large = next((each for each in conclusive if each.scenario["numbers"] == LARGE), None)
         others = [each.peak for each in conclusive if each is not large]
         if large is None or not large.fits or not others or large.peak <= max(others) * (1 + _ALIKE):
             return False
-        larger = self._brief([{**self.course, "numbers": LARGER}])[0]
+        larger = self._brief([{**self.scenario, "numbers": LARGER}])[0]
         return not larger.is_conclusive or not larger.fits or larger.peak > large.peak * (1 + _ALIKE)
 
     # ---- What they tell
 
-    def _judged(
-        self, outcome: Outcome, most: _Scenario, conclusive: list[_Scenario], grows: bool, is_sure: bool
-    ) -> Outcome:
+    def _judged(self, outcome: Outcome, most: _Run, conclusive: list[_Run], grows: bool, is_sure: bool) -> Outcome:
         """Return an outcome that says what depends on the values."""
         peaks = [each.peak for each in conclusive if each.fits]
         varies = bool(peaks) and max(peaks) > min(peaks) * (1 + _ALIKE)
@@ -268,7 +266,7 @@ class _Scenarios:
             if varies:
                 less = f"with other values in place of those that are read it needs as little as {size(min(peaks))}"
                 outcome["assumed"].append(less)
-            return {**outcome, "varies": varies or not is_sure, "depends": False, "most": most.course}
+            return {**outcome, "varies": varies or not is_sure, "depends": False, "most": most.scenario}
         for device in outcome["devices"]:
             device["failed"] = False  # with other values it may fit
         base = next(each for each in conclusive if each.fits is not None)
@@ -287,18 +285,18 @@ def _group(place: Key, kind: str) -> Key:
     return _MASKS if kind == SELECTION else _LIBRARIES if place[2] else place
 
 
-def _one_way(scenarios: Iterable[_Scenario]) -> list[Key]:
+def _one_way(runs: Iterable[_Run]) -> list[Key]:
     """Return the places that decide and went one way only, also those that only some scenarios came to."""
     ways: dict[Key, set[bool]] = {}
-    for each in scenarios:
-        turned = {place for place, _ in each.course["turned"]}
+    for each in runs:
+        turned = {place for place, _ in each.scenario["turned"]}
         for place, _, outcomes in each.decides:
-            is_other = place in turned or each.course["numbers"] > 0
+            is_other = place in turned or each.scenario["numbers"] > 0
             ways.setdefault(place, set()).update([is_other] if outcomes is None else outcomes)
     return _sorted(place for place, each in ways.items() if len(each) < 2)
 
 
-def _reason(base: _Scenario, other: _Scenario, keys: list[Key]) -> str:
+def _reason(base: _Run, other: _Run, keys: list[Key]) -> str:
     """Return what the verdict depends on where two scenarios differ that read some expressions."""
     what, why = "depends on", f"it needs {size(base.peak)} or {size(other.peak)}"
     if other.fits is None:

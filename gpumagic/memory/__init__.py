@@ -1,4 +1,4 @@
-"""Devices, the torch allocators' statistics, segments and history, and the host's memory.
+"""Devices, the torch allocators' statistics and segments, and the host's memory.
 
 Start with `allocator`, which every feature reads; `ledger` has the life of every block over a cell.
 

@@ -31,7 +31,6 @@ PARTS = (
     Part("buckets"),
     Part("activations", "activation"),
     Part("temporaries"),
-    Part("other"),
     Part("earlier cells"),
     Part("library workspaces"),
 )

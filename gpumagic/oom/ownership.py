@@ -108,8 +108,10 @@ def _nbytes(tensors: Iterable[Any], dtype: object = None) -> int:
 def _model(name: str, module: Any, parameters: list[Any], *, local: bool) -> Model:
     import torch
 
+    with undisturbed():
+        frozen = not any(plain(each, "requires_grad") for each in parameters)
     return Model(
-        name, _nbytes(parameters), _nbytes(parameters, torch.float32),
+        name, _nbytes(parameters), _nbytes(parameters, torch.float32), frozen=frozen,
         training=bool(branches.attributes_of(module).get("training")), checkpoints=_checkpoints(module),
         blocks=_blocks(name, module), sequential=issubclass(type(module), torch.nn.Sequential), local=local,
         methods=tuple(each for each in SAVING_METHODS if branches.class_attribute(type(module), each) is not None),

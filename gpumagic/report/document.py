@@ -234,7 +234,6 @@ def document_of(report: object) -> Document:
 
 PART_COLOURS = {
     "earlier cells": (90, 90, 90),
-    "other": (150, 150, 150),
     "parameters": (0, 114, 178),
     "gathered parameters": (0, 60, 110),
     "buffers": (86, 180, 233),
@@ -245,7 +244,7 @@ PART_COLOURS = {
     "temporaries": (204, 121, 167),
     "library workspaces": (240, 228, 66),
 }
-OTHER_COLOUR = PART_COLOURS["other"]
+OTHER_COLOUR = (150, 150, 150)
 
 
 def stacking_order(parts: Iterable[str]) -> list[str]:

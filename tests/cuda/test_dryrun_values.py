@@ -152,7 +152,7 @@ for _ in range(4):
 
 
 @pytest.mark.parametrize("name", WORST)
-def test_of_all_courses_the_one_that_needs_most_counts(notebook, name) -> None:
+def test_of_all_scenarios_the_one_that_needs_most_counts(notebook, name) -> None:
     cell, expected = WORST[name]
     report = dry_run(cell, notebook)
     assert (report.error, report.fits, needed(report)) == (None, True, expected)
@@ -176,7 +176,7 @@ OPEN = {
 
 @pytest.mark.usefixtures("small_card")
 @pytest.mark.parametrize("name", OPEN)
-def test_where_courses_disagree_on_fitting_the_line_that_it_depends_on_is_told(notebook, name) -> None:
+def test_where_scenarios_disagree_on_fitting_the_line_that_it_depends_on_is_told(notebook, name) -> None:
     cell, line = OPEN[name]
     report = dry_run(cell, notebook)
     assert report.fits is None

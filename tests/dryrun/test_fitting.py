@@ -99,7 +99,7 @@ def test_an_open_verdict_counts_as_not_shown_to_fit() -> None:
 
 
 @pytest.mark.parametrize(("most", "seen_in_one"), [(100, 100), (100, 120), (100, 150)])
-def test_all_courses_are_run_at_both_ends_of_the_answer_and_one_course_on_the_way(most, seen_in_one) -> None:
+def test_all_scenarios_are_run_at_both_ends_of_the_answer_and_one_scenario_on_the_way(most, seen_in_one) -> None:
     whole, partly = [], []
 
     def dry_run(value: int) -> DryRunReport:

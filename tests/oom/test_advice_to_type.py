@@ -258,6 +258,14 @@ def test_what_is_computed_in_place_has_the_same_values(value) -> None:
         assert torch.allclose(expected["out"], names["out"]), each.edit
 
 
+def test_what_would_have_a_wider_type_is_not_computed_in_place() -> None:
+    code = "a = torch.ones(1024, 1024, dtype=torch.float16)\nb = a * wide\nout = b.sum(0)"
+    half = TensorFact((1024, 1024), "float16", 2 * MIB, "cpu")
+    found = facts(code, 2, tensors={"a": half, "wide": TensorFact((1024, 1), "float32", 4096, "cpu")})
+    assert not list(kept.update_in_place(found))
+    assert list(kept.update_in_place(replace(found, tensors={"a": half, "wide": replace(half, shape=(1024, 1))})))
+
+
 def test_the_statements_that_follow_are_computed_in_place_as_well() -> None:
     code = LARGE_ONES + "b = a * 2\nc = b + 3 * torch.eye(1024)\nd = b.T\nout = torch.linalg.norm(c + 1, dim=0)"
     found = facts(code, 2, tensors={"a": TensorFact((1024, 1024), "float32", 4 * MIB, "cpu")})
@@ -301,6 +309,8 @@ def test_a_model_that_no_optimizer_updates_is_frozen() -> None:
     both = replace(found.optimizers[0], models=frozenset({"net", "other"}))
     assert not list(kept.of_a_frozen_model(replace(found, optimizers_there=(both,))))
     assert not list(kept.of_a_frozen_model(replace(found, optimizers_there=()))), "who knows what trains here"
+    there = tuple(replace(each, frozen=True) for each in found.models)
+    assert not list(kept.of_a_frozen_model(replace(found, models=there))), "it is frozen"
 
 
 def test_copies_of_a_model_go_to_the_host_once() -> None:

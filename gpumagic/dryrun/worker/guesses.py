@@ -69,7 +69,7 @@ class Guesses:
     """The answers of one run.
 
     Args:
-        course: `numbers`, which of `NUMBERS` is read; `turned`, the places that go another way, where a number falls
+        scenario: `numbers`, which of `NUMBERS` is read; `turned`, the places that go another way, where a number falls
             and a mask selects nothing, with the outcome that a truth has there; `when`, at which turns of a loop;
             `notes`, whether numbers note what they decide.
         assume: called with a sentence for each thing that is assumed.
@@ -77,7 +77,7 @@ class Guesses:
     """
 
     def __init__(
-        self, course: Mapping[str, Any], assume: Callable[[str], None], where: Callable[[], Key | None]
+        self, scenario: Mapping[str, Any], assume: Callable[[str], None], where: Callable[[], Key | None]
     ) -> None:
         self.decides: dict[tuple[Key, str], tuple[bool, bool] | None] = {}
         """Where values decide and how: a truth with its first outcome and its last."""
@@ -88,10 +88,10 @@ class Guesses:
         self.host: Any
         """The run's `host.Host`: takes a large tensor that was copied from a device, and remembers others."""
         self._looks = False
-        self._number: int = course["numbers"]
-        self._turned: dict[Key, bool | None] = dict(course["turned"])
-        self._is_turned = _TURNS[course["when"]]
-        self._notes: bool = course["notes"]
+        self._number: int = scenario["numbers"]
+        self._turned: dict[Key, bool | None] = dict(scenario["turned"])
+        self._is_turned = _TURNS[scenario["when"]]
+        self._notes: bool = scenario["notes"]
         self._assume = assume
         self._where = where
         self._turns: Counter[tuple[Key, str]] = Counter()

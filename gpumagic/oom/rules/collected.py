@@ -55,10 +55,11 @@ def graphs(facts: Facts) -> Iterator[Advice]:
 
 def results(facts: Facts) -> Iterator[Advice]:
     """Collect results in the host's memory."""
-    added = [(text, target, values) for text, target, values in _additions(facts) if values]
+    added = [each for each in _additions(facts) if each[2]]
     known = {target for _, target, _ in added}
     others = [each for each in facts.collections if each not in known and _is_there(facts, each)]
-    for text, target, values in (*added, *((text, target, _NOTHING) for text in facts.texts for target in others)):
+    there = [(text, target, list[ast.expr]()) for text in facts.texts for target in others]
+    for text, target, values in (*added, *there):
         held = facts.collections.get(target)
         if held is None or held.nbytes < LARGE or (held.graphs and held.is_of_numbers):
             continue
@@ -151,8 +152,6 @@ def _made_of(text: CellText, statement: ast.stmt, node: ast.AST) -> tuple[str, l
 _LEAVES = frozenset({"cpu", "item", "numpy", "tolist", "list", "int", "float", "str", "len", "range", "checkpoint"})
 """What gives no tensor on the device."""
 
-_NOTHING: list[ast.expr] = []
-
 
 def _is_there(facts: Facts, name: str) -> bool:
     """Return whether the cell begins with what a variable of the notebook holds already."""
@@ -167,8 +166,6 @@ def _root(place: str) -> str:
 
 _MOVED = "{place} = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, {place})"
 """Code that moves to the host what a collection holds, records or not."""
-
-
 _JOINS = ("stack", "cat", "concat")
 
 

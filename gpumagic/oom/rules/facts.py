@@ -79,6 +79,8 @@ class Model:
     training: bool
     checkpoints: bool | None
     """Whether it recomputes activations; None where it has no switch for it."""
+    frozen: bool = False
+    """Whether none of its parameters requires a gradient."""
     sequential: bool = False
     """Whether it is an `nn.Sequential`."""
     blocks: str | None = None

@@ -161,7 +161,7 @@ def of_a_frozen_model(facts: Facts) -> Iterator[Advice]:
     """Freeze a model that no optimizer updates."""
     updated = frozenset[str]().union(*(each.models for each in facts.optimizers_there))
     for model in facts.models if updated and facts.trains else ():
-        if model.name not in updated and not model.local:
+        if model.name not in updated and not model.local and not model.frozen:
             yield propose(
                 f"Freeze {model.name}", **prepare(facts, model.name, f"{model.name}.requires_grad_(False)"),
                 evidence=f"no optimizer updates {model.name}",
@@ -292,6 +292,9 @@ def _may_go(facts: Facts, name: str, fresh: set[str], between: Sequence[ast.stmt
 def _in_place(facts: Facts, text: CellText, each: ast.stmt, value: ast.expr, name: str) -> Change | None:
     """Return the change of a statement that writes over a tensor in the largest part of its value that can."""
     target = text.code(each.targets[0]) if isinstance(each, ast.Assign) else ""
+    read = (fact for each in names_in(value) if (fact := facts.tensors.get(each)) is not None and fact.shape)
+    if len({fact.dtype for fact in read if "float" in fact.dtype}) > 1:
+        return None  # the result has the wider type, and what is written over keeps its own
     reads = [node for node in ast.walk(value) if isinstance(node, ast.Name) and node.id == name]
     for part in (node for node in ast.walk(value) if isinstance(node, ast.BinOp | ast.Call | ast.UnaryOp)):
         terms: list[str] = []
