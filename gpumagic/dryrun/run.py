@@ -157,6 +157,10 @@ def _request(
         ],
         "segments": target.segments, "time_limit": time_limit, "path": list(sys.path), "folder": os.getcwd(),  # noqa: PTH109
         "preload": [name for name in list(sys.modules) if name.partition(".")[0] in _PRELOADED],
+        "installed": [
+            name for name, module in list(sys.modules.items())
+            if "." not in name and is_library(name, getattr(module, "__file__", None) or "")
+        ],
         "random": random.getstate(), "torch_random": bytes(torch.get_rng_state().tolist()),
         "numpy_random": None if numpy is None else numpy.random.get_state(),
     }  # fmt: skip

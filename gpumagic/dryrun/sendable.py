@@ -47,6 +47,11 @@ def _weak(reference: weakref.ReferenceType[Any]) -> Any:
     return type(reference), (target, None, *key)
 
 
+def _as_it_is(obj: Any) -> Any:
+    """Return it with its attributes: its own way of being pickled saves tensors of the device as bytes."""
+    return object.__new__, (type(obj),), dict(vars(obj)), None, None, parts.fill_object
+
+
 def _absent(obj: object) -> Any:
     return parts.Absent, (described(obj),)
 
@@ -71,6 +76,7 @@ _BY_BASE: dict[str, Callable[[Any], Any]] = {
     "threading.Thread": _absent,
     "logging.Handler": lambda _: (logging.NullHandler, ()),
     "concurrent.futures.thread.ThreadPoolExecutor": lambda obj: (type(obj), (obj._max_workers,)),
+    "skorch.net.NeuralNet": _as_it_is,
     "torch.Stream": _stream,
     "torch.Event": lambda obj: (parts.make_event, (obj.device.type,)),
     "torch.utils.data.dataloader._BaseDataLoaderIter": _loader_iterator,

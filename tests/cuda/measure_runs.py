@@ -1,4 +1,4 @@
-"""Measures how long dry runs take beside the cells themselves, and how many runs they make, and writes real_cells/RUNS.md.
+"""Measures how long dry runs take beside the cells themselves, in how many runs, and writes real_cells/RUNS.md.
 
 PYTHONPATH=. python -m gpumagic.fakecuda --devices 2 -- python tests/cuda/measure_runs.py [NAME ...]
 """
@@ -34,7 +34,9 @@ class Row(NamedTuple):
 
     def line(self) -> str:
         """Return the row of the table."""
-        return f"| {self.name} | {self.runs} | {self.dry:.2f} | {self.cell:.2f} | {'yes' if self.is_within else 'no'} |\n"
+        return (
+            f"| {self.name} | {self.runs} | {self.dry:.2f} | {self.cell:.2f} | {'yes' if self.is_within else 'no'} |\n"
+        )
 
 
 def measure(runs: Runs, cell: Cell) -> Row:
@@ -55,18 +57,22 @@ def text_of(rows: list[Row]) -> str:
     """Return the page."""
     more = sorted(row.dry - 2 * row.cell for row in rows)
     shown = [row for row in rows if row.runs > 1 or not row.is_within]
-    return (
-        f"# Real cells: how many runs a dry run takes, and how long\n\n"
-        f"Written by `measure_runs.py` with torch {version('torch')} over the fake CUDA runtime: the {len(cells())} cells "
-        f"of RESULTS.md and the {len(rows) - len(cells())} of `reading_cells.py`. Each was dry-run by a warm worker and "
-        f"really run in turns, {TURNS} times; seconds are the least of them.\n\n"
-        f"- {sum(row.is_within for row in rows)} of {len(rows)} take at most twice the cell's own host time and half a "
-        f"second. Beyond twice the cell's own, {statistics.median(more):.2f} s in the median, {more[-1]:.2f} s at worst.\n"
-        f"- {sum(row.runs == 1 for row in rows)} take one run, all together {sum(row.runs for row in rows)}. Those that "
-        f"take more, or longer:\n\n"
-        f"| cell | runs | dry run, s | the cell itself, s | within |\n| --- | ---: | ---: | ---: | --- |\n"
-        f"{''.join(row.line() for row in shown)}"
-    )
+    real, count = len(cells()), len(rows)
+    return f"""\
+# Real cells: how many runs a dry run takes, and how long
+
+Written by `measure_runs.py` with torch {version("torch")} over the fake CUDA runtime: the {real} cells of RESULTS.md \
+and the {count - real} of `reading_cells.py`. Each was dry-run by a warm worker and really run in turns, {TURNS} \
+times; seconds are the least of them.
+
+- {sum(row.is_within for row in rows)} of {count} take at most twice the cell's own host time and half a second. \
+Beyond twice the cell's own, {statistics.median(more):.2f} s in the median, {more[-1]:.2f} s at worst.
+- {sum(row.runs == 1 for row in rows)} take one run, all together {sum(row.runs for row in rows)}. Those that take \
+more, or longer:
+
+| cell | runs | dry run, s | the cell itself, s | within |
+| --- | ---: | ---: | ---: | --- |
+{"".join(row.line() for row in shown)}"""
 
 
 def main(names: list[str]) -> None:

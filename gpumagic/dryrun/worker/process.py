@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import connection
@@ -56,9 +57,15 @@ _tried: set[str] = set()
 """Modules that were asked for before: one that cannot be imported here is not tried for every dry run."""
 
 
-def main(descriptor: int) -> None:
-    """Serve dry runs until the other end of the connection closes."""
+def main(descriptor: int, avoided: Sequence[str] = ()) -> None:
+    """Serve dry runs until the other end of the connection closes.
+
+    Args:
+        descriptor: of this end of the connection.
+        avoided: modules after whose import no fork can run a cell.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _tried.update(avoided)
     requests = Connection(descriptor)
     _warm_up("cuda.run" if fakecuda.is_enabled() else "fake.run")
     while True:
@@ -73,8 +80,20 @@ def main(descriptor: int) -> None:
         with _devices_that_nobody_asks_for(len(request["capacities"])):
             wants = any(map(_IMPORTS_IT.search, request["sources"].values()))
             _import([*request["preload"], *([_COMPILER] if wants else [])])
+        answer = b"{}"
         for answer in run_each([{**request, **each} for each in variants], _serve, requests):
             requests.send_bytes(answer)
+        imported = [name for name in json.loads(answer).get("imported", ()) if name not in _tried]
+        with _devices_that_nobody_asks_for(len(request["capacities"])):
+            _import(imported)
+        if fakecuda.was_asked() or threading.active_count() > 1:
+            _start_again(descriptor, [*avoided, *imported])
+
+
+def _start_again(descriptor: int, avoided: Sequence[str]) -> NoReturn:
+    """Be a new process for the same connection, which does not import what spoils this one for forks."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main({descriptor}, {avoided!r})"
+    os.execv(sys.executable, [sys.executable, "-c", code])  # noqa: S606  # our own Python and our own code
 
 
 def _warm_up(engine: str) -> None:
@@ -115,10 +134,13 @@ def _devices_that_nobody_asks_for(count: int) -> Iterator[None]:
     """
     import torch
 
-    counts = [(torch._C, "_cuda_getDeviceCount"), (torch.cuda, "_device_count_nvml")]
-    torchs = [(owner, name, getattr(owner, name)) for owner, name in counts if hasattr(owner, name)]
-    for owner, name, _ in torchs:
-        setattr(owner, name, lambda: count)
+    answers: list[tuple[Any, str, object]] = [
+        (torch._C, "_cuda_getDeviceCount", count), (torch.cuda, "_device_count_nvml", count),
+        (torch._C, "_show_config", ""),  # a text; to make it, torch asks for the devices
+    ]  # fmt: skip
+    torchs = [(owner, name, getattr(owner, name)) for owner, name, _ in answers if hasattr(owner, name)]
+    for owner, name, answer in answers:
+        setattr(owner, name, lambda answer=answer: answer)
     try:
         yield
     finally:
@@ -298,6 +320,7 @@ def _out_of_reach(descriptor: int) -> int:
 
 def _run_child(request: dict[str, Any], serve: Serve, sending: int) -> NoReturn:
     """Be the process that runs a request."""
+    warm = set(sys.modules)
     try:
         os.setsid()  # away from the notebook's terminal, and a group of its own
         with contextlib.suppress(OSError, AttributeError):
@@ -305,6 +328,10 @@ def _run_child(request: dict[str, Any], serve: Serve, sending: int) -> NoReturn:
 
         def send(outcome: Outcome) -> None:
             outcome["seconds"] = time.process_time()  # by which further runs are chosen, whatever else the machine does
+            outcome["imported"] = [
+                name for name in list(sys.modules)
+                if name not in warm and name.partition(".")[0] in request.get("installed", ())
+            ]  # fmt: skip
             Connection(sending, readable=False).send_bytes(json.dumps(outcome).encode())
             os._exit(0)
 

@@ -1,0 +1,60 @@
+"""What runs import of the notebook's packages, their warm process imports once for all runs to come."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpumagic
+from gpumagic.dryrun import client
+
+CODE = "import torch, a_package\nx = torch.ones(a_package.COUNT, device='cuda')"
+
+
+@pytest.fixture
+def imported(tmp_path: Path, monkeypatch) -> Any:
+    """Return a function that makes a package, dry-runs a cell that imports it twice, and tells when a run did."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    client.close()
+
+    def ask(text: str, *, has_it: bool = True) -> list[list[str]]:
+        (folder / "a_package.py").write_text(text, encoding="utf-8")
+        if has_it:
+            importlib.import_module("a_package")
+        told, ask = [], client.Worker.ask
+
+        def noted(self, request, variants):
+            outcomes = ask(self, request, variants)
+            told.append([name for each in outcomes for name in each["imported"] if name == "a_package"])
+            return outcomes
+
+        monkeypatch.setattr(client.Worker, "ask", noted)
+        pids = set()
+        for _ in range(2):
+            assert gpumagic.dry_run(CODE, {}, capacity=2**30).error is None
+            pids |= {worker.pid for worker in client._workers.values()}
+        assert len(pids) == 1
+        return told
+
+    yield ask
+    client.close()
+    sys.modules.pop("a_package", None)
+
+
+def test_a_package_that_a_run_imported_is_there_for_the_next(imported) -> None:
+    assert imported("COUNT = 3") == [["a_package"], []]
+
+
+def test_a_package_that_starts_a_thread_stays_out_of_the_process_that_forks(imported) -> None:
+    text = "import threading\nCOUNT = 3\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
+    assert imported(text) == [["a_package"], ["a_package"]]
+
+
+def test_what_only_the_cell_imports_stays_out_of_it(imported) -> None:
+    assert imported("COUNT = 3", has_it=False) == [[], []]
