@@ -110,6 +110,7 @@ def search(
     now: int,
     in_scenario: Callable[[int, Any], DryRunReport] | None = None,
     seconds: float = math.inf,
+    known: Mapping[int, DryRunReport] | None = None,
 ) -> DryRunReport:
     """Return the dry run with the largest value that fits, or with the present one where none was found.
 
@@ -119,13 +120,14 @@ def search(
         now: its value.
         in_scenario: dry-runs with a value in one scenario, that of a report, for the figures alone.
         seconds: after which no further run is begun.
+        known: whole runs that were made before.
     """
     deadline = time.monotonic() + seconds
-    runs: dict[int, DryRunReport] = {}
-    whole: set[int] = set()
-    reason = ""
+    runs = dict(known or {})
+    whole, reason = set(runs), ""
+    low, high = _bracket(runs)
     with progress.counted(MOST_RUNS, "dry run") as tell:
-        value: int | None = now
+        value = _next(runs) if now in runs else now
         while value is not None and not reason:
             tell(f"{name} = {value:,}")
             if in_scenario is None or not runs or value in runs:
@@ -179,6 +181,8 @@ def _next(runs: Mapping[int, DryRunReport]) -> int | None:
         return None
     if guess is not None and guess < 1:
         return low + 1
+    if low and peak_of(runs[high]) <= _room(runs[high]):
+        return (low + high) // 2  # what is free lies in pieces, of which neither line tells anything
     if 2 * high > 3 * low and len(runs) > 4 and len(runs) % 2:  # a curve, which a line nears from one side only
         return max(low + 1, math.isqrt(low * high) if low else high // 4)
     # Where blocks fall into segments badly, the line of what is allocated leads too high; what is reserved does not.

@@ -58,6 +58,9 @@ AT_MOST: Mapping[Rule, Callable[[Need], int]] = {
 CRUMB = 0.1
 """What gives back less than this share of what another suggestion does stands below it."""
 
+SMALL = 16
+"""The part of a number that a set is tried with first: a set that does not fit with that fits with no more."""
+
 LEAST_SHARE = 0.1
 """The share of what is missing that a suggestion has to save to be worth a word."""
 
@@ -226,16 +229,20 @@ def _cheapest_set(facts: Facts, found: Sequence[_Tried], trials: Trials) -> _Tri
             continue
         trial = trials.of(*(each.advice for each in plain[:number]))
         if trial.fits:
-            return _least(facts, plain[:number], trial, trials)
-    choices = [each for each in there if each.choice is not None and each.saves]
-    for alone in [plain[:useful], plain] if useful < len(plain) else [plain]:
-        for each in choices:
-            members = _apart(facts, [each, *alone])[1:]
-            if each.choice is None or not members:
-                continue
-            chosen = trials.choose(each.choice, *(other.advice for other in members))
+            return _joined(facts, *_needed(plain[:number], trial, trials))
+    for each in there:
+        members = _apart(facts, [each, *plain])[1:]
+        if each.choice is None or not each.saves or not members:
+            continue
+        small = max(each.choice.least, each.choice.now // SMALL)
+        low = replace(each, advice=each.choice.make(small))
+        trial = trials.of(*(other.advice for other in (*members, low)))
+        if trial.fits:
+            members, trial = _needed(members, trial, trials, low)
+            chosen = trials.choose(each.choice, *(other.advice for other in members), at=small)
             if chosen.trial.fits:
-                return _least(facts, [*members, replace(each, advice=chosen.advice)], chosen.trial, trials)
+                low, trial = replace(each, advice=chosen.advice), chosen.trial
+            return _joined(facts, [*members, low], trial)
     return None
 
 
@@ -255,15 +262,23 @@ def _apart(facts: Facts, found: Sequence[_Tried]) -> list[_Tried]:
     return apart
 
 
-def _least(facts: Facts, members: list[_Tried], trial: EditTrial, trials: Trials) -> _Tried:
-    """Return a set that fits without those of its members, the costliest first, without which it fits too."""
+def _needed(
+    members: Sequence[_Tried], trial: EditTrial, trials: Trials, *besides: _Tried
+) -> tuple[list[_Tried], EditTrial]:
+    """Return those of a set that fits without which it does not, the costliest left out first, and what came of it."""
+    needed = list(members)
     for each in sorted(members, key=lambda each: (-each.tier, each.saves)):
-        rest = [other for other in members if other is not each]
-        if len(rest) < 2:
+        rest = [other for other in needed if other is not each]
+        if len(rest) + len(besides) < 2:
             break
-        without = trials.of(*(other.advice for other in rest))
+        without = trials.of(*(other.advice for other in (*rest, *besides)))
         if without.fits:
-            members, trial = rest, without
+            needed, trial = rest, without
+    return needed, trial
+
+
+def _joined(facts: Facts, members: Sequence[_Tried], trial: EditTrial) -> _Tried:
+    """Return a set as one suggestion."""
     advice = [each.advice for each in members]
     titles = [advice[0].title, *(f"{each.title[:1].lower()}{each.title[1:]}" for each in advice[1:])]
     changes = tuple(change for each in advice for change in each.changes)

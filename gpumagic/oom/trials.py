@@ -18,7 +18,7 @@ from gpumagic.dryrun.script import script_of
 from gpumagic.errors import DryRunUnavailable, GpuMagicError
 from gpumagic.oom.report import Advice, EditTrial, Need
 from gpumagic.oom.rules.facts import Facts
-from gpumagic.oom.rules.proposal import Choice, cleared
+from gpumagic.oom.rules.proposal import Choice, cleared, passes
 from gpumagic.options import Ranks
 from gpumagic.source import frames
 from gpumagic.source.text import apply_changes
@@ -149,61 +149,79 @@ class Trials:
             return self._untried() if self.reason else EditTrial(reason=str(error))
 
     def choose(
-        self, choice: Choice, *others: Advice, known: Callable[[Chosen], object] = lambda _: None
+        self, choice: Choice, *others: Advice, at: int | None = None,
+        known: Callable[[Chosen], object] = lambda _: None,
     ) -> Chosen:  # fmt: skip
         """Return a suggestion with the largest number that was found to fit beside `others`, else with the smallest.
 
-        `known` is called where what the choice's `finish` makes of a first guess fits.
+        Args:
+            choice: the suggestion; what its `finish` makes of a number is tried before the number alone.
+            others: what is followed besides.
+            at: the number to begin with; by default one that fits if all memory goes with it.
+            known: called with what `finish` makes of the first number that fits.
         """
-        runs = {} if self._as_is is None else {choice.now: self._as_is}  # with others it does not fit either
-        early = self._finished(choice, self._likely(choice), others) if runs and not others else None
-        if early is not None and early.trial.certain:
-            known(early)
-        cut = self._search(choice, others, runs, is_known=early is not None)
+        runs, cut, at = dict[int, DryRunReport](), "", at or self._likely(choice)
+        is_finished = self._as_is is not None and choice.finish is not None and choice.finish(at) is not None
+        if is_finished:
+            cut = self._search(choice, others, runs, at, known)
+            is_finished = any(report.fits for report in runs.values())
+            at = at if is_finished or not runs else max(1, min(runs) // 2)
+        if not is_finished:
+            runs.clear()
+            cut = self._search(choice, others, runs, at)
         smaller = [value for value in runs if value < choice.now]
         is_none = not cut and 1 in runs and runs[1].fits is False
         if is_none and choice.is_setting:
             self.exhausted.append(f"No {choice.name} fits alone, not even 1.")
-        passed = [value for value in smaller if runs[value].fits]
-        found = self._finished(choice, max(passed), others, early) if passed else early
-        if found is None and not smaller:
+        if not smaller:
             return Chosen(choice.make(choice.guess), self._untried())
-        if found is None:
-            came = {value: self._trial(runs[value]) for value in smaller}
-            # Where it is open whether any fits, the most extreme is no better than what a reader would take.
-            is_open = [value for value, each in came.items() if each.fits is None and each.needs is not None]
-            within = [value for value in is_open if (came[value].needs or 0) <= (came[value].had or 0)]
-            usual = sorted(is_open, key=lambda value: abs(value - choice.guess))[:1]
-            best = max(passed or within or usual or [min(smaller)])
-            is_extreme = is_none or best < choice.least or (came[best].fits is False and not cut)
-            found = Chosen(choice.make(best), came[best], is_exhausted=is_extreme)
-        return found._replace(advice=replace(found.advice, evidence=found.advice.evidence + cut))
+        came = {value: self._trial(runs[value]) for value in smaller}
+        passed = [value for value in smaller if came[value].fits]
+        # Where it is open whether any fits, the most extreme is no better than what a reader would take.
+        is_open = [value for value, each in came.items() if each.fits is None and each.needs is not None]
+        within = [value for value in is_open if (came[value].needs or 0) <= (came[value].had or 0)]
+        usual = sorted(is_open, key=lambda value: abs(value - choice.guess))[:1]
+        best = max(passed or within or usual or [min(smaller)])
+        is_extreme = is_none or best < choice.least or (came[best].fits is False and not cut)
+        advice = _made(choice, best, is_finished=is_finished)
+        advice = replace(advice, evidence=advice.evidence + cut)
+        return Chosen(advice, came[best], is_finished, is_exhausted=not passed and is_extreme)
 
     def _search(
-        self, choice: Choice, others: Sequence[Advice], runs: dict[int, DryRunReport], *, is_known: bool
+        self, choice: Choice, others: Sequence[Advice], runs: dict[int, DryRunReport], at: int,
+        known: Callable[[Chosen], object] | None = None,
     ) -> str:  # fmt: skip
-        """Fill in dry runs until the largest number that fits is among them; return what cut it short, if anything."""
-        began, left = time.monotonic(), self._left_seconds()
+        """Fill in dry runs until the largest number that fits is among them; return what cut it short, if anything.
+
+        With `known` they are of what the choice's `finish` makes of a number.
+        """
+        began, left, is_finished = time.monotonic(), self._left_seconds(), known is not None
+        runs |= {} if self._as_is is None else {choice.now: self._as_is}  # with others it does not fit either
 
         def dry_run(value: int) -> DryRunReport:
             """Dry-run with a value that a reader would take, which serves for all of those that come to the same."""
-            number = near_size(value) if choice.is_rounded and value < choice.now else value
-            number = number if choice.is_setting else max(number, choice.least)
+            number = value if value == choice.now else _usual(choice, value, is_finished=is_finished)
             if number not in runs:
-                fits = is_known or others or any(report.fits for report in runs.values())
-                until = began + (SHARE_OF_FITTING if fits else SHARE) * left
+                fits = any(report.fits for report in runs.values())
+                until = began + (SHARE_OF_FITTING if fits or others else SHARE) * left
                 if runs and time.monotonic() >= until:
                     raise _CutShort
-                runs[number] = self._run((choice.make(number), *others), until if runs else None)
-                if number < choice.now in runs and self._is_hopeless(runs, number, choice.now):
+                advice = _made(choice, number, is_finished=is_finished)
+                runs[number] = report = self._run((advice, *others), until if runs else None)
+                if known is not None and not fits and report.fits and report.certain and not others:
+                    known(Chosen(advice, self._trial(report), is_finished=True))
+                if not fits and number < choice.now in runs and self._is_hopeless(runs, number, choice.now):
                     raise DryRunUnavailable(f"{choice.name} changes too little")
             return runs[number]
 
         try:
-            if runs and not is_known:  # any number that fits is better than none
-                dry_run(max(1, (1 << (self._likely(choice).bit_length() - 1)) // (2 if others else 1)))
-            if not self.reason:
-                fitting.search(dry_run, choice.name, choice.now)
+            value = at if is_finished else 1 << (at.bit_length() - 1)
+            for number in (value, value // 4, 1):  # any number that fits is better than none
+                report = dry_run(max(number, choice.least if is_finished else 1))
+                if report.fits is not False or report.error is not None:
+                    break
+            if report.fits or (report.fits is None and not is_finished):
+                fitting.search(dry_run, choice.name, choice.now, known=runs)
         except (Exception, KeyboardInterrupt) as error:  # what was found by then counts
             self._stop_if_over(error)
             if isinstance(error, _CutShort) or self.reason:
@@ -214,17 +232,6 @@ class Trials:
         """Return the number that fits if all memory goes with it."""
         room = self._need.had / self._need.needed if self._need is not None else 0
         return max(1, min(choice.now - 1, int(room * choice.now)))
-
-    def _finished(
-        self, choice: Choice, number: int, others: Sequence[Advice], known: Chosen | None = None
-    ) -> Chosen | None:
-        """Return what a choice's `finish` makes of a number, if it fits; `known` did, with a number of its own."""
-        better = choice.finish(number) if choice.finish is not None else None
-        if better is None:
-            return None
-        is_same = known is not None and (known.advice.changes, known.advice.first) == (better.changes, better.first)
-        trial = known.trial if known is not None and is_same else self.of(better, *others)
-        return Chosen(better, trial, is_finished=True) if trial.fits else known
 
     def _run(self, edits: Sequence[Advice], until: float | None = None) -> DryRunReport:
         """Return the dry run of the cell with edits made; it is given up when the time is up, or before that `until`.
@@ -322,6 +329,19 @@ class Trials:
         is_ours = not isinstance(error, (GpuMagicError, KeyboardInterrupt))
         said = frames.summary_line(error) if is_ours else str(error)
         self.reason = "interrupted" if isinstance(error, KeyboardInterrupt) else said
+
+
+def _usual(choice: Choice, value: int, *, is_finished: bool) -> int:
+    """Return the number that a reader would take in the place of a value."""
+    if is_finished:
+        return choice.now // passes(choice.now, value)
+    number = near_size(value) if choice.is_rounded else value
+    return number if choice.is_setting else max(number, choice.least)
+
+
+def _made(choice: Choice, number: int, *, is_finished: bool) -> Advice:
+    finished = choice.finish(number) if is_finished and choice.finish is not None else None
+    return finished or choice.make(number)
 
 
 def near_size(number: int) -> int:

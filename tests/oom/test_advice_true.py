@@ -367,7 +367,7 @@ def test_ctrl_c_between_two_dry_runs_leaves_the_report(report_of, monkeypatch) -
 
 
 def test_a_search_that_is_cut_short_says_so_and_how_it_goes_on(report_of, monkeypatch) -> None:
-    def cut_short(dry_run, *_):
+    def cut_short(dry_run, *_, **__):
         dry_run(20)
         raise trials._CutShort
 
@@ -382,7 +382,7 @@ def test_where_it_is_open_whether_any_number_fits_no_extreme_is_told(report_of, 
     """With 2 rows it would be as open as with 40, and nobody takes 2."""
     whole = trials.run.dry_run
 
-    def search(dry_run, *_):
+    def search(dry_run, *_, **__):
         for number in needs:
             dry_run(number)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts, Trainer
-from gpumagic.oom.rules.proposal import Choice, loop_around, propose
+from gpumagic.oom.rules.proposal import Choice, loop_around, passes, propose
 from gpumagic.source.cell_code import BatchSize
 from gpumagic.source.text import CellText, Change, apply_changes, called_name, keyword, names_in
 
@@ -89,8 +89,7 @@ def lowered(
         return propose(f"Lower {called} from {now} to {value}", evidence=evidence, cost=cost, **edit(value, 1))
 
     def accumulated(most: int) -> Advice | None:
-        least = -(-now // most)
-        steps = next((each for each in range(least, 2 * least) if now % each == 0), least)
+        steps = passes(now, most)
         change, together = edit(now // steps, steps), now // steps * steps
         return None if not change else propose(
             f"Lower {called} from {now} to {now // steps} and accumulate {steps} passes a step", **change,

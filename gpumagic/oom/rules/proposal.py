@@ -156,7 +156,7 @@ class Choice:
         make: returns the suggestion with a number.
         guess: the number to suggest where none can be tried.
         is_rounded: whether a round number is as good as a slightly larger one.
-        finish: returns what is better than the suggestion with the number that was found, where that fits too.
+        finish: returns what computes the same with a number, of as many `passes` as that takes.
         changes_result: whether the number itself changes what the cell computes, which `finish` would not.
         is_setting: whether `%%dryrun --fit` finds the number by its name.
         least: the smallest number that helps anybody.
@@ -176,6 +176,12 @@ class Choice:
     def goes_on(self) -> str:
         """The line with which a search goes on that was cut short."""
         return f"%%dryrun --fit {self.name}" if self.is_setting else "%config GPUMagic.advice_seconds = 60"
+
+
+def passes(now: int, most: int) -> int:
+    """Return in how many passes of at most so many a number is had: the fewest, where few more divide it evenly."""
+    least = -(-now // most)
+    return next((each for each in range(least, 2 * least) if now % each == 0), least)
 
 
 def propose(
