@@ -40,7 +40,7 @@ _TO_TELL = 20
 _LOOKS = 0.05
 """Seconds between looks at what the runs take of the host's memory: some 200 MiB can be written in that time."""
 _IDLE = 1.0
-"""Seconds without a request after which what later ones may need is imported, and ended processes are reaped."""
+"""Seconds without a request after which what later ones may need is imported."""
 _COMPILER = "torch._dynamo"
 """What optimizers import at their first step: it takes as long as all the rest."""
 _IMPORTS_IT = re.compile(r"optim|[Tt]rain|compile|\bfit\b|transformers|accelerate|diffusers|lightning|timm|peft")
@@ -51,8 +51,6 @@ _DIES_WITH_ITS_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 Outcome = dict[str, Any]
 Serve = Callable[[dict[str, Any], Callable[[Outcome], None]], None]
-_gone: list[int] = []
-"""Runs that have answered and whose processes may take a while to go; nobody waits for that."""
 _tried: set[str] = set()
 """Modules that were asked for before: one that cannot be imported here is not tried for every dry run."""
 
@@ -66,11 +64,13 @@ def main(descriptor: int, avoided: Sequence[str] = ()) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _tried.update(avoided)
+    sys.argv = [""]
+    for stream in sys.stdout, sys.stderr:  # into which a cell writes what it likes; both lead nowhere
+        stream.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     requests = Connection(descriptor)
     _warm_up("cuda.run" if fakecuda.is_enabled() else "fake.run")
     while True:
-        while not requests.poll(_IDLE if _gone or _COMPILER not in sys.modules else None):
-            _reap()
+        while not requests.poll(None if _COMPILER in sys.modules else _IDLE):
             _import([_COMPILER])
         try:
             request, variants = pickle.loads(requests.recv_bytes())  # noqa: S301  # from our own parent
@@ -149,16 +149,10 @@ def _devices_that_nobody_asks_for(count: int) -> Iterator[None]:
 
 
 def _serve(request: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> None:
-    """Run the dry run in this process, which says nothing."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(nowhere, stream)
-    for name in ("stdin", "stdout", "stderr"):
-        setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115, PTH123
+    """Run the dry run in this process."""
     with contextlib.suppress(OSError):
         os.chdir(request["folder"])
     parts.hold(request["shared"])
-    sys.argv = [""]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if request["engine"] == "cuda":
         from gpumagic.dryrun.worker.cuda.run import CudaRun
@@ -181,6 +175,9 @@ def run_each(requests: Sequence[dict[str, Any]], serve: Serve, notebook: Connect
         serve: runs one in its own process, and sends its outcome.
         notebook: the connection to the notebook's process, to end with it; no cell may write into it.
     """
+    with contextlib.suppress(ChildProcessError):  # earlier runs, which took their time to go
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
     coming = list(enumerate(requests))[::-1]
     running: dict[int, _Fork] = {}
     answers: dict[int, bytes] = {}
@@ -195,12 +192,12 @@ def run_each(requests: Sequence[dict[str, Any]], serve: Serve, notebook: Connect
                 running[which] = _Fork(request, serve, [each.fileno() for each in private])
             ready = _wait(running.values(), notebook, math.inf if free is None else _LOOKS)
             taken = {which: fork.taken() for which, fork in running.items()} if free is not None else {}
-            too_large = max(taken, key=lambda which: taken[which]) if sum(taken.values()) > most else None
+            too_large = max(taken, key=taken.__getitem__) if sum(taken.values()) > most else None
             for which, fork in list(running.items()):
                 if fork.answers in ready:
-                    answers[which] = fork.answer()
+                    answers[which] = fork.end()
                 elif which == too_large and len(running) > 1:
-                    fork.end()  # it is run again, alone: it may not take so much
+                    fork.end("it is run again, alone: it may not take so much")
                     at_once = 1
                     coming.append((which, fork.request))
                 elif which == too_large:
@@ -213,11 +210,6 @@ def run_each(requests: Sequence[dict[str, Any]], serve: Serve, notebook: Connect
                     continue
                 del running[which]
         yield answers.pop(number)
-    _reap()
-
-
-def _reap() -> None:
-    _gone[:] = [pid for pid in _gone if os.waitpid(pid, os.WNOHANG)[0] == 0]
 
 
 def _wait(running: Iterable[_Fork], notebook: Connection | None, seconds: float) -> list[Any]:
@@ -228,7 +220,7 @@ def _wait(running: Iterable[_Fork], notebook: Connection | None, seconds: float)
     ready: list[Any] = connection.wait(waited_for, seconds)
     if notebook in ready:  # it has ended: nothing else comes while it waits for an answer
         for fork in running:
-            fork.end()
+            fork.end("its notebook has ended")
         os._exit(0)
     for watch in watches:
         if watch in ready:
@@ -251,71 +243,49 @@ class _Fork:
     """
 
     def __init__(self, request: dict[str, Any], serve: Serve, private: Iterable[int]) -> None:
-        receiving, sending = os.pipe()
+        self.answers, sending = connection.Pipe(duplex=False)
         ours, theirs = socket.socketpair()
         self.request, self._inherited = request, devices.private_memory(os.getpid())
         self._pid = os.fork()
         if self._pid == 0:
             ours.close()
-            for descriptor in (receiving, *private):
+            for descriptor in (self.answers.fileno(), *private):
                 os.close(descriptor)
-            _run_child({**request, "watcher": theirs}, serve, _out_of_reach(sending))
+            _run_child({**request, "watcher": theirs}, serve, sending.fileno())
         theirs.close()
-        os.close(sending)
-        self.answers, self.watch = Connection(receiving, writable=False), Watch(ours)
+        sending.close()
+        self.watch = Watch(ours)
         self.until = time.monotonic() + request["time_limit"] + _TO_TELL
 
     def taken(self) -> int:
         """Return the bytes of the host's memory that the process took."""
         return max(0, devices.private_memory(self._pid) - self._inherited)
 
-    def answer(self) -> bytes:
-        """Return the answer that the process sent, or how it crashed, and end it."""
-        try:
-            answer = self.answers.recv_bytes(_LONGEST_ANSWER)
-        except (EOFError, OSError):  # it crashed, or the cell wrote into descriptors that it had not opened
-            return self.end()
-        _gone.append(self._pid)
-        self._close()
-        return self._with_effects(answer)
+    def end(self, why: str = "", *, exceeds_host: bool = False) -> bytes:
+        """End the process and all that it started; return what it sent, with what the kernel refused, in words.
 
-    def end(self, sentence: str = "", *, exceeds_host: bool = False) -> bytes:
-        """End the process, and return an answer that says why, if not that it crashed."""
+        Args:
+            why: why it is ended without waiting for what it sends.
+            exceeds_host: whether it took too much of the host's memory.
+        """
+        sent = b""
+        if not why:
+            with contextlib.suppress(EOFError, OSError):  # it crashed, or the cell wrote into others' descriptors
+                sent = self.answers.recv_bytes(_LONGEST_ANSWER)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
-        _, status = os.waitpid(self._pid, 0)
-        if not sentence:
-            code = os.waitstatus_to_exitcode(status)
+        if not sent:  # else nobody waits: a process may take a while to go
+            code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
             how = f"with {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
-            sentence = f"the dry run crashed its process {how}, as the cell might: nothing is known of its memory"
-        self._close()
-        return self._with_effects(_ended(sentence, exceeds_host=exceeds_host))
-
-    def _close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._pid, signal.SIGKILL)  # what the cell has started
+            why = why or f"the dry run crashed its process {how}, as the cell might: nothing is known of its memory"
         self.answers.close()
         self.watch.close()
-
-    def _with_effects(self, answer: bytes) -> bytes:
-        """Return an answer with what the kernel refused, in words."""
-        if not self.watch.effects:
-            return answer
-        record = json.loads(answer)
-        if record.get("error") is not None and not record["error"].get("is_memory"):  # it may well come of the refusal
-            record["error"] |= {"refused": True, "text": f"it {next(iter(self.watch.effects))}, {NOT_DONE}"}
-        record["effects"] = list(dict.fromkeys([*record.get("effects", ()), *self.watch.effects]))
-        return json.dumps(record).encode()
-
-
-def _out_of_reach(descriptor: int) -> int:
-    """Return a descriptor far from those that a cell tries that closes or writes to all of the first few."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError):
-        far = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(0, min(limit, 65_536) - 64))
-        os.close(descriptor)
-        return far
-    return descriptor
+        outcome = json.loads(sent or _ended(why, exceeds_host=exceeds_host))
+        effects, error = self.watch.effects, outcome.get("error")
+        if effects and error is not None and not error.get("is_memory"):  # it may well come of the refusal
+            error |= {"refused": True, "text": f"it {next(iter(effects))}, {NOT_DONE}"}
+        outcome["effects"] = [*dict.fromkeys([*outcome.get("effects", ()), *effects])]
+        return json.dumps(outcome).encode()
 
 
 def _run_child(request: dict[str, Any], serve: Serve, sending: int) -> NoReturn:
@@ -325,6 +295,11 @@ def _run_child(request: dict[str, Any], serve: Serve, sending: int) -> NoReturn:
         os.setsid()  # away from the notebook's terminal, and a group of its own
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_DIES_WITH_ITS_PARENT, signal.SIGKILL)
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(OSError):  # far from what a cell tries that closes or writes to the first few
+            far = fcntl.fcntl(sending, fcntl.F_DUPFD_CLOEXEC, max(0, min(limit, 65_536) - 64))
+            os.close(sending)
+            sending = far
 
         def send(outcome: Outcome) -> None:
             outcome["seconds"] = time.process_time()  # by which further runs are chosen, whatever else the machine does
