@@ -45,7 +45,7 @@ def _until_a_fork_answers(*, is_boxed: bool) -> float:
     if pid == 0:
         try:
             if is_boxed:
-                box.enter(listens=True).written()
+                box.enter().written()
             os.write(writing, b"x")
         finally:
             os._exit(0)

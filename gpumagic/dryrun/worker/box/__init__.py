@@ -23,26 +23,10 @@ from typing import NamedTuple
 
 from gpumagic.dryrun.effects import ASKS_THE_MACHINE, COMPILERS
 from gpumagic.dryrun.worker.box import files, seccomp
-from gpumagic.dryrun.worker.box.seccomp import NOTIFY, Refused, Rule, refuse
 
 NOT_DONE = "which a dry run does not do"
 
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-_NAMESPACES = 0x7E020000
-"""`CLONE_NEW*`, for `clone`."""
-_DEVICE_FILE = 0o020000
-"""The bit of a file's mode that block and character devices share, and nothing else has."""
-_SETS_OWNER = (8, 15)
-"""`F_SETOWN` and `F_SETOWN_EX`, which tell a file whom to signal."""
-_SETS_FLAGS = (0x40086602, 0x40046602, 0x401C5820)
-"""`FS_IOC_SETFLAGS`, in 64 and 32 bits, and `FS_IOC_FSSETXATTR`: a file's flags take no right to write to it."""
-_CONTROLS = (0x8901, 0x8902, *_SETS_FLAGS)
-"""These, and what sets the owner by `ioctl` (`FIOSETOWN`, `SIOCSPGRP`)."""
-_DATAGRAMS = tuple(2 | flags for flags in (0, 0x80000, 0x800, 0x80800))
-"""`SOCK_DGRAM`, also closed by exec and not waiting: either end of a pair can send to any path."""
-_INTERNET = (socket.AF_INET, socket.AF_INET6, getattr(socket, "AF_NETLINK", 16))
-
-
 _FILES, _SIGNALS = "files that C code removes or renames", "signals to other processes"
 _DEVICE_FILES = "device files that C code writes to"  # others than the administrator have hardly any
 _CONNECTIONS = "connections that C code makes"
@@ -53,13 +37,11 @@ class Box(NamedTuple):
 
     Attributes:
         stage: a descriptor of where that lies which is written; None if it has no files of its own to write to.
-        has_network: whether connections can be made, within a network that has this process alone.
         listener: where `Watch` hears of refused calls.
         missing: what is not enforced, in words.
     """
 
     stage: int | None
-    has_network: bool
     listener: int | None
     missing: tuple[str, ...]
 
@@ -80,7 +62,7 @@ def enter() -> Box:
     """Close this process in, which has one thread, for good; `Box.listener` is for the other end to watch."""
     if sys.platform != "linux":
         _let_no_file_grow()
-        return Box(None, has_network=False, listener=None, missing=(_FILES, _SIGNALS, _CONNECTIONS))
+        return Box(None, None, (_FILES, _SIGNALS, _CONNECTIONS))
     stage, has_network = files.enter()
     has_files = stage is not None
     if has_network:
@@ -96,11 +78,11 @@ def enter() -> Box:
         elif os.geteuid() == 0:
             missing.append(_DEVICE_FILES)
     try:
-        listener = seccomp.install(_rules(has_files=has_files, has_network=has_network))
+        listener = seccomp.install(seccomp.rules(has_files=has_files, has_network=has_network))
     except OSError:
         listener = None
         missing += [_SIGNALS, *(() if has_network else (_CONNECTIONS,))]
-    return Box(stage, has_network, listener, tuple(missing))
+    return Box(stage, listener, tuple(missing))
 
 
 def _let_no_file_grow() -> None:
@@ -111,44 +93,6 @@ def _let_no_file_grow() -> None:
     with contextlib.suppress(ValueError, OSError):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-
-
-def _rules(*, has_files: bool, has_network: bool) -> list[Rule]:
-    """Return what the kernel refuses; of two rules for a call the first holds."""
-    missing, own = refuse(errno.ENOSYS), (0, os.getpid())
-    return [
-        # In a network of its own there is this process alone; but sockets of the Unix family reach others by a path.
-        Rule(["socket"], NOTIFY, argument=0, allowed=_INTERNET if has_network else ()),
-        Rule(["socketpair"], NOTIFY, argument=1, values=_DATAGRAMS),
-        Rule(["connect"], NOTIFY),
-        Rule(["sendto"], NOTIFY, argument=4, allowed=(0,)),
-        Rule(["execve", "execveat"], NOTIFY),
-        Rule(["kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"], NOTIFY, argument=0, allowed=own),
-        Rule(["tkill", "pidfd_send_signal", "pidfd_getfd", "ptrace", "process_vm_readv", "process_vm_writev"], NOTIFY),
-        Rule(["process_madvise", "process_mrelease", "kcmp", "move_pages", "migrate_pages"], NOTIFY),
-        Rule(["sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr", "prlimit64"], NOTIFY,
-             argument=0, allowed=own),
-        Rule(["setpriority", "ioprio_set"], NOTIFY, argument=1, allowed=own),
-        Rule(["setsid", "setpgid"], refuse(0)),  # as if it were done: what ends the group ends all that the cell starts
-        Rule(["fcntl"], NOTIFY, argument=1, values=_SETS_OWNER),
-        Rule(["ioctl"], NOTIFY, argument=1, values=_CONTROLS),
-        # Memory and queues that other processes know by a number; torch's and multiprocessing's have paths.
-        Rule(["shmget", "shmat", "shmctl", "msgget", "semget", "mq_open"], missing),
-        *([] if has_files else [Rule(
-            ["chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchown", "fchownat", "utime", "utimes",
-             "futimesat", "utimensat"], NOTIFY)]),
-        Rule(["setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr", "lremovexattr", "fremovexattr",
-              "removexattrat"], refuse(errno.ENOTSUP)),
-        Rule(["mknod"], NOTIFY, argument=1, flags=_DEVICE_FILE),
-        Rule(["mknodat"], NOTIFY, argument=2, flags=_DEVICE_FILE),
-        Rule(["name_to_handle_at", "open_by_handle_at"], NOTIFY),
-        Rule(["setns", "unshare"], NOTIFY),
-        Rule(["clone"], NOTIFY, argument=0, flags=_NAMESPACES),
-        Rule(["clone3"], missing),  # its flags lie in memory; the C library then takes `clone`
-        Rule(["clock_adjtime", "adjtimex", "syslog", "add_key", "request_key", "keyctl", "bpf", "perf_event_open",
-              "userfaultfd", "fanotify_init"], NOTIFY),
-        Rule(["io_uring_setup"], missing),  # what it does passes every filter
-    ]  # fmt: skip
 
 
 # ---- The other end
@@ -191,10 +135,9 @@ class Watch:
                 _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
             self._descriptor, self._is_listener = next(iter(descriptors), -1), True
             return
-        waiting = seccomp.next_refused(self._descriptor)
-        if waiting is not None:
-            number, call = waiting
-            seccomp.answer(self._descriptor, number, self._answer(call))
+        call = seccomp.next_refused(self._descriptor)
+        if call is not None:
+            seccomp.answer(self._descriptor, call, self._answer(call))
 
     def close(self) -> None:
         """Hear no more."""
@@ -202,7 +145,7 @@ class Watch:
             os.close(self._descriptor)
         self._descriptor = -1
 
-    def _answer(self, call: Refused) -> int | None:
+    def _answer(self, call: seccomp.Refused) -> int | None:
         """Return the error of a call, None where it is made; what the user should hear of is noted."""
         what = f"calls {call.name}"
         if call.name in {"execve", "execveat"}:
@@ -216,7 +159,7 @@ class Watch:
             if tuple(call.arguments[:2]) != _NAME_CACHE:
                 self.effects["opens a connection"] = None
             return errno.EAFNOSUPPORT
-        if call.name == "ioctl" and call.arguments[1] & 0xFFFFFFFF in _SETS_FLAGS:
+        if call.name == "ioctl" and call.arguments[1] & 0xFFFFFFFF in seccomp.SETS_FLAGS:
             what = "changes the flags of a file"
         elif call.name in _SIGNAL:
             what = "signals another process"
@@ -225,10 +168,10 @@ class Watch:
         self.effects[what] = None
         return errno.EPERM
 
-    def _reach(self, call: Refused) -> int | None:
+    def _reach(self, call: seccomp.Refused) -> int | None:
         is_connection = call.name == "connect"
         family, host, port = _address_of(call.pid, call.arguments[1 if is_connection else 4])
-        if family == socket.AF_NETLINK or is_listening(port, f"/proc/{call.pid}/net"):
+        if family == socket.AF_NETLINK or _is_listening(port, f"/proc/{call.pid}/net"):
             return None
         if port != _NAMES_PORT:
             effect = f"{'opens a connection' if is_connection else 'sends data'}{f' to {host}:{port}' if host else ''}"
@@ -236,7 +179,7 @@ class Watch:
         return errno.ECONNREFUSED
 
 
-def is_listening(port: int, network: str = "/proc/self/net") -> bool:
+def _is_listening(port: int, network: str) -> bool:
     """Return whether somebody listens at a port in the network of a process."""
     for name, listens in _LISTENS.items():
         with contextlib.suppress(OSError):

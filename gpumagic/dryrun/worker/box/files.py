@@ -206,36 +206,27 @@ _SCOPES = 0b11
 """Abstract sockets of the Unix family, and signals, of processes outside."""
 
 
-class _Rules(ctypes.Structure):
-    _fields_ = (("files", ctypes.c_uint64), ("network", ctypes.c_uint64), ("scopes", ctypes.c_uint64))
-
-
-class _Beneath(ctypes.Structure):
-    _pack_ = 1
-    _fields_ = (("allowed", ctypes.c_uint64), ("folder", ctypes.c_int32))
-
-
-def restrict(writable: Iterable[str]) -> int:
-    """Let this thread and all that it will start write only there; return the version of Landlock, 0 for none.
+def restrict(writable: Iterable[str]) -> bool:
+    """Let this thread and all that it will start write only there; return whether this kernel has Landlock.
 
     Args:
         writable: folders, with all below them, and single files such as devices.
     """
     version = int(_LIBC.syscall(_CREATE, None, 0, _ASK_VERSION))
     if version < 1:
-        return 0
+        return False
     rights = _WRITE_FILE | _MAKE_AND_REMOVE | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
-    rules = _Rules(rights, 0, _SCOPES if version >= 6 else 0)
-    size = ctypes.sizeof(rules) if version >= 6 else 8  # an older kernel takes no fields that it does not know
-    ruleset = _LIBC.syscall(_CREATE, ctypes.byref(rules), size, 0)
+    # Of files, of the network, scopes; an older kernel takes no fields that it does not know.
+    rules = struct.pack("=QQQ", rights, 0, _SCOPES) if version >= 6 else struct.pack("=Q", rights)
+    ruleset = _LIBC.syscall(_CREATE, rules, ctypes.c_size_t(len(rules)), 0)
     if ruleset < 0:
-        return 0
+        return False
     try:
         for path in writable:
             with contextlib.suppress(OSError):
                 _allow(ruleset, path, rights)
         _LIBC.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-        return version if _LIBC.syscall(_RESTRICT, ruleset, 0) == 0 else 0
+        return bool(_LIBC.syscall(_RESTRICT, ruleset, 0) == 0)
     finally:
         os.close(ruleset)
 
@@ -243,7 +234,7 @@ def restrict(writable: Iterable[str]) -> int:
 def _allow(ruleset: int, path: str, rights: int) -> None:
     descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
-        rule = _Beneath(rights if os.path.isdir(path) else rights & _OF_FILES, descriptor)  # noqa: PTH112
-        _LIBC.syscall(_ADD_RULE, ruleset, _PATH_BENEATH, ctypes.byref(rule), 0)
+        allowed = rights if os.path.isdir(path) else rights & _OF_FILES  # noqa: PTH112
+        _LIBC.syscall(_ADD_RULE, ruleset, _PATH_BENEATH, struct.pack("=Qi", allowed, descriptor), 0)
     finally:
         os.close(descriptor)
