@@ -68,7 +68,7 @@ def enter() -> Box:
     if has_network:
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
-    files.drop_capabilities()
+    files.drop_rights()
     writable = [*_DEVICES, *(files.folders() if has_files else ())]
     missing = []
     if not files.restrict(writable):

@@ -16,15 +16,14 @@ import ctypes
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-_NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
-_NEW_NETWORK = 0x40000000
+_NEW_MOUNTS, _NEW_USER, _NEW_NETWORK = 0x00020000, 0x10000000, 0x40000000
 _NEW_NAMES = 0x04000000 | 0x08000000
 """Of the host, and of System V's shared memory."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_DUMPABLE = 4
+_DUMPABLE, _NO_NEW_PRIVILEGES = 4, 38
 _CAPABILITIES, _OVER_FILES = 0x20080522, 0b11111
 """The version of the call's arguments; to change owners, to read and write whatever their modes, and the like."""
 _READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 0x1, 0x20, 0x1000, 0x4000, 0x40000
@@ -34,9 +33,8 @@ _NO_FILES = frozenset({
 })  # fmt: skip
 """Kinds of file systems that are a view of the system."""
 _SYSTEM = ("/proc", "/sys", "/dev")
-_SHARED = "/dev/shm"  # noqa: S108  # the machine's shared memory
-_STAGE = _SHARED
-"""Where what is written is kept; an overlay hides it there from the cell."""
+_STAGE = "/dev/shm"  # noqa: S108
+"""The machine's shared memory, where what is written is kept; an overlay hides it there from the cell."""
 _ROOT_NAME = "root"
 _ROOT = f"{_STAGE}/{_ROOT_NAME}"
 _SHARE_OF_MEMORY = 8
@@ -49,16 +47,15 @@ def enter() -> tuple[int | None, bool]:
     Return a descriptor of where `written` finds what it writes, None where it has no files of its own; and whether its
     network is its own.
     """
-    has_network = False
     here = os.getcwd()  # noqa: PTH109
-    try:
+    stage, has_network = None, False
+    with contextlib.suppress(OSError):
         has_network = _take_namespaces()
         stage = _change_root()
+    try:
         os.chdir(here)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.chdir(here)
-        return None, has_network
+    except OSError:  # it would go on to be where it was, which may be outside of the new root
+        os.chdir("/")
     return stage, has_network
 
 
@@ -76,16 +73,7 @@ def written(stage: int) -> Iterator[str]:
 
 def folders() -> list[str]:
     """Return the folders below which the process has files of its own."""
-    return [*(each.path for each in os.scandir("/") if each.is_dir() and each.path not in _SYSTEM), _SHARED]
-
-
-def _places(mounts: Mapping[str, str]) -> list[str]:
-    """Return where file systems are mounted that hold files."""
-    return [
-        path for path, kind in mounts.items()
-        if (not path.startswith(_SYSTEM) or path == _SHARED) and kind not in _NO_FILES
-        and os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK)  # noqa: PTH112
-    ]  # fmt: skip
+    return [*(each.path for each in os.scandir("/") if each.is_dir() and each.path not in _SYSTEM), _STAGE]
 
 
 def _mounts() -> dict[str, str]:
@@ -104,7 +92,6 @@ def _take_namespaces() -> bool:
     Who is not the system's administrator becomes one of a system of users of its own.
     """
     user, group = os.getuid(), os.getgid()
-    has_network = True
     try:
         _call("unshare", _NEW_MOUNTS)
     except OSError:
@@ -113,22 +100,24 @@ def _take_namespaces() -> bool:
         _call("prctl", _DUMPABLE, 1, 0, 0, 0)
         for name, text in ("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1"):
             Path(f"/proc/self/{name}").write_text(text, encoding="ascii")
-    try:
+    has_network = False
+    with contextlib.suppress(OSError):
         _call("unshare", _NEW_NETWORK | _NEW_NAMES)
-    except OSError:
-        has_network = False
+        has_network = True
     _mount("/", _RECURSIVE | _PRIVATE)
     return has_network
 
 
-def drop_capabilities() -> None:
-    """Give up the administrator's rights but those over files, which decide what can be read.
+def drop_rights() -> None:
+    """Give up the administrator's rights but those over files, which decide what can be read, for good.
 
-    Who has fewer than another process cannot look into it, its files through /proc included.
+    Who has fewer than another process cannot look into it, its files through /proc included. That no program gives any
+    back is what Landlock and seccomp ask for.
     """
     header, kept = struct.pack("=Ii", _CAPABILITIES, 0), struct.pack("=III", _OVER_FILES, _OVER_FILES, 0)
     with contextlib.suppress(OSError):
         _call("capset", header, kept + bytes(12))
+    _call("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
 
 
 def _change_root() -> int:
@@ -139,7 +128,12 @@ def _change_root() -> int:
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _SHARE_OF_MEMORY
     folders = [each.path for each in os.scandir("/") if each.is_dir(follow_symlinks=False)]
     mounts = _mounts()
-    places = {"/", *_places(mounts), _STAGE, *_SYSTEM, *folders}
+    with_files = (
+        path for path, kind in mounts.items()
+        if (not path.startswith(_SYSTEM) or path == _STAGE) and kind not in _NO_FILES
+        and os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK)  # noqa: PTH112
+    )  # fmt: skip
+    places = {"/", *with_files, _STAGE, *_SYSTEM, *folders}
     lowers = {path: os.open(path, os.O_PATH) for path in sorted(places)}
     try:
         _mount(_STAGE, 0, "tmpfs", f"size={room}")
@@ -161,7 +155,7 @@ def _change_root() -> int:
             os.close(lower)
     with contextlib.suppress(OSError):
         _mount("/dev/pts", 0, "devpts", "newinstance,ptmxmode=0666")  # terminals of our own, none of anybody's
-    for path in [path for path in mounts if path.startswith(_SYSTEM) and path != _SHARED]:
+    for path in [path for path in mounts if path.startswith(_SYSTEM) and path != _STAGE]:
         with contextlib.suppress(OSError):  # their settings are the machine's
             _mount(path, _REMOUNT | _BIND | _READ_ONLY)
     return stage
@@ -198,7 +192,6 @@ def _call(name: str, *arguments: object) -> None:
 
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
 _ASK_VERSION, _PATH_BENEATH = 1, 1
-_NO_NEW_PRIVILEGES = 38
 _WRITE_FILE, _MAKE_AND_REMOVE, _REFER, _TRUNCATE = 1 << 1, sum(1 << bit for bit in range(4, 13)), 1 << 13, 1 << 14
 _OF_FILES = _WRITE_FILE | _TRUNCATE
 """Those that a rule for what is no folder may have."""
@@ -225,7 +218,6 @@ def restrict(writable: Iterable[str]) -> bool:
         for path in writable:
             with contextlib.suppress(OSError):
                 _allow(ruleset, path, rights)
-        _LIBC.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
         return bool(_LIBC.syscall(_RESTRICT, ruleset, 0) == 0)
     finally:
         os.close(ruleset)

@@ -30,7 +30,6 @@ _NO_SPECULATION_GUARD = 1 << 2
 _ONLY_KILLED = 1 << 5
 """A call that has been received waits for its answer whatever signal comes (5.19): Python takes a `connect` that a
 signal interrupts for one that goes on by itself, and this one would never have begun."""
-_NO_NEW_PRIVILEGES = 38
 _RECEIVE, _ANSWER = 0xC0502100, 0xC0182101
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E, 317), "aarch64": (1, 0xC00000B7, 277)}
 """Which of a call's numbers is its own, `AUDIT_ARCH_*`, and the number of `seccomp` itself."""
@@ -144,13 +143,11 @@ def install(rules: Sequence[Rule]) -> int | None:
             listeners, it is refused with EPERM.
 
     Raises:
-        OSError: this system or processor has no such filter.
+        OSError: this system or processor has no such filter, or this process may still be given rights.
     """
     if platform.machine() not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no table of system calls for {platform.machine()}")
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl")
     number = _ARCHITECTURES[platform.machine()][2]
     listens = any(rule.answer == NOTIFY for rule in rules)  # of all filters of a process one may have a listener
     for flags in (_WITH_LISTENER | _ONLY_KILLED, _WITH_LISTENER) if listens else ():
