@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import datetime as dt
 import gc
 import importlib
+import inspect
 import os
 import pickle
 import sys
@@ -80,14 +80,6 @@ class Alone(dist.Store):
     def wait(self, *_: object) -> None:
         """Wait for nobody."""
 
-    def set_timeout(self, _: object) -> None:
-        """Do nothing: nothing is waited for."""
-
-    @property
-    def timeout(self) -> dt.timedelta:
-        """Some time."""
-        return dt.timedelta(seconds=300)
-
     def clone(self) -> Alone:
         """Return this one."""
         return self
@@ -125,10 +117,15 @@ class Objects:
 
     def install(self) -> None:
         """Answer for the rest of the process."""
-        for name in vars(Objects):
-            if "object" in name:
-                setattr(c10d, name, getattr(self, name))
-                setattr(dist, name, getattr(self, name))
+        answers: dict[str, Callable[..., Any]] = {
+            "all_gather_object": self._all_gather, "gather_object": self._gather,
+            "broadcast_object_list": self._broadcast, "scatter_object_list": self._scatter,
+            "send_object_list": self._send, "recv_object_list": self._receive,
+        }  # fmt: skip
+        for name, answer in answers.items():
+            answered = _with_peer(inspect.signature(getattr(c10d, name)), answer)
+            setattr(c10d, name, answered)
+            setattr(dist, name, answered)
 
     def say(self, key: str, value: object) -> None:
         """Keep what this rank sends."""
@@ -150,53 +147,41 @@ class Objects:
         self.say(key, value)
         return value
 
-    def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
+    def _all_gather(self, group: Any, _: int, gathered: list[Any], value: Any) -> None:
         """Take all others to have sent the same."""
         if dist.get_rank(group) >= 0:
-            object_list[:] = [pickle.loads(pickle.dumps(obj)) for _ in range(dist.get_world_size(group))]  # noqa: S301
+            gathered[:] = [pickle.loads(pickle.dumps(value)) for _ in range(dist.get_world_size(group))]  # noqa: S301
 
-    def gather_object(
-        self, obj: Any, object_gather_list: list[Any] | None = None, dst: int | None = None, group: Any = None,
-        group_dst: int | None = None,
-    ) -> None:  # fmt: skip
-        """Take all others to have sent the same."""
-        if object_gather_list is not None and _global(group, dst, group_dst) == self._rank:
-            self.all_gather_object(object_gather_list, obj, group)
+    def _gather(self, group: Any, target: int, value: Any, gathered: list[Any] | None) -> None:
+        if gathered is not None and target == self._rank:
+            self._all_gather(group, target, gathered, value)
 
-    def broadcast_object_list(
-        self, object_list: list[Any], src: int | None = None, group: Any = None, device: object = None,
-        group_src: int | None = None,
-    ) -> None:  # fmt: skip
-        """Send, or take what the run of the source has sent."""
-        object_list[:] = self._share("broadcast", object_list, group, _global(group, src, group_src))
+    def _broadcast(self, group: Any, source: int, values: list[Any]) -> None:
+        values[:] = self._share("broadcast", values, group, source)
 
-    def scatter_object_list(
-        self, scatter_object_output_list: list[Any], scatter_object_input_list: list[Any] | None = None,
-        src: int | None = None, group: Any = None, group_src: int | None = None,
-    ) -> None:  # fmt: skip
-        """Send, or take what the run of the source has sent."""
-        sent = self._share("scatter", scatter_object_input_list, group, _global(group, src, group_src))
-        scatter_object_output_list[0] = sent[dist.get_rank(group)]
+    def _scatter(self, group: Any, source: int, received: list[Any], values: list[Any] | None) -> None:
+        received[0] = self._share("scatter", values, group, source)[dist.get_rank(group)]
 
-    def send_object_list(
-        self, object_list: list[Any], dst: int | None = None, group: Any = None, device: object = None,
-        group_dst: int | None = None, use_batch: bool = False,
-    ) -> None:  # fmt: skip
-        """Keep what is sent for the run of the rank that it is for."""
-        self.say(f"{self._rank} to {_global(group, dst, group_dst)}", object_list)
+    def _send(self, _: object, target: int, values: list[Any]) -> None:
+        self.say(f"{self._rank} to {target}", values)
 
-    def recv_object_list(
-        self, object_list: list[Any], src: int | None = None, group: Any = None, device: object = None,
-        group_src: int | None = None, use_batch: bool = False,
-    ) -> int:  # fmt: skip
-        """Take what the run of another rank has sent."""
-        source = _global(group, src, group_src)
-        object_list[:] = self.hear(f"{source} to {self._rank}", source)
+    def _receive(self, _: object, source: int, values: list[Any]) -> int:
+        values[:] = self.hear(f"{source} to {self._rank}", source)
         return source
 
 
-def _global(group: Any, rank: int | None, in_group: int | None) -> int:
-    return rank or 0 if in_group is None else dist.get_global_rank(group or dist.group.WORLD, in_group)
+def _with_peer(signature: inspect.Signature, answer: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a collective of torch's signature that passes on its group, the rank from or to which, and its objects."""
+
+    def answered(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        group, peer = given.get("group"), given.get("src", given.get("dst"))
+        in_group = given.get("group_src", given.get("group_dst"))
+        if in_group is not None:
+            peer = dist.get_global_rank(group or dist.group.WORLD, in_group)
+        return answer(group, peer or 0, *(given.get(name) for name in signature.parameters if "obj" in name))
+
+    return answered
 
 
 def take_part(
