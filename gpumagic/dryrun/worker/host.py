@@ -20,10 +20,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._device import _device_constructors
 
 from gpumagic.dryrun.worker.known import MAKE_ROOM, SHAPES, SIZED, Known, Shown, is_plain
@@ -41,8 +42,6 @@ DRAWN = 160_000_000
 sentences, is then what it would draw."""
 OTHERS = "random numbers that the cell draws on the host after its large weights are others than its own"
 _MAP_NORESERVE = 0x4000  # as Linux has it everywhere but on a few old architectures
-_SWEPT = 64
-"""Storages from which on those that are gone are looked for, and again whenever there are twice as many."""
 
 _FILLS = ("normal_", "uniform_", "log_normal_", "cauchy_", "exponential_", "geometric_", "random_",
           "bernoulli_")  # fmt: skip
@@ -58,15 +57,18 @@ _COPIES = frozenset({"to", "_to_copy", "clone", "pin_memory"})
 _Draw = Callable[[torch.Tensor], object]
 
 
-class _Unwritten(NamedTuple):
-    """A storage.
+@dataclass(eq=False)
+class _Note:
+    """What is noted of a storage, as an attribute of it, which torch keeps for as long as the storage is.
 
     Attributes:
+        read: what is told of it where something is decided, if it is written: it was copied from a device.
         draw: writes numbers into all of it; None where only a device has them.
         is_exact: whether those are the cell's own.
         span: the addresses of a file that is mapped: its parts are storages of their own, and keep it.
     """
 
+    read: Read | None = None
     draw: _Draw | None = None
     is_exact: bool = False
     span: range | None = None
@@ -87,10 +89,9 @@ class Host:
         self._shown = shown
         self._known = known
         self._draws = draws
-        self._notes: dict[int, tuple[StorageWeakRef, Read | _Unwritten]] = {}
-        """What is noted of storages, which it does not keep, by their addresses in C++."""
-        self._most = _SWEPT
-        self._files: list[_Unwritten] = []
+        self._notes: WeakSet[_Note] = WeakSet()
+        self._files: WeakSet[_Note] = WeakSet()
+        """Those of storages that are alive, and the files among them."""
         self._room = ROOM
         self._left_to_draw = self._left_to_copy = DRAWN
         self._skipped: torch.Tensor | None = None
@@ -121,8 +122,9 @@ class Host:
         def mapped(*args: Any, **kwargs: Any) -> Any:
             made = from_file(*args, **kwargs)
             if made.nbytes() >= LEAST:
-                self._files.append(_Unwritten(span=range(made.data_ptr(), made.data_ptr() + made.nbytes())))
-                self._add(made, self._files[-1])
+                note = _Note(span=range(made.data_ptr(), made.data_ptr() + made.nbytes()))
+                self._files.add(note)
+                self._add(made, note)
             return made
 
         torch.UntypedStorage.from_file = staticmethod(mapped)
@@ -180,12 +182,8 @@ class Host:
         def applied(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             """Take a module to a device: what it held before is gone then, and operators may be no more shown."""
             made = apply(module, *args, **kwargs)
-            if self._notes:
-                self._sweep()
-                notes = [each for _, each in self._notes.values() if isinstance(each, _Unwritten)]
-                self._files = [each for each in notes if each.span is not None]
-                if not self._notes:
-                    self._shown.end(self)
+            if not self._notes:
+                self._shown.end(self)
             return made
 
         return applied
@@ -222,47 +220,40 @@ class Host:
             read: what is told of it where something is decided.
         """
         if self.read_of(tensor) is None:
-            self._add(tensor.untyped_storage(), read)
+            self._add(tensor.untyped_storage(), _Note(read))
 
     # ---- What is noted
 
-    def _add(self, storage: torch.UntypedStorage, note: Read | _Unwritten) -> None:
-        if not self._notes:
-            self._shown.begin(self)
-        if storage._cdata not in self._notes and len(self._notes) >= self._most:
-            self._sweep()
-        self._notes[storage._cdata] = StorageWeakRef(storage), note
+    def _add(self, storage: Any, note: _Note) -> None:
+        self._shown.begin(self)
+        self._notes.add(note)
+        storage._dry_run_note = note
 
-    def _sweep(self) -> None:
-        """Forget the storages that are gone; until then no other one can have the address of one of them."""
-        self._notes = {key: each for key, each in self._notes.items() if not each[0].expired()}
-        self._most = max(_SWEPT, 2 * len(self._notes))
-
-    def _note_of(self, tensor: torch.Tensor) -> Read | _Unwritten | None:
+    def _note_of(self, tensor: torch.Tensor) -> _Note | None:
         if not self._notes or not tensor.is_cpu or not is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
-        if storage._cdata in self._notes:
-            return self._notes[storage._cdata][1]
-        at = storage.data_ptr() if self._files else 0
-        return next((each for each in self._files if each.span is not None and at in each.span), None)
+        note: _Note | None = getattr(storage, "_dry_run_note", None)
+        at = storage.data_ptr() if note is None and self._files else 0
+        return note or next((each for each in self._files if each.span is not None and at in each.span), None)
 
     def read_of(self, tensor: torch.Tensor) -> Read | None:
         """Return what is remembered of a tensor that was copied from a device, or computed from one."""
         note = self._note_of(tensor)
-        return None if isinstance(note, _Unwritten) else note
+        return None if note is None else note.read
 
-    def _of(self, tensor: torch.Tensor) -> _Unwritten | None:
+    def _of(self, tensor: torch.Tensor) -> _Note | None:
+        """Return what is noted of a tensor that is not written."""
         note = self._note_of(tensor)
-        return note if isinstance(note, _Unwritten) else None
+        return None if note is None or note.read is not None else note
 
     def _leave(self, tensor: torch.Tensor, draw: _Draw | None = None, *, is_exact: bool = False) -> torch.Tensor:
         """Note that a tensor's storage is not written."""
-        self._add(tensor.untyped_storage(), _Unwritten(draw, is_exact))
+        self._add(tensor.untyped_storage(), _Note(draw=draw, is_exact=is_exact))
         return tensor
 
     def _like(self, tensor: torch.Tensor) -> _Draw | None:
-        return (self._of(tensor) or _Unwritten()).draw
+        return (self._of(tensor) or _Note()).draw
 
     # ---- Where the host looks
 
@@ -301,7 +292,7 @@ class Host:
         known = self._of(tensor)
         if known is None or known.span is not None:
             return
-        storage = tensor.untyped_storage()
+        storage: Any = tensor.untyped_storage()
         whole = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage)
         if not known.is_exact:
             is_room = storage.nbytes() <= self._room
@@ -312,7 +303,7 @@ class Host:
             self._room -= storage.nbytes()
         if known.draw is not None and (known.is_exact or self._draws):
             self.undisturbed(known.draw, whole)
-        del self._notes[storage._cdata]
+        storage._dry_run_note = None
 
     # ---- Operators on them
 
