@@ -30,27 +30,58 @@ from gpumagic.memory.ledger import Ledger, Place
 _SEEN = "gpumagic"
 
 
-class NamedModules:
-    """Modules by number.
+class Modules:
+    """Marks blocks in the ledger while the cell runs.
+
+    Args:
+        note: called with a method of the ledger's and what it is to be called with, now or when there is one.
+        key_of: what the ledger calls a tensor's storage; 0 for one that is not on the device of the dry run.
+        where: tells where the cell stands.
 
     Attributes:
         names: by number the shortest way to a module from a variable, as ``"model.blocks.3.attn"``; else its class.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, note: Callable[..., None], key_of: Callable[[torch.Tensor], int], where: Callable[[], Place]
+    ) -> None:
         self.names: list[str] = []
+        self._note = note
+        self._key_of = key_of
+        self._where = where
         self._numbers: dict[int, tuple[ref[nn.Module], int]] = {}  # by identity: no `__hash__` of the user's
+        self._owners: dict[int, int] = {}
+        self._leaves: dict[torch.Tensor, int] = {}
+        """The parameters and whose they are, once the cell has ended: until then nothing keeps one alive."""
+        self._running: list[int] = []
 
-    def name_all(self, namespace: Mapping[str, Any]) -> None:
-        """Name the modules that variables lead to, by the shortest way."""
+    def watch(self, namespace: Mapping[str, Any]) -> None:
+        """Follow modules, optimizers and backward passes for the rest of the process."""
+        self._name_all(namespace)
+        register_module_forward_pre_hook(self._enter)
+        register_module_forward_hook(self._leave, always_call=True)
+        register_optimizer_step_post_hook(self._after_step)
+        for name in ("backward", "grad"):
+            setattr(torch.autograd, name, self._around(getattr(torch.autograd, name)))
+
+    # ---- Modules by number
+
+    def _name_all(self, namespace: Mapping[str, Any]) -> None:
+        """Name the modules that variables lead to, by themselves or as attributes such as a trainer's."""
+        shown = {name: value for name, value in list(namespace.items()) if not name.startswith("_")}
+        held = (
+            (f"{name}.{attribute}", each)
+            for name, value in shown.items() if not issubclass(type(value), (type, nn.Module))
+            for attribute, each in attributes_of(value).items() if not attribute.startswith("_")
+        )  # fmt: skip
         named: set[int] = set()
-        for name, value in [*_roots(namespace), *_held(namespace)]:
-            for path, module in modules_in(value):
+        for name, value in [*shown.items(), *held]:
+            for path, module in modules_in(value) if issubclass(type(value), nn.Module) else ():
                 if id(module) not in named:
                     named.add(id(module))
-                    self.names[self.number(module)] = ".".join(filter(None, (name, path)))
+                    self.names[self._number(module)] = ".".join(filter(None, (name, path)))
 
-    def number(self, module: nn.Module) -> int:
+    def _number(self, module: nn.Module) -> int:
         """Return a module's number; one that no variable leads to is named by the class that it is in."""
         known = self._known(module)
         if known is not None:
@@ -61,67 +92,16 @@ class NamedModules:
                 self.names.append(".".join(filter(None, (name_of_type(type(module)), path))))
         return self._numbers[id(module)][1]
 
-    def numbered(self) -> list[tuple[nn.Module, int]]:
-        """Return the modules that are alive, each with its number."""
-        found = [(alive(), number) for alive, number in list(self._numbers.values())]
-        return [(module, number) for module, number in found if module is not None]
-
     def _known(self, module: nn.Module) -> int | None:
         alive, number = self._numbers.get(id(module), (None, None))
         return number if alive is not None and alive() is module else None
-
-
-def _roots(namespace: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
-    yield from (
-        (name, value)
-        for name, value in namespace.items()
-        if issubclass(type(value), nn.Module) and not name.startswith("_")
-    )
-
-
-def _held(namespace: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that variables have as attributes, such as a trainer's."""
-    for name, value in list(namespace.items()):
-        if not name.startswith("_") and not issubclass(type(value), (type, nn.Module)):
-            yield from ((f"{name}.{attribute}", module) for attribute, module in _roots(attributes_of(value)))
-
-
-class Modules(NamedModules):
-    """Marks blocks in the ledger while the cell runs.
-
-    Args:
-        note: called with a method of the ledger's and what it is to be called with, now or when there is one.
-        key_of: what the ledger calls a tensor's storage; 0 for one that is not on the device of the dry run.
-        where: tells where the cell stands.
-    """
-
-    def __init__(
-        self, note: Callable[..., None], key_of: Callable[[torch.Tensor], int], where: Callable[[], Place]
-    ) -> None:
-        super().__init__()
-        self._note = note
-        self._key_of = key_of
-        self._where = where
-        self._owners: dict[int, int] = {}
-        self._leaves: dict[torch.Tensor, int] = {}
-        """The parameters and whose they are, once the cell has ended: until then nothing keeps one alive."""
-        self._running: list[int] = []
-
-    def watch(self, namespace: Mapping[str, Any]) -> None:
-        """Follow modules, optimizers and backward passes for the rest of the process."""
-        self.name_all(namespace)
-        register_module_forward_pre_hook(self._enter)
-        register_module_forward_hook(self._leave, always_call=True)
-        register_optimizer_step_post_hook(self._after_step)
-        for name in ("backward", "grad"):
-            setattr(torch.autograd, name, self._around(getattr(torch.autograd, name)))
 
     # ---- Which module runs
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
             return
-        number = self.number(module)
+        number = self._number(module)
         self._follow_back(args, self._innermost())
         self._tensors_of(module, number)
         self._running.append(number)
@@ -130,7 +110,7 @@ class Modules(NamedModules):
     def _leave(self, module: nn.Module, _: object, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        number = self.number(module)
+        number = self._number(module)
         self._follow_back(output, number)
         if number in self._running:
             while self._running.pop() != number:
@@ -152,10 +132,12 @@ class Modules(NamedModules):
 
     def look_around(self, namespace: Mapping[str, Any]) -> list[str]:
         """Mark at the end what no hook saw, and what graphs still keep; return the modules' names by number."""
-        self.name_all(namespace)
-        for module, number in self.numbered():
-            self._tensors_of(module, number)
-            self._leaves |= {leaf: number for leaf in module._parameters.values() if leaf is not None}
+        self._name_all(namespace)
+        for alive, number in list(self._numbers.values()):
+            module = alive()
+            if module is not None:
+                self._tensors_of(module, number)
+                self._leaves |= {leaf: number for leaf in module._parameters.values() if leaf is not None}
         roots = []
         for each in gc.get_objects():
             kind = type(each)
