@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import warnings
@@ -33,7 +32,7 @@ def answers(*taken: int) -> list[dict[str, Any]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork of a process with threads
         requests = [{"taken": each, "time_limit": 30.0, "filename": "cell"} for each in taken]
-        return [json.loads(each) for each in process.run_each(requests, serve)]
+        return list(process.run_each(requests, serve))
 
 
 def test_a_run_that_takes_more_than_half_of_what_is_free_is_stopped(monkeypatch) -> None:

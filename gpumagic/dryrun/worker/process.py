@@ -80,10 +80,10 @@ def main(descriptor: int, avoided: Sequence[str] = ()) -> None:
         with _devices_that_nobody_asks_for(len(request["capacities"])):
             wants = any(map(_IMPORTS_IT.search, request["sources"].values()))
             _import([*request["preload"], *([_COMPILER] if wants else [])])
-        answer = b"{}"
-        for answer in run_each([{**request, **each} for each in variants], _serve, requests):
-            requests.send_bytes(answer)
-        imported = [name for name in json.loads(answer).get("imported", ()) if name not in _tried]
+        outcome: Outcome = {}
+        for outcome in run_each([{**request, **each} for each in variants], _serve, requests):
+            requests.send_bytes(json.dumps(outcome).encode())
+        imported = [name for name in outcome.get("imported", ()) if name not in _tried]
         with _devices_that_nobody_asks_for(len(request["capacities"])):
             _import(imported)
         if fakecuda.was_asked() or threading.active_count() > 1:
@@ -167,8 +167,8 @@ def _serve(request: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> N
 # ---- The forks
 
 
-def run_each(requests: Sequence[dict[str, Any]], serve: Serve, notebook: Connection | None = None) -> Iterator[bytes]:
-    """Yield the answers to some requests in their order, as JSON; as many run at once as there are cores.
+def run_each(requests: Sequence[dict[str, Any]], serve: Serve, notebook: Connection | None = None) -> Iterator[Outcome]:
+    """Yield the outcomes of some requests in their order; as many run at once as there are cores.
 
     Args:
         requests: what to run.
@@ -180,12 +180,12 @@ def run_each(requests: Sequence[dict[str, Any]], serve: Serve, notebook: Connect
             pass
     coming = list(enumerate(requests))[::-1]
     running: dict[int, _Fork] = {}
-    answers: dict[int, bytes] = {}
+    outcomes: dict[int, Outcome] = {}
     free = devices.available_memory()
     most = math.inf if free is None else free[0] // 2
     at_once = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for number in range(len(requests)):
-        while number not in answers:
+        while number not in outcomes:
             while coming and len(running) < at_once:
                 which, request = coming.pop()
                 private = [each.answers for each in running.values()] + ([] if notebook is None else [notebook])
@@ -195,21 +195,21 @@ def run_each(requests: Sequence[dict[str, Any]], serve: Serve, notebook: Connect
             too_large = max(taken, key=taken.__getitem__) if sum(taken.values()) > most else None
             for which, fork in list(running.items()):
                 if fork.answers in ready:
-                    answers[which] = fork.end()
+                    outcomes[which] = fork.end()
                 elif which == too_large and len(running) > 1:
                     fork.end("it is run again, alone: it may not take so much")
                     at_once = 1
                     coming.append((which, fork.request))
                 elif which == too_large:
                     sentence = f"it takes more than {size(int(most))} of the host's memory, half of what is free"
-                    answers[which] = fork.end(sentence, exceeds_host=True)
+                    outcomes[which] = fork.end(sentence, exceeds_host=True)
                 elif time.monotonic() >= fork.until:
                     limit = fork.request["time_limit"]
-                    answers[which] = fork.end(f"the dry run took more than {limit:g} s and was stopped")
+                    outcomes[which] = fork.end(f"the dry run took more than {limit:g} s and was stopped")
                 else:
                     continue
                 del running[which]
-        yield answers.pop(number)
+        yield outcomes.pop(number)
 
 
 def _wait(running: Iterable[_Fork], notebook: Connection | None, seconds: float) -> list[Any]:
@@ -261,7 +261,7 @@ class _Fork:
         """Return the bytes of the host's memory that the process took."""
         return max(0, devices.private_memory(self._pid) - self._inherited)
 
-    def end(self, why: str = "", *, exceeds_host: bool = False) -> bytes:
+    def end(self, why: str = "", *, exceeds_host: bool = False) -> Outcome:
         """End the process and all that it started; return what it sent, with what the kernel refused, in words.
 
         Args:
@@ -280,12 +280,12 @@ class _Fork:
             why = why or f"the dry run crashed its process {how}, as the cell might: nothing is known of its memory"
         self.answers.close()
         self.watch.close()
-        outcome = json.loads(sent or _ended(why, exceeds_host=exceeds_host))
+        outcome: Outcome = json.loads(sent) if sent else {"ended": why, "exceeds_host": exceeds_host}
         effects, error = self.watch.effects, outcome.get("error")
         if effects and error is not None and not error.get("is_memory"):  # it may well come of the refusal
             error |= {"refused": True, "text": f"it {next(iter(effects))}, {NOT_DONE}"}
         outcome["effects"] = [*dict.fromkeys([*outcome.get("effects", ()), *effects])]
-        return json.dumps(outcome).encode()
+        return outcome
 
 
 def _run_child(request: dict[str, Any], serve: Serve, sending: int) -> NoReturn:
@@ -315,9 +315,5 @@ def _run_child(request: dict[str, Any], serve: Serve, sending: int) -> NoReturn:
         text = str(error).strip().splitlines()
         sentence = f"the dry run could not be set up: {type(error).__name__}: {text[0] if text else ''}"
         with contextlib.suppress(OSError):
-            Connection(sending, readable=False).send_bytes(_ended(sentence))
+            Connection(sending, readable=False).send_bytes(json.dumps({"ended": sentence}).encode())
     os._exit(1)
-
-
-def _ended(sentence: str, *, exceeds_host: bool = False) -> bytes:
-    return json.dumps({"ended": sentence, "exceeds_host": exceeds_host}).encode()
