@@ -28,7 +28,7 @@ from gpumagic.errors import FakecudaUnavailable
 
 NATIVE = Path(__file__).parent / "native"
 MAJOR_VERSIONS = (12, 13)  # of CUDA, whose structures `native/cudart.h` knows
-CORE = ("devices.c", "memory.c", "transfers.c", "launches.c", "sizes.c", "errors.c")
+CORE = ("devices.c", "memory.c", "transfers.c", "launches.c", "sizes.c", "errors.c", "finalizing.c")
 FLAGS = ("-O1", "-fPIC", "-shared", "-w", "-std=gnu11")
 
 
@@ -158,7 +158,7 @@ def _build(torch: Torch, compiler: list[str], home: Path) -> None:
         made = folder / "made"
         made.mkdir(mode=0o700)
         core = [str(NATIVE / name) for name in CORE]
-        _compile([*common, *core, "-o", str(made / "libfakecuda.so"), "-lpthread"])
+        _compile([*common, *core, "-o", str(made / "libfakecuda.so"), "-ldl", "-lpthread"])
         list(pool.map(_compile, [[*common, *_arguments(each, torch, asked, made)] for each in LIBRARIES]))
         (made / "libcuda.so").symlink_to("libcuda.so.1")  # Triton before 3.6 links its launcher with -lcuda
         made.rename(home)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -256,3 +258,20 @@ def test_launches_that_block_run_too(forks: Forks) -> None:
         'x = torch.ones(10, device="cuda"); x + 1; answer = len(fakecuda.launches())', CUDA_LAUNCH_BLOCKING="1"
     )
     assert answer == 2
+
+
+# The end of a script
+
+ENDS_BEHIND_BACKWARD = """
+import sys, torch
+x = torch.ones(10, 10, device="cuda", requires_grad=True)
+sys.setswitchinterval(60)  # torch's thread does not have the GIL again before Python finalizes
+(x @ x).sum().backward()
+"""
+
+
+def test_a_script_may_end_right_after_a_backward_pass() -> None:
+    """Torch's thread of the device still holds the pass then. That aborted every second of these."""
+    for _ in range(6):
+        ended = subprocess.run([sys.executable, "-c", ENDS_BEHIND_BACKWARD], capture_output=True, text=True, check=False)
+        assert (ended.returncode, ended.stderr) == (0, "")
