@@ -104,11 +104,14 @@ class GPUMagic(Magics):
             return self._on_engines("devices", options)
         from gpumagic.tensors import scan, why
 
-        if options.why is not None:  # a name may be several words, such as "last traceback"
-            return why.find_holders(" ".join((options.why, *options.devices)), self.shell.user_ns, self.shell)
-        if options.free:
-            return why.release(self.shell.user_ns, self.shell)
+        words = options.why or []  # of a name, such as "last traceback"; devices may stand behind it
+        while len(words) > 1 and devices.is_readable(words[-1]):
+            options.devices.append(words.pop())
         only = [devices.resolve(name) for name in options.devices]
+        if words:
+            return why.find_holders(" ".join(words), self.shell.user_ns, self.shell, only)
+        if options.free:
+            return why.release(self.shell.user_ns, self.shell, only)
         everything = scan.scan(
             self.shell.user_ns, group_by=options.by, limit=options.n, shell=self.shell, thorough=options.leaks
         )  # fmt: skip

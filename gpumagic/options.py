@@ -20,6 +20,8 @@ _Argument = tuple[tuple[str, ...], dict[str, Any]]
 ENGINE_TIMEOUT = 10.0
 """Seconds to wait for engines to answer."""
 _COMMENT = re.compile(r"""(?P<quoted>"[^"]*"|'[^']*')|(?:^|\s)#.*""", re.DOTALL)
+_SPACED_COMMA = re.compile(r"""(?P<quoted>"[^"]*"|'[^']*')|,\s+(?!-)""")
+"""What stands between the names of a list, `--move model, x`; an option may follow it."""
 
 
 def device_memory(text: str) -> int:
@@ -161,6 +163,7 @@ class Parser(argparse.ArgumentParser):
             OptionError: an unknown option (the nearest known one is suggested), a bad value, an open quote.
         """
         line = _COMMENT.sub(lambda found: found["quoted"] or "", line).strip().removesuffix(";")
+        line = _SPACED_COMMA.sub(lambda found: found["quoted"] or ",", line)
         try:
             words = shlex.split(line)
         except ValueError as error:
@@ -170,16 +173,18 @@ class Parser(argparse.ArgumentParser):
         words = [f"{word}=" if word in self.valued else word for word in words]
         options, unknown = (None, misspelt) if misspelt else self.parse_known_args(words)
         if options is None or unknown:
-            raise OptionError(self._unknown(unknown[0]))
+            raise OptionError(self._unknown(unknown[0], words))
         return options
 
     def option_strings(self) -> list[str]:
         """Return every option as it is typed, in the order of the help."""
         return [string for action in self._actions for string in action.option_strings]
 
-    def _unknown(self, word: str) -> str:
+    def _unknown(self, word: str, words: Sequence[str] = ()) -> str:
         if not word.startswith("-"):
-            return f"{self.prog}: {word!r} is one argument too many; see {self.prog} --help"
+            valued = [f"did you mean {each}={word}?" for each in self.valued if f"{each}=" in words]
+            hint = next(iter(valued), f"see {self.prog} --help")
+            return f"{self.prog}: {word!r} is one argument too many; {hint}"
         option = word.partition("=")[0]
         near = nearest(option, self.option_strings())
         if near is not None:
@@ -259,7 +264,9 @@ PARSERS = {
             _argument("--diff", action="store_true", help="what was created and freed since the last %%devices"),
             _argument("--leaks", action="store_true", help="what no variable reaches, and the line that frees it"),
             _argument("--free", action="store_true", help="free what only outputs or the last error keep"),
-            _argument("--why", metavar="NAME", help="what keeps it: a name, Out[12], a number of --leaks"),
+            _argument(
+                "--why", nargs="+", metavar=("NAME", "WORD"), help="what keeps it: a name, Out[12], a number of --leaks"
+            ),
         ],
         _ENGINES,
         takes="[DEVICE ...]",

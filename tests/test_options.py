@@ -56,10 +56,11 @@ def test_a_size_is_its_number_times_its_unit(number: int, unit: str) -> None:
         ("ondevice", "cuda --trcae", "did you mean --trace?"),
         ("dryrun", "--gpu=T4 --fti n", "did you mean --fit?"),
         ("ondevice", "cuda:0 cuda:1", "'cuda:1' is one argument too many"),
+        ("ondevice", "cuda:0 --trace step", "'step' is one argument too many; did you mean --trace=step?"),
         ("ondevice", "cuda -o 1x", "'1x' cannot be a variable"),
         ("devices", "'cuda", "close it or leave it out"),
         ("devices", "-n 0", "'0' is not a whole number of at least 1"),
-        ("devices", "--why", "expected one argument"),
+        ("devices", "--why", "expected at least one argument"),
     ],
 )
 def test_a_bad_line_is_one_line_that_says_what_would_be_right(magic: str, line: str, message: str) -> None:
@@ -73,8 +74,14 @@ def test_a_comment_and_a_semicolon_are_not_arguments() -> None:
     assert PARSERS["devices"].parse_line("cuda:1 # the second").devices == ["cuda:1"]
     assert PARSERS["devices"].parse_line("# all of them").devices == []
     assert PARSERS["devices"].parse_line("cuda:1;").devices == ["cuda:1"]
-    assert PARSERS["devices"].parse_line("""--why "batch['a #1']" # why?""").why == "batch['a #1']"
+    assert PARSERS["devices"].parse_line("""--why "batch['a #1']" # why?""").why == ["batch['a #1']"]
     assert PARSERS["devices"].parse_line("cuda:1 # don't").devices == ["cuda:1"]
+
+
+@pytest.mark.parametrize("line", ["0 --move model,x", "--move model, x 0", "0 --move 'model, x'", "--move=model, x 0"])
+def test_a_list_of_names_may_have_spaces(line: str) -> None:
+    options = PARSERS["ondevice"].parse_line(line)
+    assert (options.device, options.move) == ("0", ["model", "x"])
 
 
 @given(magic=st.sampled_from(MAGICS), line=st.text(max_size=60))

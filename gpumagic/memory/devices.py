@@ -72,7 +72,7 @@ def resolve(name: str, fallback: str | None = None) -> str:
     try:
         return _resolve(name.strip())
     except DeviceNotFound:
-        if fallback is None or not _is_readable(name):
+        if fallback is None or not is_readable(name):
             raise
         return fallback
 
@@ -112,7 +112,8 @@ def _resolve(name: str) -> str:
     return candidates[0] if index is not None or backend == "gpu" else allocator.current_device(backend)
 
 
-def _is_readable(name: str) -> bool:
+def is_readable(name: str) -> bool:
+    """Return whether a word is written as a device, which need not be here."""
     return name.strip().partition(":")[0].lower() in _BACKENDS or name.strip().isdigit()
 
 
@@ -122,7 +123,7 @@ def _unknown(name: str) -> DeviceNotFound:
     listed = f"there are {', '.join(here)}"
     if name.strip().lower().startswith("simgpu") and "simgpu" not in backends:
         return DeviceNotFound(f"{name!r} is not here: gpumagic.simgpu.enable() adds simulated GPUs; {listed}")
-    if not allocator.accelerators() and _is_readable(name):
+    if not allocator.accelerators() and is_readable(name):
         return DeviceNotFound(f"{name!r} is not here: torch sees no GPU (%gpuinfo says why); {listed}")
     near = nearest(name, [*here, *backends])
     hint = f"did you mean {near}? " if near else ""

@@ -28,7 +28,7 @@ from gpumagic.memory import allocator
 from gpumagic.report.units import few
 from gpumagic.source.text import parse_tree
 from gpumagic.tensors import scan
-from gpumagic.tensors.report import RELEASE, FreedReport, FreedRow, TensorReport, TensorRow, WayRow, WhyReport
+from gpumagic.tensors.report import RELEASE, FreedReport, FreedRow, TensorReport, TensorRow, WayRow, WhyReport, is_on
 from gpumagic.tensors.rows import release_command
 
 if TYPE_CHECKING:
@@ -38,13 +38,19 @@ _GRADIENT, _GRAPH = ".grad", ".grad_fn"
 _MAX_SUGGESTIONS = 3
 
 
-def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveShell | None = None) -> WhyReport:
+def find_holders(
+    name: str,
+    namespace: Mapping[str, object],
+    shell: InteractiveShell | None = None,
+    devices: Sequence[str] = (),
+) -> WhyReport:
     """Return every holder of one tensor.
 
     Args:
         name: any of its names, such as ``model.fc.weight``; ``Out[12]``; or its number in a `LeakReport`.
         namespace: where names are looked up.
         shell: the shell whose outputs and last error may keep it.
+        devices: where the tensor is; anywhere without.
 
     Raises:
         OptionError: no live tensor goes by this name; the message suggests similar ones.
@@ -56,7 +62,7 @@ def find_holders(name: str, namespace: Mapping[str, object], shell: InteractiveS
     try:
         with undisturbed(), gc_disabled():
             report = sorted(search.run(), key=lambda row: -(row.nbytes or 0))
-            row = _find_row(name, report, namespace)
+            row = _find_row(name, report, namespace, devices)
             # The leaves that a storage of gradients belongs to: a gradient itself may be no Python object.
             owners = {name.removesuffix(_GRADIENT) for name in row.names if name.endswith(_GRADIENT)}
             is_of_gradients = row.kind == "gradient" and len(owners) == len(row.names)
@@ -110,8 +116,11 @@ def _has_unknown_references(paths: Sequence[Sequence[Step]], search: scan.Tensor
     )
 
 
-def _find_row(text: str, report: Sequence[TensorRow], namespace: Mapping[str, object]) -> TensorRow:
+def _find_row(
+    text: str, everywhere: Sequence[TensorRow], namespace: Mapping[str, object], devices: Sequence[str] = ()
+) -> TensorRow:
     """Return the row that a name, a holder or a number means; of several the first, which is the largest."""
+    report = [row for row in everywhere if is_on(row.device, devices)]
     rows = [row for row in report if text in row.names]
     if not rows and text.isdigit():
         rows = [row for row in report if int(text) in row.numbers]
@@ -123,6 +132,9 @@ def _find_row(text: str, report: Sequence[TensorRow], namespace: Mapping[str, ob
         rows = [row for row in report if not set(numbers).isdisjoint(row.numbers)]
     if not rows:
         rows = list(_rows_below(_unquoted(text), report))
+        if len(rows) != 1 and report != everywhere:
+            elsewhere = _find_row(text, everywhere, namespace)
+            raise OptionError(f"{text!r} is on {elsewhere.device}, not on {', '.join(devices)}")
         if len(rows) != 1:
             raise OptionError(_why_not(text, report))
     return rows[0]
@@ -308,7 +320,9 @@ def _notes(row: TensorRow, ways: Sequence[WayRow], graph: HeapGraph) -> Iterator
 # ---- What no variable reaches: outputs, the display hook, the last error, what the gc has not collected yet
 
 
-def release(namespace: Mapping[str, object], shell: InteractiveShell | None = None) -> FreedReport:
+def release(
+    namespace: Mapping[str, object], shell: InteractiveShell | None = None, devices: Sequence[str] = ()
+) -> FreedReport:
     """Make IPython and Python forget outputs and the last error where these keep tensors that no variable reaches.
 
     Then a collection frees what is left of earlier errors, and what is in cycles.
@@ -316,15 +330,17 @@ def release(namespace: Mapping[str, object], shell: InteractiveShell | None = No
     Args:
         namespace: the notebook's variables; none of them changes.
         shell: the shell they belong to; without one only Python's own last error is looked at.
+        devices: only outputs and errors that keep tensors on these; all without.
     """
     with gc_disabled():
         before = scan.scan(namespace, shell=shell, thorough=True)
         figures = allocator.all_device_stats()
-        wanted = {number for row in before if row.releasable for number in row.numbers}
+        kept = [row for row in before if is_on(row.device, devices)]
+        wanted = {number for row in kept if row.releasable for number in row.numbers}
         released = _forget(wanted, namespace, shell) if wanted else ()
         if wanted:
             gc.collect()
-            found = (row.holder or "" for row in before)
+            found = (row.holder or "" for row in kept)
             released += tuple(dict.fromkeys(holder for holder in found if holder.startswith(cycles.CYCLE)))
         now = allocator.all_device_stats()
         after = scan.scan(namespace, shell=shell, thorough=True)

@@ -273,5 +273,6 @@ sys.setswitchinterval(60)  # torch's thread does not have the GIL again before P
 def test_a_script_may_end_right_after_a_backward_pass() -> None:
     """Torch's thread of the device still holds the pass then. That aborted every second of these."""
     for _ in range(6):
-        ended = subprocess.run([sys.executable, "-c", ENDS_BEHIND_BACKWARD], capture_output=True, text=True, check=False)
+        command = [sys.executable, "-c", ENDS_BEHIND_BACKWARD]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (ended.returncode, ended.stderr) == (0, "")

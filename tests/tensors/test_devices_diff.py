@@ -10,7 +10,8 @@ from IPython.core.error import UsageError
 
 from gpumagic.report.base import to_text
 
-pytestmark = pytest.mark.usefixtures("few_objects")
+pytestmark = pytest.mark.usefixtures("few_objects", "two_devices")
+DEVICE = "simgpu:0"
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def test_a_tensor_that_only_an_output_keeps_now_has_lost_its_name(run, bare_shel
     ("line", "message"),
     [
         ("--diff --leaks", "not allowed with argument"),
-        ("--why", "expected one argument"),
+        ("--why", "expected at least one argument"),
         ("--why nothing_like_it", "no live tensor is called 'nothing_like_it'"),
         ("--fre", "did you mean --free?"),
         ("--by size", "invalid choice"),
@@ -147,3 +148,31 @@ def test_the_variable_that_grew_most_comes_first_with_its_graphs_and_what_helps(
     assert " new, 1 freed since " in second
     run("del other")
     assert str(run("%devices --diff")).startswith("other -80 B")
+
+
+# A name among devices and options
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "0 --why pair", "--why pair 0", "--why=pair simgpu:0", f"{DEVICE} --why pair -n 3", "-n 3 0 --why pair",
+        '0 --why "pair[1]"', "simgpu --why pair[1]",
+    ],
+)  # fmt: skip
+def test_a_device_beside_the_name_says_which_tensor_is_meant(run, line) -> None:
+    run(f"pair = [torch.ones(1000), torch.ones(9, device={DEVICE!r})]")
+    assert run(f"%devices {line}").tensor.names == ("pair[1]",)
+
+
+def test_a_name_of_several_words_may_stand_beside_a_device(run) -> None:
+    run(f"def fail():\n    hidden = torch.ones(999, device={DEVICE!r})\n    raise ValueError('no')")
+    run("fail()")
+    for line in ("--why last traceback", "0 --why last traceback", "--why last traceback 0"):
+        assert run(f"%devices {line}").tensor.shape == (999,)
+
+
+def test_a_tensor_that_is_elsewhere_is_said_to_be(run, capsys) -> None:
+    run("there = torch.ones(9)")
+    run("%devices 0 --why there")
+    assert f"'there' is on cpu, not on {DEVICE}" in capsys.readouterr().err

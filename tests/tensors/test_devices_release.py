@@ -302,3 +302,12 @@ def test_what_an_earlier_failure_keeps_too_goes_with_it(run) -> None:
         assert (re.sub(r"\d+", "", holder), command) == ("Out[]", "%devices --free")
         assert freed(run("%devices --free")) == 4096
     assert torch.simgpu.memory_allocated(0) == before
+
+
+def test_what_only_another_device_has_is_not_freed(run) -> None:
+    run("x = torch.ones(5000)\nx")
+    run(f"y = torch.ones(6000, device={DEVICE!r})\ny")
+    run("del x, y")
+    assert freed(run("%devices 0 --free")) == 24_064
+    assert held_by(run("%devices --leaks"), 6000) == []
+    assert [frees for _, frees in held_by(run("%devices --leaks"), 5000)] == ["%devices --free"]
