@@ -181,7 +181,7 @@ def _next(runs: Mapping[int, DryRunReport]) -> int | None:
         return None
     if guess is not None and guess < 1:
         return low + 1
-    if low and peak_of(runs[high]) <= _room(runs[high]):
+    if peak_of(runs[high]) <= _room(runs[high]):
         return (low + high) // 2  # what is free lies in pieces, of which neither line tells anything
     if 2 * high > 3 * low and len(runs) > 4 and len(runs) % 2:  # a curve, which a line nears from one side only
         return max(low + 1, math.isqrt(low * high) if low else high // 4)
