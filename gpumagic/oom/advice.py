@@ -32,10 +32,10 @@ TIERS: tuple[tuple[Rule, ...], ...] = (
      training.settings, parts.by_rows, batch.mapped),
     # Memory against time or precision.
     (batch.accumulate, batch.smaller, loops.batch, batch.unnamed, training.checkpoint,
-     training.mixed, *loops.SWITCHES, training.smaller_parameters),
+     training.mixed, training.smaller_parameters),
     (),  # a number of the tier before that changes the result
     # Another model, another optimizer, more devices.
-    (training.leaner, loops.adafactor, batch.numbers, limits.divided),
+    (training.leaner, training.on_the_host, batch.numbers, limits.divided),
     (limits.on_the_cpu, limits.larger),
 )  # fmt: skip
 """The rules in the order of what their suggestions cost."""
@@ -45,7 +45,7 @@ OTHER_RESULT, DRASTIC, MONEY = 3, 4, 5
 
 OF_ACTIVATIONS = frozenset({
     training.checkpoint, training.mixed, batch.accumulate, batch.smaller, batch.unnamed,
-    parts.smaller, parts.by_rows, batch.mapped, loops.batch,
+    parts.smaller, parts.by_rows, batch.mapped, loops.batch, training.on_the_host,
 })  # fmt: skip
 """What cannot help where parameters, gradients and optimizer state alone are more than there is."""
 

@@ -162,13 +162,14 @@ class Trials:
         """
         runs, cut, at = dict[int, DryRunReport](), "", at or self._likely(choice)
         is_finished = self._as_is is not None and choice.finish is not None and choice.finish(at) is not None
+        first = (1 << (at.bit_length() - 1), at // 4)
         if is_finished:
-            cut = self._search(choice, others, runs, at, known)
+            cut = self._search(choice, others, runs, (at, at // 4), known)
             is_finished = any(report.fits for report in runs.values())
-            at = at if is_finished or not runs else max(1, min(runs) // 2)
+            first = first if is_finished or any(report.error for report in runs.values()) else (min(runs),)
         if not is_finished:
             runs.clear()
-            cut = self._search(choice, others, runs, at)
+            cut = self._search(choice, others, runs, (*first, *([1] if choice.is_setting else [])))
         smaller = [value for value in runs if value < choice.now]
         is_none = not cut and 1 in runs and runs[1].fits is False
         if is_none and choice.is_setting:
@@ -188,12 +189,13 @@ class Trials:
         return Chosen(advice, came[best], is_finished, is_exhausted=not passed and is_extreme)
 
     def _search(
-        self, choice: Choice, others: Sequence[Advice], runs: dict[int, DryRunReport], at: int,
+        self, choice: Choice, others: Sequence[Advice], runs: dict[int, DryRunReport], first: Sequence[int],
         known: Callable[[Chosen], object] | None = None,
     ) -> str:  # fmt: skip
         """Fill in dry runs until the largest number that fits is among them; return what cut it short, if anything.
 
-        With `known` they are of what the choice's `finish` makes of a number.
+        The `first` numbers are tried until one fits; where none does nothing else is. With `known` the dry runs are of
+        what the choice's `finish` makes of a number.
         """
         began, left, is_finished = time.monotonic(), self._left_seconds(), known is not None
         runs |= {} if self._as_is is None else {choice.now: self._as_is}  # with others it does not fit either
@@ -215,9 +217,8 @@ class Trials:
             return runs[number]
 
         try:
-            value = at if is_finished else 1 << (at.bit_length() - 1)
-            for number in (value, value // 4, 1):  # any number that fits is better than none
-                report = dry_run(max(number, choice.least if is_finished else 1))
+            for number in first:
+                report = dry_run(max(1, number))
                 if report.fits is not False or report.error is not None:
                     break
             if report.fits or (report.fits is None and not is_finished):

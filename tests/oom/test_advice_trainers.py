@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gpumagic.oom.evidence import find_trainer
-from gpumagic.oom.rules import batch, loops
+from gpumagic.oom.rules import batch, loops, training
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.source import cell_code
 from gpumagic.source.cell_code import BatchSize
@@ -36,7 +36,7 @@ def facts(cell: str, history: list[str], names: dict[str, object], **more: objec
 
 
 def titles(known: Facts) -> list[str]:
-    rules = (*loops.SWITCHES, loops.adafactor)
+    rules = (training.checkpoint, training.mixed, training.leaner)
     return [each.title for rule in rules for each in rule(known)]
 
 

@@ -160,7 +160,7 @@ def _evaluated(facts: Facts, said: str) -> Iterator[Advice]:
 def of_a_frozen_model(facts: Facts) -> Iterator[Advice]:
     """Freeze a model that no optimizer updates."""
     updated = frozenset[str]().union(*(each.models for each in facts.optimizers_there))
-    for model in facts.models if updated and facts.trains else ():
+    for model in facts.models if facts.optimizers_there and facts.trains else ():
         if model.name not in updated and not model.local and not model.frozen:
             yield propose(
                 f"Freeze {model.name}", **prepare(facts, model.name, f"{model.name}.requires_grad_(False)"),

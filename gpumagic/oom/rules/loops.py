@@ -13,36 +13,24 @@ from gpumagic.source.cell_code import BatchSize
 from gpumagic.source.text import CellText, Change, apply_changes, called_name, keyword, names_in
 
 
-def _switch(
-    argument: str, title: str, cost: str, *, library: str = "transformers", unless: tuple[str, ...] = ()
-) -> Callable[[Facts], Iterator[Advice]]:  # fmt: skip
-    """Return the rule that tells a library's trainer an argument that saves memory.
-
-    It is silent where arguments say already how it is to be, that one or those in `unless`, and in an evaluation.
-    """
-    name, _, value = argument.partition("=")
-
-    def rule(facts: Facts) -> Iterator[Advice]:
-        trainer = facts.trainer
-        if trainer is None or trainer.library != library or _evaluates(facts) or facts.memory != "device":
-            return
-        if all(keyword(trainer.call, each) is None for each in (name, *unless)):
-            evidence = f"{_where(trainer)} does not say {name}"
-            yield propose(title, cost=cost, evidence=evidence, **told(trainer, {name: value}))
-
-    return rule
+ARGUMENTS = {
+    ("recompute", "transformers"): ("gradient_checkpointing", "True", ()),
+    ("bfloat16", "transformers"): ("bf16", "True", ("fp16", "bf16_full_eval", "fp16_full_eval")),
+    ("bfloat16", "lightning"): ("precision", '"bf16-mixed"', ()),
+    ("adafactor", "transformers"): ("optim", '"adafactor"', ()),
+}
+"""What libraries' trainers are told, with the arguments that have something to say of the same."""
 
 
-_BF16 = "Compute the forward pass in bfloat16", "three digits of precision in the products"
-SWITCHES = (
-    _switch("gradient_checkpointing=True", "Recompute activations in backward instead of keeping them",
-            "a step takes about a fifth longer"),
-    _switch("bf16=True", *_BF16, unless=("fp16", "bf16_full_eval", "fp16_full_eval")),
-    _switch('precision="bf16-mixed"', *_BF16, library="lightning"),
-)  # fmt: skip
-adafactor = _switch(
-    'optim="adafactor"', "Replace AdamW by Adafactor", "another optimizer: tune the learning rate again"
-)
+def argument(facts: Facts, remedy: str) -> dict[str, Any]:
+    """Return the edit that tells a trainer an argument, with the evidence; nothing where it is told already."""
+    trainer = facts.trainer
+    if trainer is None or (remedy, trainer.library) not in ARGUMENTS or _evaluates(facts) or facts.memory != "device":
+        return {}
+    name, value, unless = ARGUMENTS[remedy, trainer.library]
+    if any(keyword(trainer.call, each) is not None for each in (name, *unless)):
+        return {}
+    return {"evidence": f"{_where(trainer)} does not say {name}", **told(trainer, {name: value})}
 
 
 def batch(facts: Facts) -> Iterator[Choice]:

@@ -40,14 +40,12 @@ class Region:
 
 
 def find(facts: Facts) -> Region | None:
-    """Return the forward pass that failed, or whose backward failed, where a text shows it."""
+    """Return the forward pass that failed, or whose backward failed: the one that a text shows backward of, if any."""
+    found = list[Region]()
     for text in reversed(facts.texts):
         lines = [text.line, facts.line] if text.cell == "" else [text.line]
-        for line in filter(None, lines):
-            found = _around(facts, text, line)
-            if found is not None:
-                return found
-    return None
+        found += [each for line in filter(None, lines) if (each := _around(facts, text, line)) is not None]
+    return next((each for each in found if each.backward is not None), found[0] if found else None)
 
 
 def _around(facts: Facts, text: CellText, line: int) -> Region | None:

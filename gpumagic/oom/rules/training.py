@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gpumagic.oom.report import Advice
+from gpumagic.oom.rules import loops
 from gpumagic.oom.rules.facts import Facts, Model, Optimizer
 from gpumagic.oom.rules.proposal import Remedy, backend, calls, does, failed, find, loop_around, prepare, propose
 from gpumagic.report.units import LARGE, size
@@ -37,6 +38,11 @@ def one_by_one(facts: Facts) -> Iterator[Advice]:
 
 def leaner(facts: Facts) -> Iterator[Advice]:
     """Use an optimizer with less state, where Adam's is what does not fit: the least intrusive first."""
+    if facts.trainer is not None and facts.trainer.library == "transformers":
+        edit = loops.argument(facts, "adafactor")
+        title, cost = "Replace AdamW by Adafactor", "another optimizer: tune the learning rate again"
+        yield from [propose(title, cost=cost, **edit)] if edit else []
+        return
     found = next((each for each in facts.optimizers if each.kind in ADAMS), None)
     if found is None or 2 * found.nbytes < LARGE or facts.stage not in ("step", "forward", "backward"):
         return
@@ -83,6 +89,11 @@ def _autocast(facts: Facts) -> str:
 
 def mixed(facts: Facts) -> Iterator[Advice]:
     """Run the forward pass in bfloat16 where the model is float32 and nothing else says so."""
+    title, cost = "Compute the forward pass in bfloat16", "three digits of precision in the products"
+    if facts.trainer is not None:
+        edit = loops.argument(facts, "bfloat16")
+        yield from [propose(title, cost=cost, **edit)] if edit else []
+        return
     full = [model for model in facts.models if 2 * model.float32_nbytes > model.nbytes]
     is_on = facts.cell is None or facts.cell.autocasts or facts.autocast
     if is_on or facts.stage not in ("forward", "backward", "other"):
@@ -91,10 +102,10 @@ def mixed(facts: Facts) -> Iterator[Advice]:
         region = find(facts)
         changes = region.text.wrap(region.computed, _autocast(facts)) if region is not None else ()
         yield propose(
-            "Compute the forward pass in bfloat16",
+            title, cost=cost,
             **({"text": region.text, "changes": changes} if region and changes else {"edit": _autocast(facts)}),
             evidence=f"{full[0].name} has {size(full[0].float32_nbytes)} of float32 parameters, the cell uses no "
-            "autocast; activations shrink, parameters do not", cost="three digits of precision in the products",
+            "autocast; activations shrink, parameters do not",
         )  # fmt: skip
     for text, statement in failed(facts) if not full else ():
         product = statement.value if isinstance(statement, ast.Assign) else None
@@ -147,14 +158,26 @@ for b in {blocks}:
 
 def checkpoint(facts: Facts) -> Iterator[Advice]:
     """Recompute activations in backward, where a training cell spends its memory on them."""
-    if not facts.trains or facts.stage not in ("forward", "backward") or "checkpoint" in facts.functions:
-        return
-    models = [model for model in facts.models if model.training and not model.checkpoints]
-    edit = next(filter(None, (_switch(facts, model) for model in models)), None)
-    if edit is not None:
+    edit = loops.argument(facts, "recompute")
+    if not edit and facts.trains and facts.stage in ("forward", "backward") and "checkpoint" not in facts.functions:
+        models = [model for model in facts.models if not model.checkpoints]
+        edit = next(filter(None, (_switch(facts, model) for model in models)), {})
+        held = f"{size(facts.transient)} of what was in use was held by graphs and frames only"
+        edit = {"evidence": held, **edit} if edit else {}
+    if edit:
+        title, cost = "Recompute activations in backward instead of keeping them", "a step takes about a fifth longer"
+        yield propose(title, cost=cost, **edit)
+
+
+def on_the_host(facts: Facts) -> Iterator[Advice]:
+    """Keep what backward needs in the host's memory."""
+    region = find(facts) if facts.trains and facts.stage in ("forward", "backward") else None
+    if region is not None and region.backward is not None:
         yield propose(
-            "Recompute activations in backward instead of keeping them", cost="a step takes about a fifth longer",
-            evidence=f"{size(facts.transient)} of what was in use was held by graphs and frames only", **edit,
+            "Keep activations in the host's memory until backward", text=region.text,
+            changes=region.text.wrap(region.computed, "with torch.autograd.graph.save_on_cpu():"),
+            evidence=f"{size(facts.transient)} of what was in use was held by graphs and frames only",
+            cost="each activation is copied to the host and back, which takes longer than to compute it",
         )  # fmt: skip
 
 
@@ -177,6 +200,7 @@ def settings(facts: Facts) -> Iterator[Advice]:
 
 
 def _switch(facts: Facts, model: Model) -> dict[str, Any]:
+    """Return the edit that has a model recompute its activations, or a large part of them."""
     methods = [each for each in model.methods if "checkpointing" in each]
     if model.checkpoints is False and methods:
         return prepare(facts, model.name, f"{model.name}.{methods[0]}()")
