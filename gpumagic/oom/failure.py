@@ -268,8 +268,14 @@ def _collected(value: Any, device: str) -> Collected | None:
         return None
     return Collected(
         len(facts), sum(fact.nbytes for fact in facts), sum(fact.graph for fact in facts),
-        not any(fact.shape for fact in facts), is_of_records=bool(records) and type(records[0]) is not list,
+        not any(fact.shape for fact in facts), is_dict=type(value) is dict,
+        member=_kind_of_record(records[0]) if records else "tensor",
     )  # fmt: skip
+
+
+def _kind_of_record(record: Any) -> str:
+    is_plain = type(record) in (list, tuple, dict)
+    return type(record).__name__ if is_plain else "named tuple" if hasattr(type(record), "_make") else "tuple"
 
 
 def _parts(record: Any) -> Iterable[Any]:

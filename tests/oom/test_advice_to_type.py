@@ -5,6 +5,7 @@ What a cell computes with the lines is what it computed without them, on the CPU
 
 from __future__ import annotations
 
+from collections import deque, namedtuple
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import batch, collected, kept, parts, training
 from gpumagic.oom.rules.facts import Facts, Loader, Model, Optimizer, TensorFact
 from gpumagic.oom.rules.proposal import Choice
+from gpumagic.report.base import Holder
 from gpumagic.source import cell_code
 from gpumagic.source import text as texts
 from gpumagic.source.cell_code import BatchSize
@@ -325,3 +327,28 @@ def test_what_helps_an_optimizers_step_comes_in_the_order_of_what_it_changes() -
     found = replace(facts(code, 2), device="cuda:0", optimizers=(adam,), line=2, functions=frozenset({"_init_group"}))
     titles = [each.title for each in training.leaner(found)]
     assert titles == ["Replace AdamW by Adafactor", "Replace AdamW by SGD"]
+
+
+Pair = namedtuple("Pair", "x n")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: [x, x + 1], lambda x: deque([x], maxlen=3), lambda x: {"a": x}, lambda x: [(x, 1), (x, 2)],
+        lambda x: deque([Pair(x, "n")], maxlen=3), lambda x: [{"x": x, "n": 1}], lambda x: {"a": [x, x], "b": [x]},
+    ],
+)  # fmt: skip
+def test_what_a_collection_holds_already_goes_to_the_host_and_stays_what_it_was(two_devices, make) -> None:
+    device = two_devices[0]
+    kept = make(torch.ones(MIB, device=device))
+    collections = failure._collections({"kept": kept}, device)
+    code = "for step in range(3):\n    batch = torch.stack([each[0] for each in random.sample(kept, 2)])"
+    found = replace(
+        facts(code, 2, collections=collections, kept=(Holder("kept", device, 8 * MIB, "list"),)), device=device
+    )
+    names = {"kept": kept, "torch": torch}
+    exec(only(collected.results(found)).first, names)
+    expected = make(torch.ones(MIB))
+    assert (type(kept), getattr(kept, "maxlen", None)) == (type(expected), getattr(expected, "maxlen", None))
+    assert str(kept) == str(expected)

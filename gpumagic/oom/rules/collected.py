@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.expressions import match
-from gpumagic.oom.rules.facts import Facts
+from gpumagic.oom.rules.facts import Collection, Facts
 from gpumagic.oom.rules.proposal import bracketed, called_models, failed, loop_around, propose
 from gpumagic.report.units import LARGE, count, size
 from gpumagic.source.text import CellText, Change, called_name, names_in
@@ -76,7 +76,7 @@ def results(facts: Facts) -> Iterator[Advice]:
                 *(text.replace(value, f"{bracketed(text, value)}{to_host}") for value in values),
                 *(text.append(call, back) for call in joined),
             ],
-            first=_MOVED.format(place=place) if _is_there(facts, target) and not held.graphs else None,
+            first=_moved(place, held) if _is_there(facts, target) and not held.graphs else None,
             evidence=f"{place} holds {count(held.tensors, 'tensor')} with {size(held.nbytes)}"
             + (", more with every pass" if values else ""),
             cost="a copy in each pass" + ("" if joined else f"; what uses {place} finds it on the CPU"),
@@ -164,8 +164,20 @@ def _root(place: str) -> str:
     return re.split(r"\W", place, maxsplit=1)[0]
 
 
-_MOVED = "{place} = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, {place})"
-"""Code that moves to the host what a collection holds, records or not."""
+_HOST = "part.cpu() if torch.is_tensor(part) else part"
+_ON_THE_HOST = {
+    "tensor": "each.cpu()", "list": f"[{_HOST} for part in each]", "tuple": f"tuple({_HOST} for part in each)",
+    "named tuple": f"each._make({_HOST} for part in each)", "dict": f"{{name: {_HOST} for name, part in each.items()}}",
+}  # fmt: skip
+"""Code for a member of a collection with its tensors in the host's memory, by what the member is."""
+
+
+def _moved(place: str, held: Collection) -> str:
+    """Return the code that moves what a collection holds already to the host."""
+    members = f"{place}.items()" if held.is_dict else f"enumerate({place})"
+    return f"for key, each in {members}:\n    {place}[key] = {_ON_THE_HOST[held.member]}"
+
+
 _JOINS = ("stack", "cat", "concat")
 
 

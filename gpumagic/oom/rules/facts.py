@@ -58,8 +58,14 @@ class Collection:
     """Whether each is a single number."""
     place: str = ""
     """Where an object has it, ``"memory.records"``; empty where the name is the collection's own."""
-    is_of_records: bool = False
-    """Whether each is a tuple or a dict with tensors."""
+    is_dict: bool = False
+    member: str = "tensor"
+    """What each is: a ``"tensor"``, or a ``"list"``, ``"tuple"``, ``"named tuple"`` or ``"dict"`` of tensors and more."""
+
+    @property
+    def is_of_records(self) -> bool:
+        """Whether each is a tuple or a dict with tensors."""
+        return self.member not in ("tensor", "list")
 
 
 SAVING_METHODS = (
