@@ -10,6 +10,7 @@ from types import CodeType, FrameType
 
 from gpumagic.dryrun.worker.guesses import THREAD, Key
 from gpumagic.memory.ledger import Place
+from gpumagic.source.frames import module_of, stack
 from gpumagic.source.text import span_at
 
 Location = tuple[str, str, int]
@@ -95,20 +96,12 @@ class Lines:
 
 def _calling() -> FrameType | None:
     """Return the innermost frame of what is neither this package nor torch's way to an operator."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
-        frame = frame.f_back
-    return frame
+    return next((each for each in stack(sys._getframe(1)) if not module_of(each).startswith(_BETWEEN)), None)
 
 
 def runs_in(*prefixes: str) -> bool:
     """Return whether a module whose name begins like this is running, in this thread."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(prefixes):
-            return True
-        frame = frame.f_back
-    return False
+    return any(module_of(each).startswith(prefixes) for each in stack(sys._getframe(1)))
 
 
 COMPILERS = ("torch._inductor.runtime.", "torch._inductor.select_algorithm", "triton.")

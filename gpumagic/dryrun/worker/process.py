@@ -191,7 +191,7 @@ def run_each(requests: Sequence[dict[str, Any]], serve: Serve, notebook: Connect
                 private = [each.answers for each in running.values()] + ([] if notebook is None else [notebook])
                 running[which] = _Fork(request, serve, [each.fileno() for each in private])
             ready = _wait(running.values(), notebook, math.inf if free is None else _LOOKS)
-            taken = {which: fork.taken() for which, fork in running.items()} if free is not None else {}
+            taken = {which: fork.taken() for which, fork in running.items()}
             too_large = max(taken, key=taken.__getitem__) if sum(taken.values()) > most else None
             for which, fork in list(running.items()):
                 if fork.answers in ready:

@@ -142,11 +142,8 @@ class Run:
             self.passes.sample(*self.allocated())
 
     def out_of_time(self, frame: types.FrameType | None) -> None:
-        """Tell how far it came."""
-        self.stop(lines_of(traceback.extract_stack(frame)))
-
-    def stop(self, running: list[File]) -> None:
         """Send what is known so far."""
+        running = lines_of(traceback.extract_stack(frame))
         seconds = self.request["time_limit"]
         self.unknown.setdefault(f"what the cell needs later: it was run for {seconds:g} s and not to its end")
         flat = self.passes.flat(self.allocated()[0])

@@ -8,6 +8,7 @@ machine's kernel's business (`box`); where that cannot be asked, Python's audit 
 from __future__ import annotations
 
 import builtins
+import functools
 import io
 import os
 import re
@@ -219,19 +220,15 @@ def _write_nowhere(note: Callable[[str], object]) -> None:
     def save(_: object, f: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ARG001  # torch.save's own
         note(f"writes the file {f!s}" if isinstance(f, str | os.PathLike) else "writes with torch.save")
 
+    def skip(name: str, /, *args: Any, **_: Any) -> None:
+        note(f"calls {name}({', '.join(map(str, args[:2]))})")
+
     builtins.open = io.open = open_
     for module, names in _SKIPPED.items():
         for name in names:
             if hasattr(module, name):
-                setattr(module, name, _skipped(f"{module.__name__}.{name}", note))
+                setattr(module, name, functools.partial(skip, f"{module.__name__}.{name}"))
     torch.save = save  # torch's own writer is C++, which no hook of Python's sees
-
-
-def _skipped(name: str, note: Callable[[str], object]) -> Callable[..., None]:
-    def skip(*args: Any, **_: Any) -> None:
-        note(f"calls {name}({', '.join(str(each) for each in args[:2])})")
-
-    return skip
 
 
 _REFUSED_HERE = frozenset({"os.fork", "os.forkpty", "os.system"})

@@ -240,11 +240,7 @@ def _block(rule: Rule) -> list[tuple[int, int, int, int]]:
     if rule.argument is None:
         return [(_RETURN, 0, 0, rule.answer)]
     load = (_LOAD, 0, 0, _ARGUMENTS + 8 * rule.argument)
-    if rule.flags:
-        return [load, (_ANY_BIT, 0, 1, rule.flags), (_RETURN, 0, 0, rule.answer), (_RETURN, 0, 0, ALLOW)]
-    values, otherwise, on_match = rule.allowed, rule.answer, ALLOW
-    if rule.values:
-        values, otherwise, on_match = rule.values, ALLOW, rule.answer
-    count = len(values)
-    tests = [(_EQUAL, count - place, 0, value & 0xFFFFFFFF) for place, value in enumerate(values)]
+    refused, jump = rule.values or ([rule.flags] if rule.flags else []), _ANY_BIT if rule.flags else _EQUAL
+    values, on_match, otherwise = (refused, rule.answer, ALLOW) if refused else (rule.allowed, ALLOW, rule.answer)
+    tests = [(jump, len(values) - place, 0, value & 0xFFFFFFFF) for place, value in enumerate(values)]
     return [load, *tests, (_RETURN, 0, 0, otherwise), (_RETURN, 0, 0, on_match)]
