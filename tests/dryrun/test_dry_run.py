@@ -389,6 +389,21 @@ def test_data_loaders_need_no_worker_processes_and_no_pinned_memory(notebook) ->
     assert any("without worker processes" in each for each in report.assumed)
 
 
+STREAM = """
+from torch.utils.data import DataLoader, IterableDataset
+class Numbers(IterableDataset):
+    def __iter__(self):
+        yield from range(64)
+loader = DataLoader(Numbers(), 8, num_workers=2, persistent_workers=True)
+kept = [each.to("simgpu:0") for _ in range(3) for each in loader]
+"""
+
+
+def test_a_stream_of_workers_that_stay_begins_anew_in_each_epoch(notebook) -> None:
+    before = needed(gpumagic.dry_run("pass", notebook))
+    assert needed(gpumagic.dry_run(STREAM, notebook)) - before == 3 * 8 * 512
+
+
 def test_weights_are_loaded_onto_the_device(notebook, tmp_path) -> None:
     torch.save({"w": torch.zeros(1000, 1000)}, tmp_path / "w.pt")
     report = gpumagic.dry_run(f"state = torch.load({str(tmp_path / 'w.pt')!r}, map_location='simgpu:0')", notebook)

@@ -80,7 +80,7 @@ def _refusal(sentence: str) -> Callable[..., NoReturn]:
 
 
 _OF_WORKERS = {
-    "num_workers": 0, "prefetch_factor": None, "pin_memory": False, "timeout": 0,
+    "num_workers": 0, "prefetch_factor": None, "pin_memory": False, "timeout": 0, "persistent_workers": False,
     "_DataLoader__multiprocessing_context": None,
 }  # fmt: skip
 """The attributes of a data loader that start processes or threads, as they are where none are."""
@@ -88,7 +88,7 @@ _OF_WORKERS = {
 
 def load_in_this_process(assume: Callable[[str], object]) -> None:
     """Let data loaders start no worker processes; a dataset that asks is told that it is in the only one."""
-    make, worker = DataLoader._get_iterator, torch.utils.data._utils.worker
+    begin, worker = DataLoader.__iter__, torch.utils.data._utils.worker
 
     def iterate(loader: Any) -> Any:
         worker._worker_info = None
@@ -96,14 +96,11 @@ def load_in_this_process(assume: Callable[[str], object]) -> None:
             assume("data loaders are run without worker processes")
             if isinstance(loader.dataset, IterableDataset):
                 worker._worker_info = worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=loader.dataset)
-        before = {name: vars(loader).get(name) for name in _OF_WORKERS}
-        vars(loader).update(_OF_WORKERS)
-        try:
-            return make(loader)
-        finally:
-            vars(loader).update(before)
+        plain = object.__new__(type(loader))
+        vars(plain).update({**vars(loader), **_OF_WORKERS})
+        return begin(plain)
 
-    DataLoader._get_iterator = iterate
+    DataLoader.__iter__ = iterate
 
 
 _QUIET = frozenset({"matplotlib", "config", "load_ext", "reload_ext", "autoreload", "pip", "conda", "precision",
