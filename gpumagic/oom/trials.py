@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import signal
 import threading
@@ -248,7 +249,8 @@ class Trials:
         ranks = None if number is None else Ranks(number, number)
         if ranks is not None:  # other processes, which have nothing of what the failed cell left
             names = {name: value for name, value in names.items() if name not in self._facts.residue}
-        script, target = script_of(self._code(edits)), targets.choose(self._device, None, gpu, ranks)
+        before, cell = self._code(edits)
+        script, target = script_of("\n".join([*before, cell])), targets.choose(self._device, None, gpu, ranks)
         left = min(self._left_seconds(), self._left_seconds() if until is None else until - time.monotonic())
         try:
             self._is_running, began = True, time.monotonic()
@@ -258,10 +260,10 @@ class Trials:
         self.took = time.monotonic() - began
         if self._until is None:  # the worker's start does not count
             self._until = time.monotonic() + self._seconds
-        return report
+        return _of_the_cell(report, len(before))
 
-    def _code(self, edits: Sequence[Advice]) -> str:
-        """Return what a user would run who follows the advice: other cells again, what comes first, the cell."""
+    def _code(self, edits: Sequence[Advice]) -> tuple[list[str], str]:
+        """Return the lines that a user who follows the advice runs first, those of other cells included, and the cell."""
         changes = [change for each in edits for change in each.changes]
         others = [
             apply_changes(changes, self._texts[cell], cell) for cell in sorted({each.cell for each in changes} - {""})
@@ -270,7 +272,7 @@ class Trials:
         is_here = not any(each.ranks for each in edits)
         first = _XDEL.sub(_UNBIND, cleared(said, self._facts) or "") if is_here else said
         cell = _ONDEVICE.sub(_on_device, _OOMGUARD.sub("", apply_changes(changes, self._source), count=1))
-        return "\n".join(filter(None, (*others, first, cell)))
+        return [line for each in (*others, first) for line in each.splitlines()], cell
 
     def _trial(self, report: DryRunReport) -> EditTrial:
         found, deciding = self._of_device(report), report.device or self._device
@@ -343,6 +345,26 @@ def _usual(choice: Choice, value: int, *, is_finished: bool) -> int:
 def _made(choice: Choice, number: int, *, is_finished: bool) -> Advice:
     finished = choice.finish(number) if is_finished and choice.finish is not None else None
     return finished or choice.make(number)
+
+
+def _of_the_cell(report: DryRunReport, above: int) -> DryRunReport:
+    """Return a dry run without what stood on a device only until the lines `above` the cell had released it.
+
+    What these lines make themselves counts: whoever follows the advice needs that as well.
+    """
+    devices, breakdown = [], report.breakdown
+    for each in report.devices:
+        if above and each.peak == each.before:
+            points = [point for point in report.timeline if point.device == each.device]
+            later = list(itertools.dropwhile(lambda point: (point.line or 0) <= above, points))
+            begins = points[len(points) - len(later) - 1].allocated
+            rows = (row.peak for row in report.lines if row.device == each.device and row.line > above)
+            each = each._replace(peak=max((begins, *rows, *(point.allocated for point in later))))  # noqa: PLW2901
+            if each.device == report.device:
+                breakdown = next((point.parts for point in later if point.allocated == each.peak), {})
+        devices.append(each)
+    peaks = {each.device: each.peak for each in devices}
+    return replace(report, devices=tuple(devices), peak=peaks, breakdown=breakdown)
 
 
 def near_size(number: int) -> int:

@@ -57,6 +57,22 @@ def test_graphs_that_the_failed_cell_has_left_are_not_counted_twice(report_of) -
     assert all(each.first.startswith("del out") for each in report.advice if each.changes)
 
 
+def test_what_is_deleted_before_the_cell_does_not_count_in_what_it_needs(report_of) -> None:
+    """The peak of such a dry run is what stands before the deletion; the cell itself needs less."""
+    first = report_of(
+        "old = torch.ones(40 << 20, device='simgpu:0')", "x = torch.ones(30 << 20, device='simgpu:0')"
+    ).advice[0]  # fmt: skip
+    assert first.first == "del old"
+    assert (first.trial.fits, first.trial.needs, first.trial.saves) == (True, 120 * MIB, 160 * MIB)
+
+
+def test_what_the_failed_cell_has_left_does_not_count_in_what_an_edit_needs(report_of) -> None:
+    report = report_of("made = []\nfor _ in range(9):\n    made.append(torch.ones(8 << 20, device='simgpu:0'))")
+    assert report.allocated_after > 200 * MIB
+    needs = {each.title: each.trial.needs for each in report.advice if each.covers}
+    assert needs["Collect made in the host's memory"] == 32 * MIB
+
+
 NINE_CHUNKS = """
 def fill(device):
     free, total = torch.accelerator.get_memory_info(device)
