@@ -222,7 +222,7 @@ class Trials:
                 report = dry_run(max(1, number))
                 if report.fits is not False or report.error is not None:
                     break
-            if report.fits or (report.fits is None and not is_finished):
+            if report.error is None and (report.fits or (report.fits is None and not is_finished)):
                 fitting.search(dry_run, choice.name, choice.now, known=runs)
         except (Exception, KeyboardInterrupt) as error:  # what was found by then counts
             self._stop_if_over(error)

@@ -48,6 +48,15 @@ def find(facts: Facts) -> Region | None:
     return next((each for each in found if each.backward is not None), found[0] if found else None)
 
 
+def in_a_pass(facts: Facts) -> bool:
+    """Return whether it failed in a forward or a backward pass, or where a loss is computed of what a model returned."""
+    if facts.stage != "other" or not facts.trains or "step" in facts.functions:
+        return facts.stage in ("forward", "backward")
+    region = find(facts)
+    forward = region.forward if region is not None and region.backward is not None else []
+    return any(True for each in forward for _ in called_models(facts, each))
+
+
 def _around(facts: Facts, text: CellText, line: int) -> Region | None:
     statement = _out_of_with(text, text.statement_at(line))
     block = text.block_of(statement) if statement is not None else []

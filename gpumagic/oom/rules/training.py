@@ -11,7 +11,7 @@ from typing import Any
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import loops
 from gpumagic.oom.rules.facts import Facts, Model, Optimizer
-from gpumagic.oom.rules.proposal import Remedy, backend, calls, does, failed, find, loop_around, prepare, propose
+from gpumagic.oom.rules.proposal import Remedy, backend, calls, does, failed, find, in_a_pass, loop_around, prepare, propose
 from gpumagic.report.units import LARGE, size
 from gpumagic.source.text import CellText, keyword
 
@@ -28,7 +28,7 @@ def one_by_one(facts: Facts) -> Iterator[Advice]:
     fused = backend(facts) == "cuda"
     argument = "fused=True" if fused else "foreach=False"
     edit = _switched(facts, adam, kinds[0], argument) if kinds else {"edit": argument} if batched else {}
-    if batched or (edit and facts.trains and facts.stage in ("forward", "backward")):
+    if batched or (edit and facts.trains and in_a_pass(facts)):
         yield propose(
             "Let the optimizer update in place, fused" if fused else "Let the optimizer update one parameter at a time",
             evidence="its step makes copies of all parameters at once",
@@ -44,7 +44,7 @@ def leaner(facts: Facts) -> Iterator[Advice]:
         yield from [propose(title, cost=cost, **edit)] if edit else []
         return
     found = next((each for each in facts.optimizers if each.kind in ADAMS), None)
-    if found is None or 2 * found.nbytes < LARGE or facts.stage not in ("step", "forward", "backward"):
+    if found is None or 2 * found.nbytes < LARGE or not (facts.stage == "step" or in_a_pass(facts)):
         return
     there = f"{size(found.state)} of it is there" if found.state else "none is allocated yet"
     for name, what in (("Adafactor", "another optimizer"), ("SGD", "no state at all, and slower to converge")):
@@ -98,7 +98,7 @@ def mixed(facts: Facts) -> Iterator[Advice]:
     is_on = facts.cell is None or facts.cell.autocasts or facts.autocast
     if is_on or facts.stage not in ("forward", "backward", "other"):
         return
-    if full and facts.stage != "other":
+    if full and in_a_pass(facts):
         region = find(facts)
         changes = region.text.wrap(region.computed, _autocast(facts)) if region is not None else ()
         yield propose(
@@ -159,7 +159,7 @@ for b in {blocks}:
 def checkpoint(facts: Facts) -> Iterator[Advice]:
     """Recompute activations in backward, where a training cell spends its memory on them."""
     edit = loops.argument(facts, "recompute")
-    if not edit and facts.trains and facts.stage in ("forward", "backward") and "checkpoint" not in facts.functions:
+    if not edit and facts.trains and in_a_pass(facts) and "checkpoint" not in facts.functions:
         models = [model for model in facts.models if not model.checkpoints]
         edit = next(filter(None, (_switch(facts, model) for model in models)), {})
         held = f"{size(facts.transient)} of what was in use was held by graphs and frames only"
@@ -171,7 +171,7 @@ def checkpoint(facts: Facts) -> Iterator[Advice]:
 
 def on_the_host(facts: Facts) -> Iterator[Advice]:
     """Keep what backward needs in the host's memory."""
-    region = find(facts) if facts.trains and facts.stage in ("forward", "backward") else None
+    region = find(facts) if facts.trains and in_a_pass(facts) else None
     if region is not None and region.backward is not None:
         yield propose(
             "Keep activations in the host's memory until backward", text=region.text,
