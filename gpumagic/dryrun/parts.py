@@ -28,8 +28,10 @@ coming: Callable[[StoragePart], contextlib.AbstractContextManager[object]] = lam
 
 blanks: list[Any] = []
 """The memory of fractions that were not sent, which reads as zeros until something is put there."""
-GRAPH = "_dry_run_graph"
-"""The attribute of a tensor that keeps what its graph keeps."""
+GRAPH = "graph"
+"""In a tensor's state, what its graph saved and the leaves that it leads to."""
+gone_back: list[Any] = []
+"""The graphs of earlier cells that a backward pass has gone through."""
 
 
 class CannotDryRun(RuntimeError):
@@ -118,6 +120,13 @@ def make_stream(device: str, number: int, priority: int) -> Any:
     return streams[number]
 
 
+def make_generator(device: str, seed: int) -> Any:
+    """Return a generator of a device, whose numbers are not known."""
+    import torch
+
+    return torch.Generator(device).manual_seed(seed)
+
+
 def make_event(device_type: str) -> Any:
     """Return an event that has been recorded."""
     import torch
@@ -190,25 +199,62 @@ def make_tensor(
     """Return a tensor over its storage."""
     import torch
 
-    kind = getattr(torch, dtype)
     whole = _storage(storage)
-    made = torch.empty(0, dtype=kind, device=whole.device)
-    made = made.set_(whole, geometry[2], geometry[0], geometry[1])
-    if parameter:
-        return torch.nn.Parameter(made, requires_grad=requires_grad)
-    return made.requires_grad_(requires_grad) if requires_grad else made
+    made = torch.empty(0, dtype=getattr(torch, dtype), device=whole.device)
+    return _in_autograd(made.set_(whole, geometry[2], geometry[0], geometry[1]), requires_grad, parameter)
+
+
+def make_sparse(
+    layout: str, components: list[Any], shape: tuple[int, ...], is_coalesced: bool, requires_grad: bool, parameter: bool
+) -> Any:
+    """Return a sparse tensor over its components."""
+    import torch
+
+    if layout == "torch.sparse_coo":
+        made = torch.sparse_coo_tensor(*components, shape, is_coalesced=is_coalesced, check_invariants=False)
+    else:
+        kind = getattr(torch, layout.removeprefix("torch."))
+        made = torch.sparse_compressed_tensor(*components, shape, layout=kind, check_invariants=False)
+    return _in_autograd(made, requires_grad, parameter)
+
+
+def _in_autograd(made: Any, requires_grad: bool, parameter: bool) -> Any:
+    import torch
+
+    return torch.nn.Parameter(made, requires_grad) if parameter else made.requires_grad_(requires_grad)
 
 
 def fill_tensor(tensor: Any, state: dict[str, Any]) -> None:
-    """Give a tensor its gradient and the attributes that the user set."""
-    if isinstance(tensor, Absent):
-        return
-    grad = state.pop("grad", None)
+    """Give a tensor its gradient, the end of its graph, and the attributes that the user set."""
+    graph, grad = state.pop(GRAPH, None), state.pop("grad", None)
+    if graph is not None:
+        _lead_back(tensor, *graph)
     if grad is not None and not isinstance(grad, Absent):
         tensor.grad = grad
-    if GRAPH in state:
-        state[GRAPH] = [make_tensor(part, "uint8", ((part.nbytes,), (1,), 0), False, False) for part in state[GRAPH]]
-    tensor.__dict__.update(state)
+    vars(tensor).update(state)
+
+
+def _lead_back(tensor: Any, saved: list[StoragePart], leaves: list[Any]) -> None:
+    """Put a node behind a tensor for its graph: it keeps what that saved, and gives the leaves gradients."""
+    import torch
+
+    kept = [make_tensor(each, "uint8", ((each.nbytes,), (1,), 0), False, False) for each in saved]
+    leaves = [each for each in leaves if not isinstance(each, Absent)]
+
+    class EarlierGraph(torch.autograd.Function):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, made: Any, *_: Any) -> Any:
+            ctx.mark_dirty(made)
+            ctx.kept = kept
+            return made
+
+        @staticmethod
+        def backward(ctx: Any, *_: Any) -> Any:
+            gone_back.append(ctx.kept)
+            ctx.kept = None
+            return None, *map(torch.zeros_like, leaves)
+
+    EarlierGraph.apply(tensor, *leaves)
 
 
 def _storage(part: StoragePart) -> Any:

@@ -5,9 +5,9 @@ in `SharedMemory`, and what has no room there is assumed to be zeros.
 Functions and classes of the notebook go by value, with the names they use; others by reference, as in pickle. What
 cannot be sent becomes an `Absent`, which says so if the cell touches it. Nothing here changes what it looks at.
 
-A tensor that leads to a graph is sent without it, and backward through it cannot be dry-run; but the storages that
-its nodes saved are sent along, and live in the dry run for as long as the tensor does. Only where they lie in the
-allocator's segments is known: what they leave behind is gaps, and how large those are decides what fits.
+Of a graph that a tensor leads to, its leaves are sent, which get gradients from a backward pass, and the storages that
+its nodes saved, which live in the dry run for as long as the graph would. Only where they lie in the allocator's
+segments is known: what they leave behind is gaps, and how large those are decides what fits.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ import pickle
 import sys
 import types
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from gpumagic.dryrun import parts, sendable
+from gpumagic.dryrun.targets import CUDA, Target
 from gpumagic.heap.kinds import Graphs
+from gpumagic.heap.storages import COMPONENTS
 from gpumagic.memory.allocator import rounded
 from gpumagic.source.frames import names_looked_up
-
-if TYPE_CHECKING:
-    from gpumagic.dryrun.targets import Target
 
 KEPT_CONTENTS = 1 << 20
 """Bytes up to which a CPU tensor's or an array's contents go with the rest."""
@@ -62,7 +61,7 @@ def pack(
     bad: set[str] = set()
     names = [*names, *(sendable.holders(namespace) if target.is_here else ())]
     while True:
-        packed = Payload(namespace, target.backend, Graphs() if target.tells_segments() else None)
+        packed = Payload(namespace, target)
         try:
             failed = packed.fill(names, extra, bad)
         except BaseException:  # Ctrl-C
@@ -88,8 +87,7 @@ class Payload(pickle.Pickler):
 
     Args:
         namespace: the notebook's variables.
-        backend: whose devices the dry run has.
-        graphs: reads what graphs keep; None where that is not sent.
+        target: the devices that the dry run has.
 
     Attributes:
         buffer: the names and their values.
@@ -101,7 +99,7 @@ class Payload(pickle.Pickler):
         shared: what the worker maps while it dry-runs.
     """
 
-    def __init__(self, namespace: Mapping[str, Any], backend: str, graphs: Graphs | None) -> None:
+    def __init__(self, namespace: Mapping[str, Any], target: Target) -> None:
         self.buffer = io.BytesIO()
         super().__init__(self.buffer, protocol=5)
         self.device_bytes: Counter[str] = Counter()
@@ -110,7 +108,8 @@ class Payload(pickle.Pickler):
         self.notes: list[str] = []
         self.files: set[str] = set()
         self.shared = parts.SharedMemory()
-        self._graphs, self._backend = graphs, backend
+        self._backend, self._has_sparse = target.backend, target.engine == CUDA
+        self._graphs, self._keeps_graphs = Graphs(), target.tells_segments()
         self._todo: list[tuple[int, str]] = []
         self._done: set[tuple[int, str]] = set()
         self._storages: dict[int, parts.StoragePart] = {}
@@ -186,44 +185,52 @@ class Payload(pickle.Pickler):
         return _undisturbed(obj, reduced)
 
     def _tensor(self, torch: Any, tensor: Any) -> Any:
-        kind = type(tensor)
+        kind, layout, device = type(tensor), str(tensor.layout), tensor.device.type
         if torch.nn.parameter.is_lazy(tensor):  # of a lazy module that has not run: no storage, and few methods
             return kind, (tensor.requires_grad, str(tensor.device), tensor.dtype), dict(vars(tensor)) or None
-        if tensor.device.type not in {self._backend, "cpu", "meta"}:
+        if device not in {self._backend, "cpu", "meta"}:
             return parts.Absent, (f"a tensor on {tensor.device} (make it on {self._backend} in the cell)",)
-        if kind not in {torch.Tensor, torch.nn.Parameter} or tensor.layout != torch.strided or tensor.is_quantized:
-            return parts.Absent, (f"a tensor of the kind {kind.__name__} with layout {tensor.layout}",)
+        is_sparse = layout in COMPONENTS and (device == "cpu" or self._has_sparse)
+        is_plain = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested)
+        if kind not in {torch.Tensor, torch.nn.Parameter} or not (is_plain or is_sparse):
+            return parts.Absent, (f"a tensor of the kind {kind.__name__} with layout {layout}",)
         if torch._is_functional_tensor(tensor) or tensor.is_conj() or tensor.is_neg():
             return parts.Absent, ("a lazily conjugated or functional tensor",)
-        if not tensor.is_leaf:
-            kept = "" if self._graphs is None else " as long as the tensor"
-            why = f"dry-run without that graph, whose memory stays in use{kept}"
-            self.notes.append(f"a tensor with a graph from an earlier cell is {why}")
-        is_whole = not (tensor.is_floating_point() or tensor.is_complex())
-        storage = self._storage(tensor.untyped_storage(), is_whole)
-        geometry = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
         state = dict(vars(tensor))
-        if tensor.is_leaf and tensor.grad is not None:
-            state["grad"] = tensor.grad
-            if tensor.grad.layout != torch.strided:
-                self.notes.append("what a sparse gradient from an earlier cell leads to: it is left out")
         if not tensor.is_leaf:
-            saved = [self._storage(each, is_whole=False) for each in self._saved(torch, tensor)]
-            state |= {parts.GRAPH: saved} if saved else {}
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        arguments = (storage, dtype, geometry, tensor.requires_grad, kind is torch.nn.Parameter)
+            state[parts.GRAPH] = self._graph(torch, tensor)
+        elif tensor.grad is not None:
+            state["grad"] = tensor.grad
+        autograd = (tensor.is_leaf and tensor.requires_grad, kind is torch.nn.Parameter)
+        make: Any = parts.make_sparse
+        arguments: tuple[Any, ...]
+        if is_sparse:
+            bare = tensor.detach()
+            components = [getattr(bare, name)() for name in COMPONENTS[layout]]
+            is_coalesced = layout == "torch.sparse_coo" and tensor.is_coalesced()
+            arguments = (layout, components, tuple(tensor.shape), is_coalesced, *autograd)
+        else:
+            is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+            geometry = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+            storage, dtype = self._storage(tensor.untyped_storage(), is_whole), str(tensor.dtype).removeprefix("torch.")
+            make, arguments = parts.make_tensor, (storage, dtype, geometry, *autograd)
         self._held += [state, arguments]
-        return parts.make_tensor, arguments, state or None, None, None, parts.fill_tensor if state else None
+        return make, arguments, state or None, None, None, parts.fill_tensor if state else None
 
-    def _saved(self, torch: Any, tensor: Any) -> Iterator[Any]:
-        """Yield the storages on the tensor's device that its graph keeps; a node that several share is read once."""
-        graph = None if self._graphs is None or tensor.device.type == "cpu" else self._graphs.walk(tensor.grad_fn)
-        for each in graph or ():
-            is_plain = each.layout == torch.strided and not torch._is_functional_tensor(each)
-            if each.device == tensor.device and is_plain:
-                yield each.untyped_storage()
+    def _graph(self, torch: Any, tensor: Any) -> tuple[list[parts.StoragePart], list[Any]]:
+        """Return the storages on the tensor's device that its graph keeps, where that is known, and its leaves."""
+        found = self._graphs.walk(tensor.grad_fn) or ()
+        leaves = {id(each): each for each in found if each.is_leaf and each.requires_grad}
+        saved = [
+            self._storage(each.untyped_storage())
+            for each in found if self._keeps_graphs and each.device == tensor.device and id(each) not in leaves
+            and each.device.type != "cpu" and each.layout == torch.strided and not torch._is_functional_tensor(each)
+        ]  # fmt: skip
+        if tensor.device.type != "cpu" and not self._keeps_graphs:
+            self.notes.append("when memory of graphs of earlier cells is freed: all of it stays in use")
+        return saved, list(leaves.values())
 
-    def _storage(self, storage: Any, is_whole: bool) -> parts.StoragePart:
+    def _storage(self, storage: Any, is_whole: bool = False) -> parts.StoragePart:
         key = storage._cdata
         if key not in self._storages:
             device, nbytes = str(storage.device), storage.nbytes()

@@ -23,7 +23,14 @@ def _cell(cell: types.CellType) -> Any:
     return types.CellType, (), contents, None, None, parts.fill_cell
 
 
+def _is_general(obj: Any) -> bool:
+    """Return whether a stream or an event is torch's of any accelerator, of one that has no class of its own."""
+    return type(obj).__module__ == "torch" and obj.device.type not in {"cuda", "xpu", "mps"}
+
+
 def _stream(stream: Any) -> Any:
+    if _is_general(stream):
+        return type(stream), (str(stream.device),)
     number = getattr(stream, f"{stream.device.type}_stream", stream.stream_id)
     return parts.make_stream, (str(stream.device), int(number), int(getattr(stream, "priority", 0)))
 
@@ -78,7 +85,12 @@ _BY_BASE: dict[str, Callable[[Any], Any]] = {
     "concurrent.futures.thread.ThreadPoolExecutor": lambda obj: (type(obj), (obj._max_workers,)),
     "skorch.net.NeuralNet": _as_it_is,
     "torch.Stream": _stream,
-    "torch.Event": lambda obj: (parts.make_event, (obj.device.type,)),
+    "torch.Event": lambda obj: (
+        (type(obj), (str(obj.device),)) if _is_general(obj) else (parts.make_event, (obj.device.type,))
+    ),
+    "torch._C.Generator": lambda obj: (
+        None if obj.device.type == "cpu" else (parts.make_generator, (str(obj.device), obj.initial_seed()))
+    ),
     "torch.utils.data.dataloader._BaseDataLoaderIter": _loader_iterator,
 }
 """The same by the name of a class, for objects of classes that are made of it."""

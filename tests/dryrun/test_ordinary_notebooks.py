@@ -3,102 +3,237 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from stages import sample
 
 import gpumagic
+from gpumagic.dryrun import targets
 
-EARLIER = {
-    "a module that raises KeyError for what it has not": (
-        """
-        class Odd(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.inner = torch.nn.Linear(8, 8)
-            def __getattr__(self, name):
-                return self.__dict__["_modules"][name]
-        odd = Odd().to(DEVICE)
-        """,
-        "y = odd.inner(torch.ones(4, 8, device=DEVICE)) + x[:4, :8]",
-    ),
-    "an object that asks itself for what it has not": (
-        """
-        class Wrapper:
-            def __init__(self, inner):
-                self.inner = inner
-            def __getattr__(self, name):
-                return getattr(self.inner, name)
-        wrapped = Wrapper(torch.nn.Linear(8, 8).to(DEVICE))
-        """,
-        "y = wrapped.forward(torch.ones(4, 8, device=DEVICE)) + x[:4, :8]",
-    ),
-    "a file that is written": (
-        "log = open(FOLDER / 'log.txt', 'w')",
-        "y = x * 2\nlog.write('done')\nprint('done', file=log)\nlog.flush()",
-    ),
-    "a logger with a file": (
-        """
-        import logging
-        handler = logging.FileHandler(FOLDER / "run.log")
-        logger = logging.getLogger("run")
-        logger.addHandler(handler)
-        """,
-        "y = x * 2\nlogger.warning('loss %s', 1.0)\nhandler.flush()",
-    ),
-    "an object that has a file": (
-        """
-        import csv
-        class Table:
-            def __init__(self):
-                self.file = open(FOLDER / "table.csv", "w")
-                self.writer = csv.writer(self.file)
-            def add(self, *row):
-                self.writer.writerow(row)
-                self.file.flush()
-        table = Table()
-        """,
-        "y = x * 2\ntable.add(1, 2)",
-    ),
-    "a database": (
-        """
-        import sqlite3
-        database = sqlite3.connect(FOLDER / "runs.db")
-        database.execute("create table runs (loss real)")
-        """,
-        "y = x * 2\nwith database:\n    database.execute('insert into runs values (1.0)')",
-    ),
-    "a generator that is not used": ("numbers = (each * 2 for each in range(3))", "kept = [numbers, x * 2]"),
-    "locks": (
-        """
-        import threading, queue
-        lock, again = threading.Lock(), threading.RLock()
-        ready, todo = threading.Event(), queue.Queue()
-        """,
-        "with lock, again:\n    y = x * 2\nready.set()\ntodo.put(y)",
-    ),
-    "a pool of threads": (
-        "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(2)\npool.submit(int).result()",
-        "y = x * 2\nsizes = list(pool.map(lambda part: part.nbytes, x.chunk(2)))\nassert sum(sizes) == x.nbytes",
-    ),
-    "a loader's iterator": (
-        """
-        from torch.utils.data import DataLoader, TensorDataset
-        batches = iter(DataLoader(TensorDataset(torch.ones(64, 256)), batch_size=16))
-        next(batches)
-        """,
-        "(batch,) = next(batches)\ny = batch.to(DEVICE) * 2",
-    ),
-    "a sparse matrix": (
-        "graph = torch.eye(64).to_sparse().coalesce()\nrows = torch.eye(64).to_sparse_csr()",
-        "y = x * 2\nkept = graph, rows",
-    ),
-    "a text in memory": ("import io\ntext = io.StringIO('1000')", "y = x[:int(text.read())] + 1"),
-    "a thread": (
-        "import threading\nthread = threading.Thread(target=int)\nthread.start()",
-        "thread.join()\ny = x * 2",
-    ),
-}  # fmt: skip
+NOTEBOOK = """
+import asyncio, contextlib, copy, csv, io, logging, queue, sqlite3, tempfile, threading
+from concurrent.futures import ThreadPoolExecutor
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
+
+torch.manual_seed(0)
+x = torch.randn(1024, 256, device=DEVICE)
+model = nn.Sequential(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10)).to(DEVICE)
+optimizer = torch.optim.AdamW(model.parameters())
+
+def step(batch):
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+# Logs of a run
+log = open(FOLDER / "log.txt", "w")
+handler = logging.FileHandler(FOLDER / "run.log")
+logger = logging.getLogger("ordinary")
+logger.addHandler(handler)
+logger.propagate = False
+
+class Table:
+    def __init__(self, path):
+        self.file = open(path, "w")
+        self.writer = csv.writer(self.file)
+
+    def add(self, *row):
+        self.writer.writerow(row)
+        self.file.flush()
+
+table = Table(FOLDER / "table.csv")
+rows = csv.writer(log)
+
+class SummaryWriter:
+    __module__ = "torch.utils.tensorboard.writer"
+
+    def __init__(self, path):
+        self.file, self.lock, self.events = open(path, "w"), threading.Lock(), queue.Queue()
+        self.thread = threading.Thread(target=self.events.get, daemon=True)
+        self.thread.start()
+
+    def add_scalar(self, tag, value, step=None):
+        self.file.write(f"{tag} {float(value)} {step}")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.events.put(None)
+        self.file.close()
+
+summary = SummaryWriter(FOLDER / "events")
+database = sqlite3.connect(FOLDER / "runs.db", check_same_thread=False)
+database.execute("create table runs (epoch int, loss real)")
+cursor = database.cursor()
+bar = tqdm(total=100, file=open(FOLDER / "bar.txt", "w"))
+output = contextlib.ExitStack()
+output.enter_context(open(FOLDER / "other.txt", "w"))
+folder = tempfile.TemporaryDirectory()
+
+# What waits, and what has begun
+lock, again, gate = threading.Lock(), threading.RLock(), threading.Semaphore(2)
+ready, todo, condition, local = threading.Event(), queue.Queue(), threading.Condition(), threading.local()
+pool = ThreadPoolExecutor(2)
+pool.submit(int).result()
+future = pool.submit(int)
+thread = threading.Thread(target=int)
+thread.start()
+numbers = (each * 2 for each in range(3))
+coming = asyncio.Event()
+batches = iter(DataLoader(TensorDataset(torch.ones(64, 256)), batch_size=16))
+next(batches)
+text = io.StringIO("1000")
+lines = open(FOLDER / "sizes.txt", "w+")
+
+# Objects that ask themselves
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def __getattr__(self, name):
+        return self.__dict__["_modules"][name]
+
+odd = Odd().to(DEVICE)
+
+class Wrapper:
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+wrapped = Wrapper(nn.Linear(8, 8).to(DEVICE))
+
+# What torch has besides plain tensors
+stream, event = torch.Stream(DEVICE), torch.Event(DEVICE)
+with stream:
+    side = x @ x.T
+event.record(stream)
+randomness = torch.Generator(DEVICE)
+random_here = torch.Generator()
+ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
+turned = torch.ones(4, dtype=torch.complex64).conj()
+imagined = nn.Linear(1000, 1000, device="meta")
+lazy = nn.LazyLinear(8)
+elsewhere = torch.ones(4, device=OTHER)
+leading = (x[:64] * x.new_ones(256, requires_grad=True)).exp()
+
+hidden = model(x[:512])
+
+# Sparse tensors and gradients; simgpu has none
+SPARSE = DEVICE if DEVICE.startswith("cuda") else "cpu"
+graph = torch.eye(512).to_sparse().coalesce()
+neighbours = torch.eye(512).to_sparse_csr()
+on_device = torch.sparse_coo_tensor(torch.arange(512).repeat(2, 1), torch.ones(512), (512, 512)).to(SPARSE)
+words = nn.Embedding(1000, 64, sparse=True).to(SPARSE)
+words_optimizer = torch.optim.SparseAdam(words.parameters())
+words(torch.arange(8, device=SPARSE)).sum().backward()
+words_optimizer.step()
+history, best = [], float("inf")
+"""
+CELLS = {
+    "training with a logger": """
+        for epoch in range(3):
+            logger.warning('loss %s', step(x).item())
+        handler.flush()""",
+    "training that prints into a file": """
+        loss = step(x).item()
+        log.write(f'{loss}')
+        print(loss, file=log, flush=True)""",
+    "training with a table": "table.add(1, step(x).item())\nrows.writerow([1, 2])",
+    "training with a SummaryWriter": """
+        for epoch in range(2):
+            summary.add_scalar('loss', step(x), epoch)""",
+    "a SummaryWriter that ends": "with summary as writer:\n    writer.add_scalar('loss', step(x).item())",
+    "metrics in a database": """
+        with database:
+            database.execute('insert into runs values (?, ?)', (1, step(x).item()))""",
+    "metrics by a cursor": """
+        cursor.execute('insert into runs values (1, ?)', (step(x).item(),))
+        database.commit()
+        cursor.close()""",
+    "a progress bar": """
+        for epoch in range(2):
+            step(x)
+            bar.update(1)
+        bar.set_postfix(loss=1.0)
+        bar.close()""",
+    "a progress bar of its own": "for part in tqdm(x.split(256)):\n    step(part)",
+    "files that are closed": "with output, log:\n    y = x * 2\nlines.close()",
+    "under a lock": """
+        with lock, again, gate:
+            y = x * 2
+        lock.acquire()
+        y = y + x
+        lock.release()""",
+    "told to others": """
+        ready.set()
+        todo.put(x * 2)
+        with condition:
+            condition.notify_all()
+        local.y = x * 2""",
+    "in a pool": "sizes = list(pool.map(lambda part: part.nbytes, x.chunk(2)))\nassert sum(sizes) == x.nbytes",
+    "after a thread": "thread.join()\ny = x * 2 + future.result()",
+    "kept and not used": "kept = [numbers, coming, future, thread, lines, cursor, graph, ragged, turned, x * 2]",
+    "the rest of a loader": "for (batch,) in batches:\n    step(batch.to(DEVICE))",
+    "a text in memory": "y = x[:int(text.read())] + 1",
+    "a module that raises KeyError": "y = odd.inner(torch.ones(4096, 8, device=DEVICE))\nodd.eval()",
+    "a wrapper": "y = wrapped.forward(torch.ones(4096, 8, device=DEVICE))",
+    "on a stream": "with stream:\n    y = x * 2\nstream.synchronize()\nevent.synchronize()",
+    "random numbers": """
+        y = torch.randn(1024, 256, generator=randomness, device=DEVICE)
+        z = torch.randperm(8, generator=random_here)""",
+    "a generator of its own": "randomness = torch.Generator(DEVICE).manual_seed(1)",
+    "in place on what has a graph": "hidden.add_(1)\ny = hidden.exp()",
+    "without its graph": "leading = leading.detach() * 2",
+    "backward through an earlier cell's graph": "leading.sum().backward()",
+    "a step after an earlier cell's graph": "hidden.square().mean().backward()\noptimizer.step()",
+    "bound anew on another device": "elsewhere = torch.ones(1024, 256, device=DEVICE)\ny = elsewhere + 1",
+    "deleted": "del elsewhere, side, x",
+    "products with sparse matrices": """
+        y = graph @ torch.ones(512, 256)
+        z = neighbours @ torch.ones(512, 256)
+        w = (y + z).to(DEVICE)""",
+    "a product on the device": "y = on_device @ torch.ones(512, 1024, device=SPARSE)",
+    "backward through a sparse product": """
+        y = torch.sparse.mm(on_device, torch.ones(512, 1024, device=SPARSE, requires_grad=True))
+        y.sum().backward()""",
+    "a sparse embedding's step": """
+        words_optimizer.zero_grad()
+        words(torch.arange(64, device=SPARSE)).sum().backward()
+        words_optimizer.step()""",
+    "a sparse gradient that grows": "words(torch.arange(64, device=SPARSE)).sum().backward()",
+    "SGD on a sparse gradient": "torch.optim.SGD(words.parameters(), 0.1).step()",
+    "packed sequences": "y = packed.to(DEVICE).data * 2",
+    "a module of no memory": "imagined.to_empty(device=DEVICE)",
+    "plain training": "history.append(step(x).item())",
+    "validation": "with torch.no_grad():\n    y = model(x).argmax(1)",
+    "the best so far": "if step(x).item() < best:\n    kept = [each.clone() for each in model.parameters()]",
+    "a copy of the model": "twin = copy.deepcopy(model)\ntorch.save(model.state_dict(), io.BytesIO())",
+    "clipping": "model(x).sum().backward()\nnn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+}
+"""Every cell is dry-run in the whole notebook, and then run."""
+GOES_BACK = {"backward through an earlier cell's graph", "a step after an earlier cell's graph"}
+REFUSED = {
+    "what is typed": "n = int(input('How many? '))",
+    "a generator": "n = next(numbers)",
+    "a file that is read": "n = int(lines.readline())",
+    "a database's rows": "rows = database.execute('select 1').fetchall()",
+    "an empty queue": "y = todo.get()",
+    "a nested tensor": "y = ragged * 2",
+}
 NOW = {
     "a stream of data that asks which worker it is": """
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -111,14 +246,6 @@ assert [each.shape for each in loader] == [(2, 256)] * 4
 assert len([x[:2] + each.to(DEVICE) for each in loader]) == 4 and loader.num_workers == 4
 """,
 }
-REFUSED = {
-    "what is typed": ("", "n = int(input('How many? '))"),
-    "a generator": ("numbers = (each * 2 for each in range(3))", "n = next(numbers)"),
-    "a file that is read": ("sizes = open(FOLDER / 'sizes.txt', 'w+')", "n = int(sizes.readline())"),
-    "a sparse matrix": ("graph = torch.eye(64).to_sparse()", "y = graph @ x[:64]"),
-    "a database's rows": ("import sqlite3\nd = sqlite3.connect(':memory:')", "rows = d.execute('select 1').fetchall()"),
-    "an empty queue": ("import queue\ntodo = queue.Queue()", "y = todo.get()"),
-}
 NEW = {
     "assigned": "x = torch.ones(1024, 256, device=DEVICE)",
     "assigned in a block": "with torch.no_grad():\n    x = torch.ones(1024, 256, device=DEVICE)\ny = x + 1",
@@ -127,86 +254,60 @@ NEW = {
     "a function's own": "def double(x):\n    return x * 2\ny = double(torch.ones(1024, device=DEVICE))",
 }
 
-EVERYTHING = """
-from torch import nn
-import torch.nn.functional as F
-torch.manual_seed(0)
-words = nn.Embedding(1000, 64, sparse=DEVICE.startswith('cuda')).to(DEVICE)
-words(torch.arange(8, device=DEVICE)).sum().backward()
-model = nn.Sequential(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10)).to(DEVICE)
-optimizer = torch.optim.AdamW(model.parameters())
-history, best = [], float("inf")
-def step(batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-"""
-CELLS = (
-    "history.append(step(x).item())", "for _ in range(3):\n    print(f'{step(x).item():.3f}')",
-    "with torch.no_grad():\n    y = model(x).argmax(1)", "y = torch.cat([x, x])", "del x", "y = x.cpu().numpy()",
-    "import copy\ntwin = copy.deepcopy(model)", "import io\ntorch.save(model.state_dict(), io.BytesIO())",
-    "model.load_state_dict(model.state_dict())",
-    "loss = F.cross_entropy(model(x), torch.zeros(1024, device=DEVICE).long())",
-    "words(torch.arange(9, device=DEVICE)).sum().backward()", "torch.optim.SGD(words.parameters(), 0.1).step()",
-    "nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "y = [model(part) for part in x.split(100)]",
-    "if step(x).item() < best:\n    best = copy = [each.clone() for each in model.parameters()]",
-    "schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)\nstep(x)\nschedule.step()",
-    "big = nn.Linear(256, 4096).to(DEVICE)\nbig(x).mean().backward()", "y = torch.einsum('ij,kj->ik', x, x)",
-    "losses = []\nwhile len(losses) < 4:\n    losses.append(step(x))",
-    "class Net(nn.Module):\n    pass\nnet = Net().to(DEVICE)",
-    "x = x.repeat(4, 1)\nmodel(x).sum().backward()",
-)  # fmt: skip
+
+@pytest.fixture
+def notebook(device: Any, tmp_path: Any) -> Iterator[dict[str, Any]]:
+    """Return the variables of a notebook in which all of it lives."""
+    names: dict[str, Any] = {"__name__": "__main__", "DEVICE": device.name, "OTHER": device.other, "FOLDER": tmp_path}
+    exec(NOTEBOOK, names)
+    yield names
+    names["logger"].removeHandler(names["handler"])
+    names["handler"].close()
 
 
-def notebook(device: Any, earlier: str, folder: Any = None) -> dict[str, Any]:
-    """Return the variables of a notebook with a batch of 1 MiB, after an earlier cell."""
-    names: dict[str, Any] = {"__name__": "__main__", "DEVICE": device.name, "FOLDER": folder}
-    exec("import torch\nx = torch.ones(1024, 256, device=DEVICE)\n" + textwrap.dedent(earlier), names)
-    return names
+def test_there_are_thirty_cells() -> None:
+    assert len(CELLS) >= 30
 
 
-@pytest.mark.parametrize("name", EARLIER)
-def test_what_an_earlier_cell_has_left_does_not_stop_a_dry_run(device: Any, tmp_path: Any, name: str) -> None:
-    earlier, cell = EARLIER[name]
-    names = notebook(device, earlier, tmp_path)
+@pytest.mark.parametrize("name", sample(CELLS, 3))
+def test_a_cell_needs_what_it_then_takes(device: Any, notebook: Any, tmp_path: Any, name: str) -> None:
+    cell = textwrap.dedent(CELLS[name]).strip()
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    report = gpumagic.dry_run(cell, names, device=device.name)
+    report = gpumagic.dry_run(cell, notebook, device=device.name)
     assert (report.fits, report.error) == (True, None)
-    assert report.peak[device.name] >= 1 << 20
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-@pytest.mark.deep
-def test_cells_of_a_notebook_that_has_all_of_it_are_told_as_in_one_that_has_not(device: Any, tmp_path: Any) -> None:
-    cells = [*(cell for _, cell in EARLIER.values()), *CELLS]
-    assert len(cells) >= 30
-    everything = "\n".join([*(textwrap.dedent(each) for each, _ in EARLIER.values()), EVERYTHING])
-    names = notebook(device, everything, tmp_path)
-    alone = notebook(device, EVERYTHING, tmp_path)
-    needs = {}
-    for cell in cells:
-        report = gpumagic.dry_run(cell, names, device=device.name)
-        assert (report.fits, report.error) == (True, None), cell
-        needs[cell] = report.peak[device.name] - report.devices[0].before
-    for cell in CELLS:
-        report = gpumagic.dry_run(cell, alone, device=device.name)
-        assert needs[cell] == report.peak[device.name] - report.devices[0].before, cell
+    device.torch.reset_peak_memory_stats(0)
+    exec(cell, notebook)
+    real = device.torch.max_memory_allocated(0)
+    if name not in GOES_BACK:
+        assert (report.peak[device.name], report.certain) == (real, True)
+    else:
+        assert report.peak[device.name] == pytest.approx(real, rel=0.03)
+        assert not report.certain
+        assert "what a backward pass takes in graphs of earlier cells besides gradients" in report.unknown
 
 
 @pytest.mark.parametrize("cell", NOW.values(), ids=NOW)
-def test_a_cell_that_runs_in_a_notebook_runs_in_a_dry_run(device: Any, cell: str) -> None:
-    report = gpumagic.dry_run(cell, notebook(device, ""), device=device.name)
+def test_a_cell_that_runs_in_a_notebook_runs_in_a_dry_run(device: Any, notebook: Any, cell: str) -> None:
+    report = gpumagic.dry_run(cell, notebook, device=device.name)
     assert (report.fits, report.error) == (True, None)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_it_stands_for_is_said_where_it_is_really_used(device: Any, tmp_path: Any, name: str) -> None:
-    earlier, cell = REFUSED[name]
-    report = gpumagic.dry_run(cell, notebook(device, earlier, tmp_path), device=device.name)
+@pytest.mark.parametrize("cell", REFUSED.values(), ids=REFUSED)
+def test_what_it_stands_for_is_said_where_it_is_really_used(device: Any, notebook: Any, cell: str) -> None:
+    report = gpumagic.dry_run(cell, notebook, device=device.name)
     assert report.fits is None
     assert "which cannot be sent to a dry run" in (report.error or "") or "it asks for input" in (report.error or "")
+
+
+def test_fake_tensors_do_not_know_what_sparse_ones_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(targets.VARIABLE, targets.FAKE)
+    names = {"graph": torch.eye(64).to_sparse(), "__name__": "__main__"}
+    cell = "import torch\ny = graph @ torch.ones(64, 8)\ny = graph.cuda() @ torch.ones(64, 8).cuda()"
+    report = gpumagic.dry_run(cell, names, device="cuda:0", capacity=1 << 30)
+    assert report.error == (
+        "the dry run stopped on line 3: it uses a sparse tensor on the device, and what its kernels take is not known"
+    )
 
 
 @pytest.mark.parametrize("cell", NEW.values(), ids=NEW)

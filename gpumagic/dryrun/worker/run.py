@@ -159,6 +159,8 @@ class Run:
         signal.setitimer(signal.ITIMER_REAL, 0)
         if self.host.draws_others:
             self.assumed.setdefault(host.OTHERS)
+        if parts.gone_back:
+            self.unknown.setdefault("what a backward pass takes in graphs of earlier cells besides gradients")
         book, devices, others = self.account(error)
         for device, told in enumerate(devices):
             told |= {"at": NO_PEAK.told(), "breakdown": {}, "modules": []}
@@ -177,6 +179,7 @@ class Run:
             "operators": book.operators, "assumed": list(self.assumed), "unknown": list(self.unknown),
             "effects": [*self.effects, *written], "passes": self.passes.counts(running), "is_open": False,
             **self.guesses.told(), "versions": {"torch": torch.__version__}, **others,
+            "lacks": others["lacks"] or bool(parts.gone_back),
         }  # fmt: skip
 
     # ---- What an engine does
@@ -230,4 +233,6 @@ def failure(error: BaseException, filename: str, line: int | None = None) -> dic
     without_shape = re.match(r"(\S+): attempted to run this operator with Meta tensors", text)
     if without_shape is not None:  # torch's own words for an operator that is not answered by shape
         refused, text = True, f"what {without_shape[1]} returns depends on values"
+    elif re.match(r"Could not run '\S+' with arguments from the 'Sparse(Csr)?dryrun' backend", text):
+        refused, text = True, "it uses a sparse tensor on the device, and what its kernels take is not known"
     return {"kind": type(error).__name__, "text": text, "line": line, "refused": refused}

@@ -26,7 +26,7 @@ class DeviceGenerator(torch.Generator):
     """A generator of the device of the dry run: it has a seed and no numbers."""
 
 
-def _generators(known: str) -> type:
+def generators(known: str) -> type:
     """Return what stands for `torch.Generator`: of a device of that name it makes one of the dry run's."""
     real = torch.Generator
 
@@ -127,7 +127,6 @@ class Names(TorchFunctionMode):
         torch.set_default_device = lambda device: set_default_device(self.ours(device))
         for name in ("get_autocast_dtype", "is_autocast_enabled", "set_autocast_dtype", "set_autocast_enabled"):
             setattr(torch, name, functools.partial(self._called_ours, getattr(torch, name)))
-        torch.Generator = _generators(self._known)
         torch.Tensor.record_stream = lambda _tensor, _stream: None  # no stream uses a tensor later here
         if self._known == "cuda":  # torch's own functions call it past a mode
             functional = torch.nn.functional

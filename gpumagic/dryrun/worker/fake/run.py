@@ -14,7 +14,7 @@ from gpumagic.dryrun import parts
 from gpumagic.dryrun.worker import ranks, sandbox
 from gpumagic.dryrun.worker.fake import backend
 from gpumagic.dryrun.worker.fake.allocator import Allocator, FakeAccount, FakeLedger
-from gpumagic.dryrun.worker.fake.names import Names
+from gpumagic.dryrun.worker.fake.names import Names, generators
 from gpumagic.dryrun.worker.fake.operators import Operators
 from gpumagic.dryrun.worker.fake.scratch import UNKNOWN
 from gpumagic.dryrun.worker.fake.storages import Form, Storages, key_of
@@ -49,6 +49,7 @@ class FakeRun(Run):
         )
         self._operators.register()
         backend.Autocast(name).register()
+        torch.Generator = generators(known)
         if known in IN_TREE:
             Names(known).install(module)
         sandbox.arrange(module, self.assumed.setdefault)
