@@ -4,6 +4,7 @@ Start with `cells.CellSessions`. It knows nothing of devices and memory: those a
 
     guards.py      the protocol of a guard; the body of a cell magic as code, and what runs it under guards
     cells.py       `%%magic` -> `%magic`, so that IPython runs the cell as its own, and the guards of running cells
+    interrupts.py  Ctrl-C while a report is made and shown
     completion.py  completion of the magics' options, devices and variables
 """
 

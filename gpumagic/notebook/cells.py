@@ -26,6 +26,7 @@ from IPython.display import display
 
 from gpumagic import notebook
 from gpumagic.errors import GpuMagicError
+from gpumagic.notebook import interrupts
 from gpumagic.notebook.guards import BodyOutcome, BodyRuns, CellBody, Guard, Outcome, in_reverse, run_guarded
 
 if TYPE_CHECKING:
@@ -153,10 +154,12 @@ class CellSessions:
             for guard in runs.guards():
                 self._replace(guard.name, info)
         outcome = run_guarded(runs, code.run, first)
-        for guard, report in runs.finish(outcome):
-            if info is None or not (code.ends_cell or info.silent):
+        reports = runs.finish(outcome)
+        if info is None or not (code.ends_cell or info.silent):
+            for _, report in reports:
                 display(report)
-            elif not info.silent:  # at the end of the cell, of which the body is all
+        elif not info.silent:  # at the end of the cell, of which the body is all
+            for guard, report in reversed(reports):  # the last one added is shown first
                 self._add(guard, info, report)
         try:
             if outcome.error_in_exec is not None:
@@ -264,6 +267,7 @@ def _error(outcome: Outcome) -> BaseException | None:
     return outcome.error_in_exec or getattr(outcome, "error_before_exec", None)
 
 
+@interrupts.held()
 def _finish(session: _Session, outcome: Outcome) -> None:
     try:
         report = session.report
@@ -271,7 +275,7 @@ def _finish(session: _Session, outcome: Outcome) -> None:
             report = session.guard.finish(outcome)
         if report is not None:
             display(report)
-    finally:  # Ctrl-C does not take the user's traceback along with the report
+    finally:  # what fails does not take the user's traceback along
         show_error = getattr(session.guard, "show_error", None)
         if show_error is not None:
             show_error()

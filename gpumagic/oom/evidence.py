@@ -40,10 +40,12 @@ def conclude(
     retries: int = 0,
     recovered: bool = False,
     seconds: float = 0.0,
+    elsewhere: str = "",
 ) -> OomReport:
     """Return the report, from what was read before the release and what is alive now.
 
-    Its frames may be kept for a debugger; dry runs of the advice may take so many `seconds`.
+    Its frames may be kept for a debugger; dry runs of the advice may take so many `seconds`. The run that failed may
+    have been sent `elsewhere`, to another device.
     """
     notes = list(failure.notes)
     facts = replace(failure.facts, after=allocator.all_device_stats().get(failure.facts.device or ""))
@@ -51,23 +53,22 @@ def conclude(
         facts = _with_notebook(facts, state)
     except Exception as fault:  # a partial report is better than the loss of it
         notes.append(f"What lives in the notebook could not be looked at: {type(fault).__name__}: {fault}")
-    tried = Trials(facts, state.namespace, 0.0 if recovered else seconds)
+    tried = Trials(facts, state.namespace, 0.0 if recovered else seconds, elsewhere)
     if facts.source is None or state.shell is None:
         tried.reason = "only a cell of a notebook can be tried"
     elif facts.memory != "device" or facts.device is None or facts.kind == "size bug":
         tried.reason = "a dry run knows only of the devices' memory"
     elif seconds:
         tried.reason = state.watch.sentence()
-    with tried.until_interrupted():
-        need = tried.need()
-        if need is not None and need.fits and any(nbytes >= LARGE for nbytes in facts.stale.values()):
-            tried.reason, need = "a dry run leaves out the old values of names that the cell binds first", None
-        facts = replace(facts, need=need)
-        advised = () if recovered else advice.advise(facts, tried)
+    need = tried.need()
+    if need is not None and need.fits and any(nbytes >= LARGE for nbytes in facts.stale.values()):
+        tried.reason, need = "a dry run leaves out the old values of names that the cell binds first", None
+    facts = replace(facts, need=need)
+    advised = () if recovered else advice.advise(facts, tried)
     event = failure.event
-    notes += [*verdict.sentences(facts), *_notes(facts, event, is_kept=is_kept), *dict.fromkeys(tried.exhausted)]
-    if tried.reason and need is not None:
-        notes.append(f"Not all advice was tried: {tried.reason}.")
+    notes += [f"Not all advice was tried: {tried.reason}."] if tried.reason and need is not None else []
+    # The first is shown, the others are folded away: what holds of most failures comes last.
+    notes += [*dict.fromkeys(tried.exhausted), *_notes(facts, event, is_kept=is_kept), *verdict.sentences(facts)]
     (before, reserved_before), (at_failure, reserved_at_failure), (after, reserved_after) = (
         (each.allocated, each.reserved) if each is not None else (None, None)
         for each in (facts.before, facts.at_failure, facts.after)

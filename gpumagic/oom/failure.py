@@ -152,6 +152,8 @@ def _device(event: OomEvent, capacities: Capacities) -> str | None:
 
 FrameLine = tuple[FrameType, int]
 """A frame and the line it stood on."""
+_MAGICS_ABOVE = re.compile(r"\A(%%.*\n)+")
+"""What the text of a cell that was run again has above its body, as it was typed."""
 _FUNCTIONAL = str(Path("torch", "nn", "functional.py"))
 
 
@@ -169,7 +171,7 @@ def read_frames(facts: Facts, error: BaseException, state: GuardState) -> Facts:
 def _with_place(facts: Facts, own: list[FrameLine], deepest: FrameType, its_line: int) -> Facts:
     filename = own[0][0].f_code.co_filename
     frame, line = [each for each in own if each[0].f_code.co_filename == filename][-1]
-    text = "".join(linecache.getlines(filename, frame.f_globals)) if not Path(filename).exists() else ""
+    text = _source(frame)
     cell, inside = cell_code.read_cell(text) if text else None, None
     if deepest.f_code.co_filename != filename:
         code = frames.code_at(deepest, its_line)
@@ -229,15 +231,20 @@ def _with_values(facts: Facts, stack: list[FrameLine], users: list[FrameLine], s
 
 def _text(outermost: FrameType, frame: FrameType, line: int, shell: object | None) -> CellText | None:
     filename = frame.f_code.co_filename
-    if Path(filename).exists():
-        return None  # a module's file is not for a cell's advice to change
     known: Any = getattr(getattr(shell, "compile", None), "_filename_map", {})
     number = known.get(filename)
     if number is None and filename.startswith("<ipython-input-"):  # IPython 7 writes it into the name
         number = filename.split("-")[2]
     cell = f"In [{number}]" if number is not None else "another cell"
-    source = "".join(linecache.getlines(filename, frame.f_globals))
+    source = _source(frame)
     return texts.parse(source, "" if filename == outermost.f_code.co_filename else cell, line) if source else None
+
+
+def _source(frame: FrameType) -> str:
+    """Return the text of the cell that a frame runs; of a file nothing, which is not for a cell's advice to change."""
+    filename = frame.f_code.co_filename
+    text = "" if Path(filename).exists() else "".join(linecache.getlines(filename, frame.f_globals))
+    return _MAGICS_ABOVE.sub(lambda found: "\n" * found[0].count("\n"), text)
 
 
 def _tensors(values: Mapping[str, object]) -> dict[str, TensorFact]:

@@ -16,6 +16,7 @@ from gpumagic.errors import OptionError
 from gpumagic.heap import release
 from gpumagic.heap.holders import Identities
 from gpumagic.memory import allocator
+from gpumagic.notebook import interrupts
 from gpumagic.oom import failure, recognition
 from gpumagic.oom.failure import Failure, GuardState
 from gpumagic.oom.shell import LateTraceback
@@ -52,6 +53,7 @@ class OomGuard(contextlib.ContextDecorator):
     Attributes:
         report: the `OomReport` of the last failure, once it is finished.
         failure: what is known of the last run that ran out of memory, until it is reported.
+        elsewhere: the device that the last run was sent to; empty where it ran as it is.
     """
 
     name = "oomguard"
@@ -80,6 +82,7 @@ class OomGuard(contextlib.ContextDecorator):
         self._is_running = is_running
         self._seconds = seconds
         self.failure: Failure | None = None
+        self.elsewhere = ""
         self._retries = 0
         self._recovered = False
         self._traceback: LateTraceback | None = None
@@ -101,6 +104,7 @@ class OomGuard(contextlib.ContextDecorator):
             self.restore()
             raise
 
+    @interrupts.held()
     def close(self, error: BaseException | None) -> None:
         """Record how the block ended; after out-of-memory, read its frames while they are whole."""
         self.restore()
@@ -131,6 +135,7 @@ class OomGuard(contextlib.ContextDecorator):
             self._traceback = None
             late.show(keep=self._debug)
 
+    @interrupts.held()
     def settle(self, result: Any = None) -> OomReport | None:
         """Release and report, once IPython has shown and stored the traceback.
 
@@ -138,6 +143,10 @@ class OomGuard(contextlib.ContextDecorator):
         """
         if self.failure is None or self._recovered:
             return self._conclude()
+        if self._seconds and self.failure.facts.memory == "device":
+            from gpumagic.oom.trials import start_worker
+
+            start_worker(self.failure.facts.device or "")
         if self._debug:
             report = self._conclude()
             result.error_in_exec = None if self._keep_going else result.error_in_exec
@@ -158,7 +167,7 @@ class OomGuard(contextlib.ContextDecorator):
 
     def reset(self) -> None:
         """Forget the last failure, before another block."""
-        self.report, self.failure, self._retries = None, None, 0
+        self.report, self.failure, self._retries, self.elsewhere = None, None, 0, ""
 
     def __enter__(self) -> OomGuard:  # noqa: PYI034  # typing.Self is 3.11, and this class has no heirs
         if self._rerun is not None:
@@ -215,6 +224,7 @@ class OomGuard(contextlib.ContextDecorator):
         error: BaseException = recognition.OutOfMemory(f"{what} ({message})")
         return error
 
+    @interrupts.held()
     def _conclude(self) -> OomReport | None:
         """Publish and return the report of the last failure, from what is alive now; forget the failure."""
         if self.failure is None:
@@ -224,8 +234,9 @@ class OomGuard(contextlib.ContextDecorator):
         found, self.failure = self.failure, None
         is_kept = self._debug and not self._recovered
         report = conclude(
-            found, self._state, is_kept=is_kept, retries=self._retries, recovered=self._recovered, seconds=self._seconds
-        )
+            found, self._state, is_kept=is_kept, retries=self._retries, recovered=self._recovered,
+            seconds=self._seconds, elsewhere=self.elsewhere,
+        )  # fmt: skip
         self.publish(report)
         return report
 

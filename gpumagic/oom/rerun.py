@@ -113,7 +113,7 @@ class Rerun(guards.BodyRuns):
             variables = getattr(self._function, "__globals__", self._namespace)
             code = getattr(self._function, "__code__", None)
             self._elsewhere = DeviceRun(device, namespace=variables, filename=code and code.co_filename)
-            now = f"on {device}"
+            self._guard.elsewhere, now = device, f"on {device}"
             self._size = self._setting.value if self._setting is not None else None
         outcome.error_in_exec = outcome.result = None
         self._guard.release_failure(error)
@@ -138,7 +138,7 @@ class Rerun(guards.BodyRuns):
         del self._rollback
 
     def finish(self, outcome: Outcome) -> list[tuple[Guard, object]]:
-        """Return the report of the runs, and the other device's where there was one."""
+        """Return the report of the other device where there was one, and that of the runs with what helps."""
         report = self._guard.settle(outcome)
         if report is None:
             return []
@@ -147,10 +147,11 @@ class Rerun(guards.BodyRuns):
             place = setting.place(self._size)
         report = replace(report, tries=tuple(self._tries), shrunk=self._plan.shrink or "", place=place)
         self._guard.publish(report)
-        reports: list[tuple[Guard, object]] = [(self._guard, report)]
-        if self._elsewhere is not None and self._elsewhere.report is not None:
-            reports.append((self._elsewhere, self._elsewhere.report))
-        return [] if self._guard.quiet else reports
+        if self._guard.quiet:
+            return []
+        elsewhere = self._elsewhere
+        there = [(elsewhere, elsewhere.report)] if elsewhere is not None and elsewhere.report is not None else []
+        return [*there, (self._guard, report)]
 
 
 def _elsewhere(name: str | None, failed: str | None) -> str | None:

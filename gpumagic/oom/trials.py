@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import FrameType
 from typing import NamedTuple
 
-from gpumagic.dryrun import effects, fitting, run, targets
+from gpumagic.dryrun import client, effects, fitting, run, targets
 from gpumagic.dryrun.report import DeviceNeed, DryRunReport, shortcoming
 from gpumagic.dryrun.script import script_of
 from gpumagic.errors import DryRunUnavailable, GpuMagicError
+from gpumagic.notebook import interrupts
 from gpumagic.oom.report import Advice, EditTrial, Need
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import Choice, cleared, passes
@@ -46,8 +44,6 @@ for _names in (Out, globals()):
 _IN_PIECES = "what is free lies in pieces that are too small"
 _NO_TIME = "there was no time: dry runs of advice may take"
 _ONDEVICE = re.compile(r"\A%%ondevice (\w+)(:(\d+))?\n")
-_OOMGUARD = re.compile(r"(?m)^%%oomguard\b.*$")
-"""The first line of a cell that was run again, of which the text has the magic as it was typed."""
 
 
 class Chosen(NamedTuple):
@@ -61,6 +57,12 @@ class Chosen(NamedTuple):
     """Whether the number helps nobody: not even the smallest fits, or only one that is too small."""
 
 
+def start_worker(device: str) -> None:
+    """Start the process that makes dry runs, which imports torch while a failure is looked into."""
+    with contextlib.suppress(Exception):  # the first dry run says why not
+        client.start(targets.with_engine(targets.choose(device, None, None, None)).engine)
+
+
 class _CutShort(DryRunUnavailable):
     """Raised where a search has no time for its next dry run."""
 
@@ -72,6 +74,7 @@ class Trials:
         facts: of the failure.
         namespace: the notebook's variables.
         seconds: how long all of them after the first may take.
+        elsewhere: the device that the run was sent to that failed.
 
     Attributes:
         reason: why nothing more is tried; empty while something can be.
@@ -79,17 +82,18 @@ class Trials:
         exhausted: a sentence of each number of which not even 1 fits.
     """
 
-    def __init__(self, facts: Facts, namespace: Mapping[str, object], seconds: float) -> None:
+    def __init__(
+        self, facts: Facts, namespace: Mapping[str, object], seconds: float, elsewhere: str = ""
+    ) -> None:  # fmt: skip
         self.reason = "" if seconds > 0 else "dry runs of advice are turned off"
         self.exhausted: list[str] = []
         self.took = 0.0
         self._device, self._namespace, self._seconds = facts.device or "", namespace, seconds
-        self._source, self._facts = facts.source or "", facts
+        self._source, self._facts, self._elsewhere = facts.source or "", facts, elsewhere
         self._texts = {text.cell: text.source for text in facts.texts if text.cell}
         held = facts.before.allocated if facts.before is not None else 0
         self._unused = max(0, held - sum(each.nbytes for each in facts.brought))
         self._until: float | None = None
-        self._is_running = False
         self._need: Need | None = None
         self._as_is: DryRunReport | None = None
 
@@ -116,28 +120,6 @@ class Trials:
             report.breakdown if report.device == self._device else {},
         )  # fmt: skip
         return self._need
-
-    @contextlib.contextmanager
-    def until_interrupted(self) -> Iterator[None]:
-        """Have Ctrl-C end the dry runs and nothing else: the report has what is known by then.
-
-        While no dry run is under way an interrupt is noted; it would tear open whatever it came upon.
-        """
-        before = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is not threading.main_thread() or not callable(before):
-            yield
-            return
-
-        def interrupt(_number: int, _frame: FrameType | None) -> None:
-            self.reason, is_running, self._is_running = "interrupted", self._is_running, False
-            if is_running:
-                raise KeyboardInterrupt
-
-        signal.signal(signal.SIGINT, interrupt)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
 
     def of(self, *edits: Advice) -> EditTrial:
         """Return what came of the cell with these edits made."""
@@ -252,18 +234,16 @@ class Trials:
         before, cell = self._code(edits)
         script, target = script_of("\n".join([*before, cell])), targets.choose(self._device, None, gpu, ranks)
         left = min(self._left_seconds(), self._left_seconds() if until is None else until - time.monotonic())
-        try:
-            self._is_running, began = True, time.monotonic()
+        began = time.monotonic()
+        with interrupts.ending():
             report = run.dry_run(script, names, target, time_limit=max(0.1, left))
-        finally:
-            self._is_running = False
         self.took = time.monotonic() - began
         if self._until is None:  # the worker's start does not count
             self._until = time.monotonic() + self._seconds
         return _of_the_cell(report, len(before))
 
     def _code(self, edits: Sequence[Advice]) -> tuple[list[str], str]:
-        """Return the lines that a user who follows the advice runs first, those of other cells included, and the cell."""
+        """Return the lines that are run first by a user who follows the advice, other cells included, and the cell."""
         changes = [change for each in edits for change in each.changes]
         others = [
             apply_changes(changes, self._texts[cell], cell) for cell in sorted({each.cell for each in changes} - {""})
@@ -271,7 +251,8 @@ class Trials:
         said = "\n".join(dict.fromkeys(each.first for each in edits if each.first))
         is_here = not any(each.ranks for each in edits)
         first = _XDEL.sub(_UNBIND, cleared(said, self._facts) or "") if is_here else said
-        cell = _ONDEVICE.sub(_on_device, _OOMGUARD.sub("", apply_changes(changes, self._source), count=1))
+        magic = f"%%ondevice {self._elsewhere}" if self._elsewhere else ""  # in the place of %%oomguard
+        cell = _ONDEVICE.sub(_on_device, magic + apply_changes(changes, self._source))
         return [line for each in (*others, first) for line in each.splitlines()], cell
 
     def _trial(self, report: DryRunReport) -> EditTrial:

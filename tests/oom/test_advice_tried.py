@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import pkgutil
+import signal
 
 import pytest
 import torch
@@ -13,6 +16,28 @@ from gpumagic.oom import trials
 
 MIB = 2**20
 pytestmark = pytest.mark.usefixtures("few_objects", "warm_worker")
+
+
+def interrupting(function):
+    def interrupted(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGINT)
+        return function(*args, **kwargs)
+
+    return interrupted
+
+
+@pytest.mark.parametrize("moment", ["oom.failure.examine", "heap.release.reclaim", "oom.ownership.by_names",
+                                    "report.text.render", "report.html.render"])  # fmt: skip
+def test_ctrl_c_before_the_first_dry_run_or_while_it_is_shown_leaves_the_report(
+    report_of, monkeypatch, shown, moment
+) -> None:
+    place = f"gpumagic.{moment}"
+    monkeypatch.setattr(place, interrupting(pkgutil.resolve_name(place)))
+    report = report_of("x = torch.ones(100 << 20, device='simgpu:0')")
+    assert report.holders is not None
+    assert [each.partition(",")[0] for each in shown()] == ["Out of memory on simgpu:0"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert (report.untried == "interrupted") == moment.endswith(("reclaim", "by_names"))
 
 
 @pytest.fixture
@@ -71,6 +96,20 @@ def test_what_the_failed_cell_has_left_does_not_count_in_what_an_edit_needs(repo
     assert report.allocated_after > 200 * MIB
     needs = {each.title: each.trial.needs for each in report.advice if each.covers}
     assert needs["Collect made in the host's memory"] == 32 * MIB
+
+
+def test_a_cell_that_failed_on_the_other_device_too_is_tried_there(report_of, bare_shell, shown) -> None:
+    bare_shell.run_cell("torch.set_default_device('simgpu:0')")
+    code = "n = 40\nx = torch.ones(n, 1 << 20).relu()"
+    bare_shell.run_cell(f"%%oomguard --fallback simgpu:1 -o report\n{code}", store_history=True)
+    bare_shell.run_cell("torch.set_default_device(None)")
+    report = bare_shell.user_ns["report"]
+    assert report.device == "simgpu:1"
+    assert (report.need.needed, report.need.fits) == (320 * MIB, False)
+    assert any(each.edit for each in report.advice if each.covers)
+    there, last = shown()
+    assert "simgpu:1, " in there
+    assert last.startswith("Out of memory on simgpu:1, line 3, also on simgpu:1.")
 
 
 NINE_CHUNKS = """
