@@ -404,9 +404,14 @@ def test_a_stream_of_workers_that_stay_begins_anew_in_each_epoch(notebook) -> No
     assert needed(gpumagic.dry_run(STREAM, notebook)) - before == 3 * 8 * 512
 
 
-def test_weights_are_loaded_onto_the_device(notebook, tmp_path) -> None:
-    torch.save({"w": torch.zeros(1000, 1000)}, tmp_path / "w.pt")
-    report = gpumagic.dry_run(f"state = torch.load({str(tmp_path / 'w.pt')!r}, map_location='simgpu:0')", notebook)
+@pytest.mark.parametrize(
+    ("saved_on", "place"),
+    [("cpu", "map_location='simgpu:0'"), ("simgpu:0", ""), ("simgpu:0", "map_location={'simgpu:0': 'simgpu:0'}"),
+     ("cpu", "map_location={'cpu': 'simgpu:0'}, mmap=True")],
+)  # fmt: skip
+def test_weights_are_loaded_onto_the_device(notebook, tmp_path, saved_on: str, place: str) -> None:
+    torch.save({"w": torch.zeros(1000, 1000, device=saved_on)}, tmp_path / "w.pt")
+    report = gpumagic.dry_run(f"state = torch.load({str(tmp_path / 'w.pt')!r}, {place})", notebook)
     assert report.error is None
     assert needed(report) == 4_000_256
 

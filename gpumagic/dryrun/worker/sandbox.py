@@ -29,6 +29,7 @@ from gpumagic.dryrun import effects
 from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.dryrun.worker import box
 from gpumagic.dryrun.worker.box import NOT_DONE
+from gpumagic.dryrun.worker.modules import with_storages
 
 if TYPE_CHECKING:
     from gpumagic.dryrun.worker.box import Box
@@ -56,10 +57,30 @@ def arrange(module: DeviceModule, assume: Callable[[str], object]) -> None:
 
     def through_the_host(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Load by way of the CPU: torch would fill the device's storages from the file itself."""
-        if not isinstance(map_location, str | torch.device) or torch.device(map_location).type == "cpu":
+        if callable(map_location):
             return load(f, map_location, *args, **kwargs)
-        loaded, types = load(f, "cpu", *args, **kwargs), (torch.Tensor, torch.nn.Module)
-        return tree_map(lambda each: each.to(map_location) if isinstance(each, types) else each, loaded)
+
+        waiting: set[int] = set()
+
+        def on_host(storage: Any, was_on: str) -> Any:
+            place = map_location.get(was_on, was_on) if isinstance(map_location, dict) else map_location or was_on
+            if torch.device(place).type != "cpu":
+                storage._dry_run_place = place
+                waiting.add(storage._cdata)
+            return storage
+
+        def placed(each: Any) -> Any:
+            if isinstance(each, torch.nn.Module):
+                return each._apply(placed)
+            storages = [one.untyped_storage() for one in with_storages(each)]
+            waiting.difference_update(one._cdata for one in storages)
+            places = [vars(one)["_dry_run_place"] for one in storages if "_dry_run_place" in vars(one)]
+            return each.to(places[0]) if places else each
+
+        loaded = tree_map(placed, load(f, on_host, *args, **kwargs))
+        if waiting:
+            raise CannotDryRun("it loads an object whose tensors a dry run does not find")
+        return loaded
 
     torch.load = through_the_host
     for name in _OF_ANY_ACCELERATOR:
