@@ -13,6 +13,7 @@ import ctypes
 import marshal
 import mmap
 import os
+import sys
 import tempfile
 import types
 import weakref
@@ -167,6 +168,7 @@ def make_class(meta: type, name: str, bases: tuple[type, ...], body: dict[str, A
     """Return a class of the notebook's, without its methods yet."""
     made = types.new_class(name, bases, {"metaclass": meta}, lambda scope: scope.update(body))
     assert isinstance(made, type)
+    _let_pickle_find(made)
     return made
 
 
@@ -181,7 +183,15 @@ def fill_attributes(made: Any, attributes: dict[str, Any]) -> None:
 
 def make_enum(base: type, name: str, members: dict[str, Any], module: str) -> Any:
     """Return an enumeration of the notebook's."""
-    return base(name, members, module=module)
+    made: Any = base(name, members, module=module)
+    _let_pickle_find(made)
+    return made
+
+
+def _let_pickle_find(made: type) -> None:
+    """Put a class of the notebook's where pickle looks for it, as it does when the cell saves a whole model."""
+    if made.__module__ == "__main__" and made.__qualname__ == made.__name__:
+        vars(sys.modules["__main__"]).setdefault(made.__name__, made)
 
 
 def make_array(dtype: str, shape: tuple[int, ...], nbytes: int, slot: int | None) -> Any:

@@ -389,6 +389,27 @@ def test_data_loaders_need_no_worker_processes_and_no_pinned_memory(notebook) ->
     assert any("without worker processes" in each for each in report.assumed)
 
 
+PICKLED = """
+import enum, pickle
+class Net(torch.nn.Linear):
+    pass
+class Kind(enum.Enum):
+    SMALL = 1
+run = {"model": Net(8, 8).to("simgpu:0"), "kind": Kind.SMALL}
+"""
+UNPICKLED = """
+import pickle
+net = pickle.loads(pickle.dumps(run["model"].cpu())).to("simgpu:0")
+assert pickle.loads(pickle.dumps(run["kind"])) is run["kind"]
+"""
+
+
+def test_pickle_finds_the_classes_of_a_notebook_as_when_a_whole_model_is_saved(notebook) -> None:
+    exec(PICKLED, notebook)
+    for cell in UNPICKLED, PICKLED + UNPICKLED:
+        assert gpumagic.dry_run(cell, notebook).error is None
+
+
 STREAM = """
 from torch.utils.data import DataLoader, IterableDataset
 class Numbers(IterableDataset):

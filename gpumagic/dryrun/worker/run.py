@@ -75,7 +75,10 @@ class Run:
             coming: returns what a storage on a device is made in.
         """
         parts.coming, parts.find_code = coming, self.passes.find_code
-        scopes: list[dict[str, Any]] = [{"__builtins__": builtins} for _ in range(self.request["scopes"])]
+        main: Any = types.ModuleType("__main__")
+        main.__builtins__ = builtins
+        sys.modules["__main__"] = main  # where pickle looks for what the notebook defines
+        scopes = [vars(main), *({"__builtins__": builtins} for _ in range(1, self.request["scopes"]))]
         reading = _Unpickler(io.BytesIO(self.request["data"]), scopes)
         while True:
             try:
