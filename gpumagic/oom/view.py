@@ -95,22 +95,25 @@ def _memory(report: OomReport) -> Table:
         ("At the failure", report.allocated_at_failure, report.reserved_at_failure, report.requested or 0),
         ("Now", report.allocated_after, report.reserved_after, 0),
     ]
-    tried = [(f"With {i}.", each.trial) for i, each in enumerate(report.advice[:SHOWN_ADVICE], 1) if not each.gpu]
-    bars += [(label, trial.needs, None, 0) for label, trial in tried if trial is not None and trial.needs is not None]
+    bars += [
+        (f"{number}. {each.title}", each.trial.needs, None, 0)
+        for number, each in enumerate(report.advice[:SHOWN_ADVICE], 1)
+        if each.trial is not None and each.trial.needs is not None and not each.gpu and each.title != ON_THE_CPU
+    ]
     capacity = report.capacity or 0
     whole = max(capacity, *(max(allocated or 0, reserved or 0) + asked for _, allocated, reserved, asked in bars))
     columns: tuple[Column[Bar], ...] = (
-        Column(report.device or "Memory", lambda bar: bar[0]),
+        Column(report.device or "Memory", lambda bar: bar[0], shrinks=True),
         Column(f"Allocated of {size(capacity)}" if capacity else "Allocated",
                lambda bar: _allocated(bar, capacity, whole), "right"),
         Column("Cached", lambda bar: size(bar[2] - bar[1]) if bar[1] is not None and bar[2] is not None else "",
                "right", priority=1),
     )  # fmt: skip
-    return Table.of(bars, columns, "Memory before, at the failure, now and with each change that was tried")
+    return Table.of(bars, columns, "Memory before, at the failure, now, and with each suggestion that was tried")
 
 
 def _allocated(bar: Bar, capacity: int, whole: int) -> Cell:
-    """Return a cell whose bar has another colour where it sticks out past the capacity."""
+    """Return a cell whose ground is the device: the request, or what a suggestion needs too much, sticks out of it."""
     _, allocated, reserved, asked = bar
     if allocated is None or not capacity:
         return Cell(size(allocated))
@@ -120,7 +123,8 @@ def _allocated(bar: Bar, capacity: int, whole: int) -> Cell:
         Segment(cached / whole, "second"),
         Segment((beyond + asked) / whole, "other"),
     )
-    return Cell(f"{size(allocated)} + {size(asked)}" if asked else size(allocated), parts)
+    text = f"{size(allocated)} + {size(asked)}" if asked else size(allocated)
+    return Cell(text, parts, ground=min(1.0, capacity / whole))
 
 
 def _parts(report: OomReport) -> Iterator[Block]:
@@ -204,7 +208,7 @@ def _worth(advice: Advice) -> str:
     if trial is None or trial.needs is None:
         frees = f": frees {size(advice.frees)}" if advice.frees is not None else ""
         return frees + (f" (not tried{but.replace(';', ':', 1)})" if but else "")
-    ran = size_of(trial.needs, trial.had)
+    ran = size_of(trial.needs, trial.had) if advice.title != ON_THE_CPU else "in the host's memory"
     if trial.fits:
         return f": fits (dry run: {ran})" if trial.certain else f": should fit (dry run: {ran}{but})"
     if trial.fits is False:

@@ -52,6 +52,8 @@ class Cell:
     """Said on hovering in HTML (why a figure is absent, the full name); never the only place of a fact."""
     notes: tuple[str, ...] = ()
     """What to do about it: each in a line of its own, below the text and after an arrow."""
+    ground: float = 1.0
+    """The share of the bar's width that has a ground: what is drawn beyond it sticks out."""
 
 
 @dataclass(frozen=True)  # without slots: `Column[Row](...)` sets an attribute

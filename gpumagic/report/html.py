@@ -114,24 +114,28 @@ def _cell(cell: doc.Cell | str, column: doc.Column[Any], style: str, barred: boo
     if cell.muted:
         style += f";{MUTED}"
     hover = f' title="{_uncut(cell.title)}"' if cell.title else ""
+    spans = [
+        (max(0.0, min(1.0, each.share)), _colour(each.part) if each.part else COLOURS[each.role]) for each in cell.bar
+    ]
+    if cell.bar:
+        spans.append((max(0.0, cell.ground - sum(share for share, _ in spans)), TRACK))
     drawn = "".join(
-        f'<span style="display:inline-block;height:.8em;width:{100 * max(0.0, min(1.0, s.share)):.1f}%;'
-        f'background:{_colour(s.part) if s.part else COLOURS[s.role]}"></span>'
-        for s in cell.bar
+        f'<span style="display:inline-block;height:.8em;width:{100 * share:.1f}%;background:{colour}"></span>'
+        for share, colour in spans
     )
-    bar = _track(drawn, f"background:{TRACK}" if cell.bar else "") if barred else ""
+    bar = _track(drawn) if barred else ""
     text = f'<code style="white-space:inherit;{CODE}">{_uncut(cell.text)}</code>' if column.code else _text(cell.text)
     notes = "".join(f'<div style="white-space:normal">→ {_text(note)}</div>' for note in cell.notes)
     return f'<td style="{style}"{hover}>{text}{bar}{notes}</td>'
 
 
-def _track(drawn: str = "", background: str = "") -> str:
-    """Return the ground of a bar; without one it only keeps the place, so that numbers line up."""
+def _track(drawn: str = "") -> str:
+    """Return a bar; without anything drawn it only keeps the place, so that numbers line up."""
     style = (
         f"display:inline-block;text-align:left;width:9em;width:{BAR_WIDTH};height:.8em;line-height:.8em;"
         "font-size:1em;margin-left:.6em"
     )
-    return f'<span aria-hidden="true" style="{style};white-space:nowrap;overflow:hidden;{background}">{drawn}</span>'
+    return f'<span aria-hidden="true" style="{style};white-space:nowrap;overflow:hidden">{drawn}</span>'
 
 
 def _named(label: str) -> str:

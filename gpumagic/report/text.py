@@ -208,7 +208,7 @@ def _bar(cell: doc.Cell) -> str:
         if segment.share > 0 and filled == len(bar) < BAR_WIDTH and not bar:
             filled = 1  # something is never drawn as nothing
         bar += glyphs[segment.role] * (filled - len(bar))
-    return bar + "░" * (BAR_WIDTH - len(bar))
+    return bar + "░" * (round(cell.ground * BAR_WIDTH) - len(bar))
 
 
 def _columns_that_fit(columns: Sequence[doc.Column[Any]], grid: list[list[str]], width: int) -> list[int]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+
+import pytest
 
 from gpumagic.oom.report import Advice, EditTrial, Need, OomReport
 from gpumagic.report.base import Holder, to_html, to_text
@@ -45,13 +48,13 @@ first | del x
 Why: line 3 says batch_size=64. Cost: accumulate 2 steps for the same gradient.
 2. Run the cell on cuda:1 (not tried: there was no time)
 3. Delete 2 names that earlier cells left: saves 512.0 MiB, does not fit alone
-cuda:0           Allocated of 8.0 GiB                  Cached
-───────────────  ─────────────────────────────────  ─────────
-Before the cell               3.0 GiB ████░░░░░░░░  300.0 MiB
-At the failure      7.0 GiB + 2.0 GiB █████████▒▒▒  100.0 MiB
-Now                           3.0 GiB ████░░░░░░░░  200.0 MiB
-With 1.                       7.0 GiB █████████░░░
-With 3.                       9.0 GiB ███████████▒
+cuda:0                              Allocated of 8.0 GiB                  Cached
+──────────────────────────────────  ─────────────────────────────────  ─────────
+Before the cell                                  3.0 GiB ████░░░░░░░   300.0 MiB
+At the failure                         7.0 GiB + 2.0 GiB █████████▒▒▒  100.0 MiB
+Now                                              3.0 GiB ████░░░░░░░   200.0 MiB
+1. Lower batch_size from 64 to 32                7.0 GiB █████████░░
+3. Delete 2 names that earlier ce…               9.0 GiB ███████████▒
 Failed in loss = criterion(net(x), y)
 Held now: net, optimizer 2.0 GiB, features 800.0 MiB, Out[3] 224.0 MiB
 Emptying the cache cannot help."""
@@ -59,6 +62,16 @@ Emptying the cache cannot help."""
 
 def test_the_report_in_80_columns() -> None:
     assert to_text(REPORT, width=80, unicode=True) == GOLDEN
+
+
+def test_in_html_the_request_and_what_needs_too_much_stick_out_of_the_device() -> None:
+    """Each bar lies on a ground as wide as the device, and goes on beyond it."""
+    bars = re.findall(r'<span aria-hidden="true".*?</span></span>', to_html(REPORT))
+    widths = [[float(share) for share in re.findall(r"width:([\d.]+)%", bar)] for bar in bars]
+    device = 100 * 8 * GIB / (9 * GIB + 100 * MIB)
+    before, failure, now, fits, fails = (sum(each) for each in widths[:5])
+    assert [before, now, fits] == pytest.approx([device] * 3, abs=0.2)
+    assert [failure, fails] == pytest.approx([100, 9 / 8 * device], abs=0.2)
 
 
 def test_no_line_is_wider_than_a_narrow_terminal() -> None:
