@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpumagic.heap.branches import attributes_of, dict_of, mro_of, name_of_type
+from gpumagic.heap.storages import plain, undisturbed
 from gpumagic.memory import allocator, devices, segments
 from gpumagic.memory.devices import Device
 from gpumagic.oom import advice, ownership
@@ -114,7 +115,6 @@ def _with_notebook(facts: Facts, state: GuardState) -> Facts:
         used, read_first = (names_used(each, namespace) for each in (facts.cell.reads, facts.cell.reads - bound_first))
     unchanged = {name for name, value in namespace.items() if bound.is_still(name, value)}
     outputs = {name for part in owned for name in part.names if name.startswith("Out[")}
-    removable = (unchanged | outputs) - used - bound_first
     free_elsewhere, others = other_devices(device)
     first = Device.parse(device).backend if Device.parse(device).index == 0 else device  # "cuda" is "cuda:0" too
     kept = segments.workspace_bytes().get(device, 0)
@@ -133,6 +133,7 @@ def _with_notebook(facts: Facts, state: GuardState) -> Facts:
         name for part in owned if LARGE <= part.nbytes <= grew for name in part.names
         if len(part.names) == 1 and name in unchanged - used and isinstance(namespace[name], dict | list)
     ]  # fmt: skip
+    removable = (unchanged | outputs) - used - bound_first - set(filled)
     cells = shell.user_ns.get("In") if shell is not None else None
     history = [each for each in cells if isinstance(each, str)] if isinstance(cells, list) else []
     return replace(
@@ -196,7 +197,15 @@ def _holders(
     totals: Counter[str] = Counter()
     for part in owned:
         totals.update(dict.fromkeys(sorted(part.names & names), part.nbytes))
-    return tuple(Holder(name, device, each, ownership.kind_of(namespace[name])) for name, each in totals.items())
+    return tuple(Holder(name, device, each, _kind(namespace[name])) for name, each in totals.items())
+
+
+def _kind(value: object) -> str:
+    """Return what a variable is, as `ownership.kind_of`; "parameter" for a tensor of which no copy is the same."""
+    kind = ownership.kind_of(value)
+    with undisturbed():
+        is_leaf = kind == "tensor" and plain(value, "requires_grad") and plain(value, "is_leaf")
+    return "parameter" if is_leaf else kind
 
 
 def kept_graphs(

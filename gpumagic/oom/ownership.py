@@ -17,6 +17,9 @@ from gpumagic.heap.storages import Storage, StorageTable, plain, undisturbed
 from gpumagic.memory.segments import OccupiedBytes
 from gpumagic.oom.rules.facts import SAVING_METHODS, Model, Optimizer, Ownership
 
+UNEVEN = (("BatchNorm", "batch norm"), ("Dropout", "dropout"))
+"""Parts of the names of layers' classes, and what the layers are called."""
+
 
 def by_names(namespace: Mapping[str, object], device: str, shell: object | None = None) -> list[Ownership]:
     """Return the ownerships of the notebook's variables and displayed values on a device, largest first."""
@@ -108,12 +111,14 @@ def _nbytes(tensors: Iterable[Any], dtype: object = None) -> int:
 def _model(name: str, module: Any, parameters: list[Any], *, local: bool) -> Model:
     import torch
 
+    layers = {branches.name_of_type(type(each)) for _, each in kinds.modules_in(module)}
     with undisturbed():
         frozen = not any(plain(each, "requires_grad") for each in parameters)
     return Model(
         name, _nbytes(parameters), _nbytes(parameters, torch.float32), frozen=frozen,
         training=bool(branches.attributes_of(module).get("training")), checkpoints=_checkpoints(module),
         blocks=_blocks(name, module), sequential=issubclass(type(module), torch.nn.Sequential), local=local,
+        uneven=tuple(word for part, word in UNEVEN if any(part in each for each in layers)),
         methods=tuple(each for each in SAVING_METHODS if branches.class_attribute(type(module), each) is not None),
     )  # fmt: skip
 

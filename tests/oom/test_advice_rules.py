@@ -180,9 +180,9 @@ def test_what_only_computes_collects_nothing(line) -> None:
     assert not list(collected.graphs(facts))
 
 
-def test_evaluation_with_a_graph_is_put_in_inference_mode() -> None:
+def test_evaluation_with_a_graph_is_put_under_no_grad() -> None:
     advice = one(kept.evaluates, EVALUATING)
-    assert advice.edit == "with torch.inference_mode():\n    for x in data: out = net(x)"
+    assert advice.edit == "with torch.no_grad():\n    for x in data: out = net(x)"
     assert advice.apply(EVALUATING.cell.text.source) == f"net.eval()\n{advice.edit}"
 
 
@@ -197,7 +197,7 @@ def test_evaluation_with_a_graph_is_put_in_inference_mode() -> None:
         replace(EVALUATING, cell=None),
     ],
 )
-def test_inference_mode_is_not_advised_where_a_graph_is_needed_or_already_off(facts) -> None:
+def test_no_grad_is_not_advised_where_a_graph_is_needed_or_already_off(facts) -> None:
     assert not list(kept.evaluates(facts))
 
 

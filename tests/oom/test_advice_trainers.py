@@ -107,7 +107,7 @@ def test_a_batch_that_no_fair_number_divides_is_cut_all_the_same() -> None:
     (choice,) = batch.smaller(known)
     advice = choice.finish(50)
     assert advice.title == "Lower bs from 97 to 48 and accumulate 2 passes a step"
-    assert advice.cost == "the same gradient, of 96 of 97, except through batch norm"
+    assert advice.cost == "the same gradient, of 96 of 97"
 
 
 @pytest.mark.parametrize("history", [[], ["", "def make():\n    trainer = Trainer(model, args)"], ["", "not python ("]])

@@ -285,7 +285,7 @@ def test_changes_of_the_same_lines_are_shown_as_the_lines_that_they_make_togethe
     first = report.advice[0]
     assert first.title == "Evaluate without an autograd graph; collect probs in the host's memory"
     assert first.edit == (
-        "with torch.inference_mode():\n    probs = torch.empty(0, device='simgpu:0')\n"
+        "with torch.no_grad():\n    probs = torch.empty(0, device='simgpu:0')\n"
         "    for chunk in data.chunk(10):\n"
         "        probs = torch.cat((probs.cpu(), net(chunk.to('simgpu:0')).softmax(-1).cpu()))"
     )

@@ -15,6 +15,7 @@ from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import (
     Choice,
     Region,
+    bound_in,
     called_models,
     calls,
     failed,
@@ -93,7 +94,7 @@ def unnamed(facts: Facts) -> Iterator[Choice]:
 
     told = {
         "evidence": f"{where} tensors of {now} rows",
-        "cost": "a different gradient" if facts.trains else "more passes",
+        "cost": "a different gradient" if facts.trains else "fewer rows, or more passes by hand",
     }
     make = functools.partial(_written, text, literals, f"Lower the batch from {now}", told)
     # Of data that the cell makes up nothing is lost by making less.
@@ -160,13 +161,13 @@ def accumulate(facts: Facts) -> Iterator[Choice]:
     ]
     cleared = [each for each in statements if isinstance(each, ast.Expr) and called_name(each.value) == "zero_grad"]
     rest = [each for each in statements if each not in cleared]
-    if not all(isinstance(each, ast.Assign | ast.AugAssign) or each is region.backward for each in rest):
+    if not all(isinstance(each, ast.Assign) or each is region.backward for each in rest):
         return  # a sum or a step in between would be made once for each part
     if any(_mixes_rows(node) for each in rest for node in ast.walk(each)):
         return
-    names = _divisible(facts, region)
-    if not names:
-        return
+    names, made = _divisible(facts, region), set[str]().union(*map(bound_in, rest))
+    if not names or made & {each.id for each in read_tensors(region)} - set(names):
+        return  # a hidden state, from which the next part would go on
     rows = facts.tensors[names[0]].shape[0]
     doublings = min(MOST_DOUBLINGS, rows.bit_length() - 1)
 
@@ -176,7 +177,7 @@ def accumulate(facts: Facts) -> Iterator[Choice]:
             f"Train on {parts} parts of {', '.join(names)}, one after the other", text=region.text,
             changes=_loop(facts, region, names, parts, cleared),
             evidence=f"{names[0]} has {count(rows, 'row')}, all in one step",
-            cost="the same gradient, except through batch norm; the pass takes a little longer",
+            cost=f"the same gradient{loops.but(facts.models)}; {', '.join(sorted(made))} of the last part is left",
         )  # fmt: skip
 
     yield Choice("halvings to spare", doublings + 1, divided, doublings, is_rounded=False)
@@ -274,6 +275,7 @@ def _in_chunks(facts: Facts, text: CellText, call: ast.Call, rows: int, number: 
     if statement is not None and not facts.trains:
         changes += text.wrap([statement], "with torch.no_grad():")  # what vmap differentiates has graphs of its own
     return propose(
-        f"Map over {count(number, 'row')} at a time", text=text, cost="a little time", changes=changes,
+        f"Map over {count(number, 'row')} at a time", text=text, changes=changes,
+        cost="a little time" + ("; its results have no autograd graph" if changes[1:] else ""),
         evidence=f"vmap has all {count(rows, 'row')} in memory at once",
     )  # fmt: skip

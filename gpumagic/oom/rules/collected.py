@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.expressions import match
@@ -35,7 +35,7 @@ def graphs(facts: Facts) -> Iterator[Advice]:
     """Add up numbers, not tensors that drag their graphs along."""
     for text, target, values in _additions(facts):
         evidence = _with_graphs(facts, target)
-        if not evidence:
+        if not evidence or _is_differentiated(text, values):
             continue
         held, total = facts.collections.get(target), facts.tensors.get(target)
         is_number = held.is_of_numbers if held is not None and held.graphs else total is not None and not total.shape
@@ -51,6 +51,13 @@ def graphs(facts: Facts) -> Iterator[Advice]:
                     for value in kept
                 ],
             )  # fmt: skip
+
+
+def _is_differentiated(text: CellText, values: Sequence[ast.expr]) -> bool:
+    """Return whether gradients are computed below the loop that collects these, which may be of what it collects."""
+    loop = loop_around(text, values[0].lineno)
+    below = (each for each in text.nodes() if called_name(each) in ("backward", "grad"))
+    return loop is not None and any(each.lineno > (loop.end_lineno or 0) for each in below)  # type: ignore[attr-defined]
 
 
 def results(facts: Facts) -> Iterator[Advice]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts
-from gpumagic.oom.rules.proposal import bracketed, calls, failed, propose, substituted
+from gpumagic.oom.rules.proposal import bound_in, bracketed, calls, failed, propose, substituted
 from gpumagic.report.units import size
 from gpumagic.source import text as texts
 from gpumagic.source.text import CellText, Change, apply_changes, called_name, keyword, names_in
@@ -97,6 +97,12 @@ class Joined:
     """Its place in the cell: the value of the last of the statements."""
     before: tuple[ast.Assign, ...]
     """The others, whose values are in it."""
+
+    @property
+    def lost(self) -> list[str]:
+        """What it costs that the other statements go, as a sentence; none where there are none."""
+        names = [target.id for each in self.before for target in each.targets if isinstance(target, ast.Name)]
+        return [f"{', '.join(names)} {'are' if names[1:] else 'is'} not made"] if names else []
 
     def changes(self, text: CellText, change: Change) -> list[Change]:
         """Return the changes of the cell's text for one of the expression; the other statements go."""
@@ -217,7 +223,8 @@ def rewritten(facts: Facts) -> Iterator[Advice]:
                 )
                 yield propose(
                     rewrite.title, text=text, changes=joined.changes(text, joined.text.replace(node, new)),
-                    evidence=f"the line asks for {size(facts.requested)}: {rewrite.why}", cost=rewrite.cost,
+                    evidence=f"the line asks for {size(facts.requested)}: {rewrite.why}",
+                    cost="; ".join([rewrite.cost, *joined.lost]),
                 )  # fmt: skip
                 return
 
@@ -229,14 +236,29 @@ def _holds(facts: Facts, text: CellText, rewrite: Rewrite, found: Mapping[str, a
     return is_so and not is_split and (facts.fused_attention or not rewrite.fused)
 
 
+def _is_written(text: CellText, name: str) -> bool:
+    """Return whether code writes to a tensor or to what is made of it: ``x += 1``, ``x[0] = 1``, ``x.relu_()``."""
+    names = {name}
+    for node in text.nodes():
+        names |= bound_in(node) if isinstance(node, ast.Assign) and names_in(node.value) & names else set()
+    written: list[ast.expr] = [node.target for node in text.nodes() if isinstance(node, ast.AugAssign)]
+    written += [node for node in text.expressions() if called_name(node).endswith("_") or _is_stored(node)]
+    written += [node.value for node in text.nodes() if isinstance(node, ast.keyword) and node.arg == "out"]
+    return any(names_in(each) & names for each in written)
+
+
+def _is_stored(node: ast.expr) -> bool:
+    return isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
+
+
 def expand(facts: Facts) -> Iterator[Advice]:
     """Repeat without copies what has one element in the repeated dimension."""
     for text, node in calls(filter(None, [facts.failing]), "repeat"):
         owner, counts = text.code(node.func).removesuffix(".repeat"), [text.code(each) for each in node.args]
         fact = facts.tensors.get(owner)
-        if fact is not None and all(
-            "1" in pair for pair in zip(counts[::-1], map(str, fact.shape[::-1]), strict=False)
-        ):
+        if fact is None or _is_written(text, owner):
+            continue
+        if all("1" in pair for pair in zip(counts[::-1], map(str, fact.shape[::-1]), strict=False)):
             added = len(counts) - len(fact.shape)
             arguments = ", ".join("-1" if code == "1" and i >= added else code for i, code in enumerate(counts))
             yield propose(

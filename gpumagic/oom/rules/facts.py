@@ -95,6 +95,8 @@ class Model:
     """Whether only a function's variable names it, which another cell cannot reach."""
     methods: tuple[str, ...] = ()
     """Those of `SAVING_METHODS` that its class has."""
+    uneven: tuple[str, ...] = ()
+    """Kinds of layers that compute another result of a part of the data, or of the same data again."""
 
 
 @dataclass(frozen=True, slots=True)

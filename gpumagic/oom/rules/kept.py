@@ -34,7 +34,8 @@ def leftovers(facts: Facts) -> Iterator[Advice]:
         )  # fmt: skip
     claimed = {name for claim in models for name in claim.names}
     modules = sorted(each.name for each in facts.kept if each.kind == "module" and each.name in claimed)
-    if modules:
+    # What trains without a model of its own differentiates what an earlier cell computed, maybe with these
+    if modules and (facts.models or not facts.trains):
         yield propose(
             f"Move {', '.join(modules)} to the CPU", first="\n".join(f"{name}.cpu()" for name in modules),
             evidence=_unused(models, modules), cost="move it back before you use it",
@@ -84,7 +85,8 @@ def unread(facts: Facts) -> Iterator[Advice]:
         changes = text.insert(statement, f"del {', '.join(names)}") if names else ()
         if changes:
             yield propose(
-                f"Delete {', '.join(names)} before line {statement.lineno}", text=text, changes=changes, cost="none",
+                f"Delete {', '.join(names)} before line {statement.lineno}", text=text, changes=changes,
+                cost=f"{', '.join(names)} {'are' if names[1:] else 'is'} gone after the cell, too",
                 evidence=f"nothing reads {'them' if names[1:] else 'it'} after that",
             )  # fmt: skip
 
@@ -113,7 +115,7 @@ def _deletion(names: list[str]) -> str:
     )
 
 
-INFERENCE = "with torch.inference_mode():"
+WITHOUT_GRAPH = "with torch.no_grad():"  # what `inference_mode` makes, a later cell could not write to
 
 
 def earlier_graph(facts: Facts) -> Iterator[Advice]:
@@ -148,6 +150,8 @@ def only_looks(facts: Facts) -> Iterator[Advice]:
 def _evaluated(facts: Facts, said: str) -> Iterator[Advice]:
     if facts.cell is None or facts.trains or facts.cell.switches_grad_off:
         return
+    if any(name.isidentifier() and each.requires_grad and not each.graph for name, each in facts.tensors.items()):
+        return  # who asks for the gradient of a tensor computes it, if in a function that is not seen here
     graphs = [*facts.graph_names, *(name for name, each in facts.collections.items() if each.graphs)]
     if graphs or facts.stage == "forward":
         yield propose(
@@ -165,7 +169,7 @@ def of_a_frozen_model(facts: Facts) -> Iterator[Advice]:
             yield propose(
                 f"Freeze {model.name}", **prepare(facts, model.name, f"{model.name}.requires_grad_(False)"),
                 evidence=f"no optimizer updates {model.name}",
-                cost=f"none, as long as {model.name} is not trained later",
+                cost=f"no gradients for {model.name}: unfreeze it to train it later",
             )  # fmt: skip
 
 
@@ -183,7 +187,7 @@ retained = Remedy(
 
 
 def ungraphed(facts: Facts) -> Sequence[Change]:
-    """Return the changes that put what made a graph, up to the failed statement, under `inference_mode`."""
+    """Return the changes that put what made a graph, up to the failed statement, under `no_grad`."""
     text, line = facts.text, facts.line
     if text is None or line is None:
         return ()
@@ -192,13 +196,13 @@ def ungraphed(facts: Facts) -> Sequence[Change]:
         return ()
     statement = text.tree.body[place]
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-        return text.insert(statement, "@torch.inference_mode()")
+        return text.insert(statement, "@torch.no_grad()")
     names = set(facts.graph_names)
     made = [
         i for i, each in enumerate(text.tree.body[:place])
         if isinstance(each, ast.Assign) and any(names_in(target) & names for target in each.targets)
     ]  # fmt: skip
-    return text.wrap(text.tree.body[min([*made, place]) : place + 1], INFERENCE)
+    return text.wrap(text.tree.body[min([*made, place]) : place + 1], WITHOUT_GRAPH)
 
 
 def read_no_more(facts: Facts) -> set[str]:
@@ -236,7 +240,8 @@ def update_in_place(facts: Facts) -> Iterator[Advice]:
             yield propose(
                 f"Compute {', '.join(targets)} in place", text=text, changes=[each.change for each in chosen],
                 evidence=f"nothing else needs the old {olds}",
-                cost=f"the old values of {olds} are gone" + (" if the cell fails" if olds in targets else ""),
+                cost=f"the old values of {olds} are gone"
+                + (" if the cell fails" if all(each.name == each.target for each in chosen) else ""),
             )  # fmt: skip
 
 
@@ -307,6 +312,8 @@ def _in_place(facts: Facts, text: CellText, each: ast.stmt, value: ast.expr, nam
             lines += [f"{target} = {rest}" if target else rest]
         elif name != target:
             lines += [f"{target} = {name}"] if target else []
+        if each is text.tree.body[-1] and target and lines[-1].startswith(f"{name}."):
+            lines[-1] += ";"  # else the cell would display it
         new = f"\n{' ' * each.col_offset}".join([*terms, *filter(None, lines)])
         if new != text.code(each) and (lines[0] or _is_float(facts, name) or name not in facts.tensors):
             return text.replace(each, new)

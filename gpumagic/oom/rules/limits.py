@@ -162,12 +162,13 @@ def other_device(facts: Facts) -> Iterator[Advice]:
     moved = [each for each in facts.brought if each.kind in ("module", "tensor")]
     if len(moved) < len([each for each in facts.brought if each.kind != "optimizer"]):
         return
-    names = ", ".join(each.name for each in moved)
+    names, edit = ", ".join(each.name for each in moved), _redirected(facts, device, moved)
+    where = f"{names} {'are' if len(moved) > 1 else 'is'} on {device} then" if moved else "its results are there"
+    is_default = str(edit["edit"]).startswith("%%") if "edit" in edit else False
     yield propose(
         f"Run the cell on {device}" + (f", with {names} moved there" if moved else ""),
         evidence=f"{device} has {size(facts.free_elsewhere[device])} free",
-        cost=f"{names} {'are' if len(moved) > 1 else 'is'} on {device} then" if moved else "none",
-        **_redirected(facts, device, moved),
+        cost=where + ("; what it makes without a device is made there" if is_default else ""), **edit,
     )  # fmt: skip
 
 

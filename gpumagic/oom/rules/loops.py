@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gpumagic.oom.report import Advice
-from gpumagic.oom.rules.facts import Facts, Trainer
+from gpumagic.oom.rules.facts import Facts, Model, Trainer
 from gpumagic.oom.rules.proposal import Choice, loop_around, passes, propose
 from gpumagic.source.cell_code import BatchSize
 from gpumagic.source.text import CellText, Change, apply_changes, called_name, keyword, names_in
@@ -72,8 +72,9 @@ def lowered(
     """
     trains = facts.trains and not evaluates
 
+    cost = "a different gradient, unless several passes make a step" if trains else f"more passes{but(facts.models)}"
+
     def made(value: int) -> Advice:
-        cost = "a different gradient, unless several passes make a step" if trains else "more passes"
         return propose(f"Lower {called} from {now} to {value}", evidence=evidence, cost=cost, **edit(value, 1))
 
     def accumulated(most: int) -> Advice | None:
@@ -82,10 +83,16 @@ def lowered(
         return None if not change else propose(
             f"Lower {called} from {now} to {now // steps} and accumulate {steps} passes a step", **change,
             evidence=f"{evidence}; up to {most} fits",
-            cost=f"the same gradient{f', of {together} of {now}' if together < now else ''}, except through batch norm",
+            cost=f"the same gradient{f', of {together} of {now}' if together < now else ''}{but(facts.models)}",
         )  # fmt: skip
 
     return Choice(name, now, made, now // 2, finish=accumulated if trains else None, changes_result=trains, **more)
+
+
+def but(models: Sequence[Model]) -> str:
+    """Return by which layers models compute something else where they see a part of the data at a time."""
+    found = sorted({each for model in models if model.training for each in model.uneven})
+    return f", except through {' and '.join(found)}" if found else ""
 
 
 def number(trainer: Trainer, name: str, default: int) -> int | None:

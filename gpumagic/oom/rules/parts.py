@@ -12,7 +12,7 @@ from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.batch import MOST_DOUBLINGS
 from gpumagic.oom.rules.expressions import FUNCTIONS, UNARY, Joined, joined_in
 from gpumagic.oom.rules.facts import Facts
-from gpumagic.oom.rules.kept import INFERENCE
+from gpumagic.oom.rules.kept import WITHOUT_GRAPH
 from gpumagic.oom.rules.proposal import Choice, calls, does, failed, propose
 from gpumagic.report.units import count, size
 from gpumagic.source.cell_code import ints_named
@@ -253,12 +253,10 @@ def _in_parts(facts: Facts, found: _Part, number: int, *, is_without_graph: bool
     code = f"sum({margin}    {parts})" if method else f"torch.cat([{margin}    {parts}])"
     code = f"({code} / {rows.length})" if method == "mean" else code
     code = f"({code} / ({list(sources)[-1]} != -100).sum())" if method == "cross_entropy" else code
-    changes = joined.changes(text, joined.text.replace(node, code))
-    if is_without_graph:
-        changes += text.wrap([each for each in [text.statement_at(joined.last.lineno)] if each is not None], INFERENCE)
-    if joined.before:
-        cost += f"; {', '.join(text.code(each.targets[0]) for each in joined.before)} of all rows is not made"
-    return changes, cost
+    changes, statement = joined.changes(text, joined.text.replace(node, code)), text.statement_at(joined.last.lineno)
+    if is_without_graph and statement is not None:
+        changes += text.wrap([statement], WITHOUT_GRAPH)
+    return changes, "; ".join([cost, *joined.lost])
 
 
 def _summed(node: ast.expr) -> str:

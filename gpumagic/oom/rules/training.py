@@ -165,8 +165,9 @@ def checkpoint(facts: Facts) -> Iterator[Advice]:
         held = f"{size(facts.transient)} of what was in use was held by graphs and frames only"
         edit = {"evidence": held, **edit} if edit else {}
     if edit:
-        title, cost = "Recompute activations in backward instead of keeping them", "a step takes about a fifth longer"
-        yield propose(title, cost=cost, **edit)
+        is_counted = any("batch norm" in model.uneven for model in facts.models if model.training)
+        cost = "a step takes about a fifth longer" + ("; batch norm counts each pass twice" if is_counted else "")
+        yield propose("Recompute activations in backward instead of keeping them", cost=cost, **edit)
 
 
 def on_the_host(facts: Facts) -> Iterator[Advice]:
@@ -208,7 +209,7 @@ def _switch(facts: Facts, model: Model) -> dict[str, Any]:
         return prepare(facts, model.name, _WRAP.format(blocks=model.blocks))
     for text, call in calls(facts.texts, model.name) if model.sequential else ():
         if len(call.args) == 1:
-            arguments = f"{model.name}, 4, {text.code(call.args[0])}, use_reentrant=False"
+            arguments = f"{model.name}, min(4, len({model.name})), {text.code(call.args[0])}, use_reentrant=False"
             changes = [text.replace(call, f"torch.utils.checkpoint.checkpoint_sequential({arguments})")]
             return {"text": text, "changes": changes, "first": "import torch.utils.checkpoint"}
     for text, call in calls(facts.texts, model.name):
