@@ -174,6 +174,8 @@ class Parser(argparse.ArgumentParser):
         options, unknown = (None, misspelt) if misspelt else self.parse_known_args(words)
         if options is None or unknown:
             raise OptionError(self._unknown(unknown[0], words))
+        if getattr(options, "devices", None):  # 0,1
+            options.devices = [name for word in options.devices for name in word.split(",") if name]
         return options
 
     def option_strings(self) -> list[str]:

@@ -84,6 +84,11 @@ def test_a_list_of_names_may_have_spaces(line: str) -> None:
     assert (options.device, options.move) == ("0", ["model", "x"])
 
 
+@pytest.mark.parametrize("line", ["cuda:0 cuda:1", "cuda:0,cuda:1", "cuda:0, cuda:1", "cuda:0, cuda:1 -n 3"])
+def test_a_list_of_devices_may_have_commas(line: str) -> None:
+    assert PARSERS["devices"].parse_line(line).devices == ["cuda:0", "cuda:1"]
+
+
 @given(magic=st.sampled_from(MAGICS), line=st.text(max_size=60))
 def test_any_line_is_read_or_refused_in_one_printable_error(magic: str, line: str) -> None:
     try:
