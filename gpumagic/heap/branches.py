@@ -94,6 +94,8 @@ LONGEST_KEY = 200
 def key_code(key: Any, depth: int = 0) -> str | None:
     """Return a key as it is typed; None for one that cannot be: the repr of anything else is its author's code."""
     text: str | None = None
+    if type(key) is int and key.bit_length() < 64:  # thousands of tensors may stand in one list
+        return repr(key)
     if type(key) is float and not math.isfinite(key):
         text = None if math.isnan(key) else f"float('{key}')"  # another nan does not find it
     elif type(key) is tuple and depth < 3:
@@ -243,10 +245,15 @@ class Names:
             return str(path.key)
         known = self._known.get(id(path))
         if known is None:
-            before = self.code(path.parent)
-            text = None if before is None else self._extended(before, path, path.parent)
-            known = self._known[id(path)] = (path, text)
+            known = self._known[id(path)] = (path, self._spelled(path))
         return known[1]
+
+    def _spelled(self, path: Path) -> str | None:
+        """Return the code of a path, of which only its beginnings are known."""
+        if path.parent is None:
+            return str(path.key)
+        before = self.code(path.parent)
+        return None if before is None else self._extended(before, path, path.parent)
 
     def description(self, path: Path) -> str:
         """Return a path as one reads it: ``last traceback.<step()>.hidden``; code where that is no longer."""
@@ -278,8 +285,8 @@ class Names:
     def of(self, tensor_id: int) -> list[str]:
         """Return the names of a tensor, a plain variable before a module's path before other containers."""
         paths = self.paths_to.get(tensor_id, ())
-        if len(paths) < 2:  # thousands have one path, and nothing to compare it with
-            return [name for path in paths if (name := self.code(path)) is not None]
+        if len(paths) < 2:  # thousands have one path, and nothing to compare it with or to remember it for
+            return [name for path in paths if (name := self._spelled(path)) is not None]
         few = sorted(bounded(paths, Path.root), key=Path.quality)
         found = [(path.quality(), name) for path in few if (name := self.code(path)) is not None]
         return [name for _, name in sorted(found)]

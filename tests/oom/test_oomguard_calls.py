@@ -103,3 +103,16 @@ def test_what_cannot_be_called_again_is_refused_where_it_is_decorated() -> None:
         gpumagic.oomguard(fallback="simgpu:9")
     with pytest.raises(gpumagic.OptionError, match=r"^shrink='n': n must be an int of at least 1, not '3'$"):
         guard(lambda n: n)("3")
+
+
+def test_another_device_is_advised_only_for_what_it_has_room_for() -> None:
+    """Nothing in a script can be tried, so the request itself decides."""
+    edits = {}
+    for gib in (3, 9):
+        old = take(2)
+        with gpumagic.oomguard(keep_going=True) as guard:
+            take(gib)
+        edits[gib] = [each.edit for each in guard.report.advice]
+        del old
+    assert "%%ondevice simgpu:1" in edits[3]
+    assert "%%ondevice simgpu:1" not in edits[9]

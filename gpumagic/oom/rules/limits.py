@@ -157,7 +157,8 @@ def other_device(facts: Facts) -> Iterator[Advice]:
     device = max(facts.free_elsewhere, key=lambda each: facts.free_elsewhere[each], default="")
     if facts.free_elsewhere.get(device, 0) <= (facts.free or 0) or any(each.state for each in facts.optimizers):
         return  # an optimizer's state would have to move with its parameters, and has no method for it
-    if facts.need is not None and (facts.need.alone or 0) > facts.free_elsewhere[device]:
+    least = facts.requested if facts.need is None else facts.need.alone
+    if (least or 0) > facts.free_elsewhere[device]:
         return
     moved = [each for each in facts.brought if each.kind in ("module", "tensor")]
     if len(moved) < len([each for each in facts.brought if each.kind != "optimizer"]):
