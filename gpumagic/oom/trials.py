@@ -145,7 +145,7 @@ class Trials:
         """
         runs, cut, at = dict[int, DryRunReport](), "", at or self._likely(choice)
         is_finished = self._as_is is not None and choice.finish is not None and choice.finish(at) is not None
-        first = (1 << (at.bit_length() - 1), at // 4)
+        first: tuple[int, ...] = (1 << (at.bit_length() - 1), at // 4)
         if is_finished:
             cut = self._search(choice, others, runs, (at, at // 4), known)
             is_finished = any(report.fits for report in runs.values())

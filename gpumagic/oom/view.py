@@ -173,10 +173,9 @@ def _advice(report: OomReport) -> Iterator[Block]:
         yield Fold(f"{number}. {each.title}{_worth(each)}", list(_how(each)))
 
 
-def known_early(advice: Advice) -> str:
-    """Return a suggestion that fits as text, for the time in which others are tried."""
-    code = [f"{place or '':>8}  {line}" for place, line, _ in _code(advice)]
-    return "\n".join([f"{advice.title}{_worth(advice)}", *code])
+def known_early(advice: Advice) -> Document:
+    """Return a suggestion that fits, for the time in which others are tried."""
+    return Document((Heading(f"{advice.title}{_worth(advice)}"), *_how(advice)))
 
 
 def _how(advice: Advice) -> Iterator[Block]:

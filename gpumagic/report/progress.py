@@ -7,6 +7,8 @@ nothing can be rewritten, as in a file, only what one waits for without a count 
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +39,10 @@ def elapsed(what: str) -> Iterator[Callable[[], None]]:
 
 
 def known(text: str) -> None:
-    """Show what is known before the end of what is being counted: above its line, in a terminal for good."""
+    """Show what is known before the end of what is being counted: above its line, and gone with it.
+
+    The report has it again. A terminal that cannot go up keeps it.
+    """
     if _line is not None:
         _line.known = text
         _line.write(_line.text)
@@ -126,6 +131,9 @@ def _in_terminal() -> Callable[[str, str], None]:
         if known != printed:
             print(f"\r{'':{longest}}\r{known}\n", file=sys.stderr)  # noqa: T201
         longest, printed = max(longest, len(text)), known
-        print(f"\r{text:{longest}}", end="" if text else "\r", file=sys.stderr, flush=True)  # noqa: T201
+        rows = known.count("\n") + 2 if known else 0
+        goes_up = not text and 0 < rows < shutil.get_terminal_size().lines and os.environ.get("TERM", "dumb") != "dumb"
+        end = f"\r\x1b[{rows}A\x1b[J" if goes_up else "" if text else "\r"
+        print(f"\r{text:{longest}}", end=end, file=sys.stderr, flush=True)  # noqa: T201
 
     return show

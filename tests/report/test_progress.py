@@ -112,11 +112,16 @@ def test_a_notebook_has_one_display_that_is_empty_in_the_end_and_no_stderr(messa
     ]
 
 
-def test_what_is_known_by_then_stands_above_the_line_of_a_terminal_and_stays(terminal: Terminal) -> None:
+@pytest.mark.parametrize("kind", ["dumb", "xterm"])
+def test_what_is_known_by_then_stands_above_the_line_until_the_report_comes(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("TERM", kind)
     with progress.counted(3, "trying") as tell:
         tell("a smaller batch")
         progress.known("Lower batch_size from 64 to 32: fits")
         tell("checkpointing")
         tell("bfloat16")
     assert terminal.getvalue().count("Lower batch_size from 64 to 32: fits\n") == 1
-    assert terminal.lines()[-1] == "trying 3 of 3: bfloat16"
+    assert "trying 3 of 3: bfloat16" in terminal.lines()
+    assert terminal.getvalue().endswith("\x1b[2A\x1b[J") == (kind == "xterm"), "two rows up, and all below is gone"
