@@ -15,7 +15,6 @@ from gpumagic.oom.rules.proposal import Choice, cleared
 from gpumagic.oom.trials import DEAR, Chosen, Trials
 from gpumagic.oom.view import known_early
 from gpumagic.report import progress
-from gpumagic.report.text import render
 from gpumagic.report.units import duration
 
 Proposal = Advice | Choice
@@ -157,7 +156,7 @@ def _try_all(facts: Facts, proposals: Sequence[_Proposed], trials: Trials) -> li
         nonlocal is_shown
         if not is_shown:
             is_shown = True
-            progress.known(render(known_early(_finished(facts, best))))
+            progress.known(known_early(_finished(facts, best)))
 
     with progress.counted(len(proposals), "trying") as tell:
         for proposed in sorted(proposals, key=lambda one: (one.tier >= DRASTIC, one.is_too_little)):

@@ -14,6 +14,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from gpumagic.report.document import Document
+from gpumagic.report.text import render
+
 DELAY = 1.0
 """Seconds that need no word."""
 
@@ -38,13 +41,13 @@ def elapsed(what: str) -> Iterator[Callable[[], None]]:
         yield lambda: line.write(f"{text}, {time.monotonic() - began:.0f} s")
 
 
-def known(text: str) -> None:
+def known(document: Document) -> None:
     """Show what is known before the end of what is being counted: above its line, and gone with it.
 
     The report has it again. A terminal that cannot go up keeps it.
     """
     if _line is not None:
-        _line.known = text
+        _line.known = render(document)
         _line.write(_line.text)
 
 

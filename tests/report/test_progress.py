@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from gpumagic.report import progress
+from gpumagic.report.document import Document, Heading
 
 
 class Terminal(io.StringIO):
@@ -119,7 +120,7 @@ def test_what_is_known_by_then_stands_above_the_line_until_the_report_comes(
     monkeypatch.setenv("TERM", kind)
     with progress.counted(3, "trying") as tell:
         tell("a smaller batch")
-        progress.known("Lower batch_size from 64 to 32: fits")
+        progress.known(Document([Heading("Lower batch_size from 64 to 32: fits")]))
         tell("checkpointing")
         tell("bfloat16")
     assert terminal.getvalue().count("Lower batch_size from 64 to 32: fits\n") == 1
