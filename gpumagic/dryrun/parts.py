@@ -248,23 +248,23 @@ def _lead_back(tensor: Any, saved: list[StoragePart], leaves: list[Any]) -> None
     """Put a node behind a tensor for its graph: it keeps what that saved, and gives the leaves gradients."""
     import torch
 
-    kept = [make_tensor(each, "uint8", ((each.nbytes,), (1,), 0), False, False) for each in saved]
-    leaves = [each for each in leaves if not isinstance(each, Absent)]
+    # Only the node may hold it: the class, which holds itself, waits for a collection of garbage.
+    kept = [[make_tensor(each, "uint8", ((each.nbytes,), (1,), 0), False, False) for each in saved]]
 
     class EarlierGraph(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
-        def forward(ctx: Any, made: Any, *_: Any) -> Any:
+        def forward(ctx: Any, made: Any, *leaves: Any) -> Any:
             ctx.mark_dirty(made)
-            ctx.kept = kept
+            ctx.kept, ctx.leaves = kept.pop(), leaves
             return made
 
         @staticmethod
         def backward(ctx: Any, *_: Any) -> Any:
             gone_back.append(ctx.kept)
             ctx.kept = None
-            return None, *map(torch.zeros_like, leaves)
+            return None, *map(torch.zeros_like, ctx.leaves)
 
-    EarlierGraph.apply(tensor, *leaves)
+    EarlierGraph.apply(tensor, *(each for each in leaves if not isinstance(each, Absent)))
 
 
 def _storage(part: StoragePart) -> Any:
