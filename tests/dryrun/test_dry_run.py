@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import os
 import random
 import signal
@@ -408,6 +409,22 @@ def test_pickle_finds_the_classes_of_a_notebook_as_when_a_whole_model_is_saved(n
     exec(PICKLED, notebook)
     for cell in UNPICKLED, PICKLED + UNPICKLED:
         assert gpumagic.dry_run(cell, notebook).error is None
+
+
+WITH_SOURCE = """
+import inspect
+def here(x: torch.Tensor):
+    return x * 2
+assert "x * 2" in inspect.getsource(here) and "x + 1" in inspect.getsource(earlier)
+y = torch.jit.script(here)(torch.jit.script(earlier)(torch.ones(100, device="simgpu:0")))
+"""
+
+
+def test_functions_of_the_cell_and_of_earlier_ones_have_their_source(notebook) -> None:
+    text = "def earlier(x: torch.Tensor):\n    return x + 1\n"
+    linecache.cache["<earlier cell>"] = (len(text), None, text.splitlines(keepends=True), "<earlier cell>")
+    exec(compile(text, "<earlier cell>", "exec"), notebook)
+    assert gpumagic.dry_run(WITH_SOURCE, notebook).error is None
 
 
 STREAM = """

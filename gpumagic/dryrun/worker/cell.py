@@ -29,7 +29,11 @@ class Lines:
 
     def __init__(self, filename: str, sources: dict[str, str]) -> None:
         self._cell = filename
-        self._lines = {name: text.splitlines() for name, text in sources.items()}
+        self._files = frozenset(sources)
+        # Where IPython has it too: inspect and TorchScript read functions of the cell there.
+        linecache.cache.update({
+            name: (len(text), None, text.splitlines(keepends=True), name) for name, text in sources.items()
+        })  # fmt: skip
         self._place = functools.cache(self._place_of)
         self._text = functools.cache(self._text_at)
 
@@ -60,16 +64,14 @@ class Lines:
             name = frame.f_code.co_filename
             if name == self._cell:
                 break
-            if inner is None and name in self._lines:
+            if inner is None and name in self._files:
                 inner = frame
             frame = frame.f_back
         return frame, inner
 
     def _text_at(self, code: CodeType, instruction: int, number: int) -> str:
         """Return what an instruction was compiled from; all of its line where Python does not say (3.10)."""
-        name = code.co_filename
-        lines = self._lines[name] if name in self._lines else linecache.getlines(name)
-        line = lines[number - 1] if 0 < number <= len(lines) else ""
+        line = linecache.getline(code.co_filename, number)
         span = span_at(code, instruction)
         if span is not None and span[0] == span[1] == number:
             line = line.encode()[span[2] : span[3]].decode()
@@ -81,7 +83,7 @@ class Lines:
         for frame in frames:
             if frame[0] == self._cell:
                 return self._place(frame, innermost)
-            if innermost is None and frame[0] in self._lines:
+            if innermost is None and frame[0] in self._files:
                 innermost = frame
         return self._place(innermost)
 
@@ -89,8 +91,7 @@ class Lines:
         if frame is None:
             return Place()
         filename, _, line = frame
-        lines = self._lines.get(filename, [])
-        code = lines[line - 1].strip() if 0 < line <= len(lines) else ""
+        code = linecache.getline(filename, line).strip()
         return Place(line, code, "" if inner is None else f"{inner[1]}, line {inner[2]}")
 
 

@@ -100,10 +100,11 @@ def _let_no_file_grow() -> None:
 _NAMES_PORT = 53
 _NAME_CACHE = (socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 """How C asks for a name, also for this host's own: a server of DNS, and before it the machine's cache (nscd)."""
-_SIGNAL = frozenset({
-    "kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal", "fcntl", "ioctl",
-})  # fmt: skip
-_LOOKS = frozenset({"pidfd_getfd", "ptrace", "process_vm_readv", "process_vm_writev"})
+_IN_WORDS = {
+    **dict.fromkeys(("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal", "fcntl",
+                     "ioctl"), "signals another process"),
+    **dict.fromkeys(("pidfd_getfd", "ptrace", "process_vm_readv", "process_vm_writev"), "looks into another process"),
+}  # fmt: skip
 _LISTENS = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
 """Tables of sockets, and the state of one that waits for anybody."""
 _PAGE = 4096
@@ -147,24 +148,20 @@ class Watch:
 
     def _answer(self, call: seccomp.Refused) -> int | None:
         """Return the error of a call, None where it is made; what the user should hear of is noted."""
-        what = f"calls {call.name}"
+        what = _IN_WORDS.get(call.name, f"calls {call.name}")
         if call.name in {"execve", "execveat"}:
             program = os.path.basename(_text_of(call.pid, call.arguments[call.name == "execveat"]))  # noqa: PTH119
             if program in ASKS_THE_MACHINE or COMPILERS.fullmatch(program):
                 return None
             what = f"starts a program{f' ({program})' if program else ''}"
-        if call.name in {"connect", "sendto"}:
+        elif call.name in {"connect", "sendto"}:
             return self._reach(call)
-        if call.name in {"socket", "socketpair"}:
+        elif call.name in {"socket", "socketpair"}:
             if tuple(call.arguments[:2]) != _NAME_CACHE:
                 self.effects["opens a connection"] = None
             return errno.EAFNOSUPPORT
-        if call.name == "ioctl" and call.arguments[1] & 0xFFFFFFFF in seccomp.SETS_FLAGS:
+        elif call.name == "ioctl" and call.arguments[1] & 0xFFFFFFFF in seccomp.SETS_FLAGS:
             what = "changes the flags of a file"
-        elif call.name in _SIGNAL:
-            what = "signals another process"
-        elif call.name in _LOOKS:
-            what = "looks into another process"
         self.effects[what] = None
         return errno.EPERM
 
