@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from gpumagic.errors import OptionError, nearest
-from gpumagic.memory.presets import GPUS
 
 _Argument = tuple[tuple[str, ...], dict[str, Any]]
 """The names of an argument, and argparse's settings for it."""
@@ -335,9 +334,8 @@ PARSERS = {
         _argument(
             "--capacity", metavar="SIZE", read=device_memory, help="on a device with this much memory, such as 16GiB"
         ),
-        _argument(
-            "--gpu", nargs="+", metavar=("NAME", "WORD"), help=f"on a T4, RTX-4090 or other of {len(GPUS)}: --gpu list"
-        ),
+        # How many there are is not said: that would read their table when the extension is loaded.
+        _argument("--gpu", nargs="+", metavar=("NAME", "WORD"), help="on a T4, RTX-4090 or another: --gpu list"),
         _argument("--ranks", metavar="N", read=number_of_ranks, help="as each of N GPUs runs it: 64, or 8x8"),
         _argument("--run", action="store_true", help="then run the cell if it fits; else fail"),
         _OUT,

@@ -141,7 +141,7 @@ def test_completion_offers_ints_and_gpus(run, bare_shell) -> None:
     assert complete("%%oomguard --shrink b", offers) == ("b", ["batch_size"])
     assert complete("%%dryrun --gpu RTX-309", offers) == ("RTX-309", ["RTX-3090", "RTX-3090-Ti"])
     assert len(complete("%%dryrun --gpu ", offers)[1]) == len(GPUS)
-    assert f"RTX-4090 or other of {len(GPUS)}: --gpu list" in PARSERS["dryrun"].format_help()
+    assert "RTX-4090 or another: --gpu list" in PARSERS["dryrun"].format_help()
     assert complete("%%dryrun --", offers)[1] == ["--help", "--fit", "--capacity", "--gpu", "--ranks", "--run", "--out"]
 
 
