@@ -210,6 +210,37 @@ def test_what_a_graph_network_trains_on_is_not_divided(dtype, number) -> None:
     assert len(list(batch.accumulate(facts(code, 1, tensors=there)))) == number
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "net(x).square().mean()", "net(x).square().sum(-1).mean()", "net(x).square().sum()", "net(x).abs().sum() * 2",
+        "net(x).square().mean().sqrt()", "torch.log(net(x).square().mean())", "net(x).square().sum() / len(x)",
+        "(net(x).mean() - 1).square()", "(net(x).softmax(0) * x[:, :3]).sum()", "net(x).softmax(1).square().mean()",
+        "net(x).square().mean() + sum(p.square().sum() for p in net.parameters())", "net(x).std()", "1 / net(x).mean()",
+        "torch.nn.functional.mse_loss(net(x), x[:, :3]) ** 0.5", "net(x[:8]).square().mean()", "-net(x).mean()",
+        "net(x).square().mean() * net(x).mean()", "sum(net(x).square().mean() for _ in range(2))",
+        "torch.nn.functional.mse_loss(net(x), x[:, :3], reduction='sum') + net(x).abs().mean()", "net(x).norm()",
+    ],
+)  # fmt: skip
+def test_the_gradient_is_the_same_whatever_the_loss_or_nothing_is_offered(loss) -> None:
+    whole = f"x = data\nopt.zero_grad()\nloss = {loss}\nloss.backward()\nopt.step()"
+    there = {"x": TensorFact((16, 4), "float64", MIB, "cpu")}
+    loop = f"batch_size = 8\n{LOOPS['split'].replace('net(x).square().mean()', loss)}"
+    found = replace(facts(loop, 4), batches=(BatchSize("batch_size", 8, 1),))
+    offered = [(whole, each.make(each.now - 1)) for each in batch.accumulate(facts(whole, 3, tensors=there))]
+    offered += [(loop, better) for each in batch.smaller(found) if (better := each.finish(4)) is not None]
+    for code, advice in offered:
+        assert all(map(torch.allclose, trained(code), trained(edited(code, advice)))), advice.edit
+    plain = ("net(x).square().mean()", "net(x).square().sum()", "-net(x).mean()")
+    assert len(offered) == 2 or loss not in plain
+
+
+def test_a_hidden_state_is_not_handed_from_one_part_of_the_rows_to_the_next() -> None:
+    code = "out, state = net(x, state)\nloss = out.square().mean()\nloss.backward()"
+    there = {"x": TensorFact((16, 4), "float64", MIB, "cpu")}
+    assert not list(batch.accumulate(facts(code, 1, tensors=there)))
+
+
 def test_a_loss_that_something_else_calls_backward_with_is_divided() -> None:
     code = "loss = net(x).square().mean()\naccelerator.backward(loss)\nopt.step()"
     there = {"x": TensorFact((64, 4), "float32", MIB, "cpu")}

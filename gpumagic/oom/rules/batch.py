@@ -168,6 +168,10 @@ def accumulate(facts: Facts) -> Iterator[Choice]:
     names, made = _divisible(facts, region), set[str]().union(*map(bound_in, rest))
     if not names or made & {each.id for each in read_tensors(region)} - set(names):
         return  # a hidden state, from which the next part would go on
+    if any(_counts_rows(node, names) for each in rest for node in ast.walk(each)) or not _loop(
+        facts, region, names, 2, cleared
+    ):
+        return
     rows = facts.tensors[names[0]].shape[0]
     doublings = min(MOST_DOUBLINGS, rows.bit_length() - 1)
 
@@ -190,6 +194,16 @@ def _mixes_rows(node: ast.AST) -> bool:
     if isinstance(node, ast.Attribute):
         return node.attr in ("T", "mT")
     return called_name(node) in ("t", "transpose", "matmul", "mm", "bmm", "einsum", "cdist", "zero_grad", "step")
+
+
+def _counts_rows(node: ast.AST, names: Sequence[str]) -> bool:
+    """Return whether code takes some of the rows of a tensor, or asks how many there are."""
+    if isinstance(node, ast.Subscript):
+        first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
+        return getattr(node.value, "id", "") in names and ast.unparse(first) not in (":", "...")
+    if isinstance(node, ast.Attribute):
+        return node.attr in ("shape", "size", "numel") and getattr(node.value, "id", "") in names
+    return called_name(node) == "len" and bool(names_in(node) & set(names))
 
 
 def _divisible(facts: Facts, region: Region) -> list[str]:
@@ -218,6 +232,8 @@ def _loop(facts: Facts, region: Region, names: list[str], parts: int, cleared: S
     used = [text.append(node, "_part") for node in read_tensors(region) if node.id in names]
     assert region.backward is not None
     scaled = loops.divided(facts, text, region.backward, region.through_backward, parts)
+    if scaled is None:
+        return []
     return [*before, *wrapped, *map(text.remove, cleared), *used, *scaled]
 
 
@@ -249,13 +265,13 @@ def numbers(facts: Facts) -> Iterator[Choice]:
             yield Choice(name, now, make, now // 2, changes_result=True, is_setting=True, least=now // 8)
 
 
-_VMAP = frozenset({"vmap_impl", "_flat_vmap"})
+VMAP = frozenset({"vmap_impl", "_flat_vmap"})
 """Functions of torch that map."""
 
 
 def mapped(facts: Facts) -> Iterator[Choice]:
     """Have `vmap` map over some of the rows at a time."""
-    for text, call in calls(facts.texts) if facts.functions & _VMAP else ():
+    for text, call in calls(facts.texts) if facts.functions & VMAP else ():
         made = call.func
         if not isinstance(made, ast.Call) or called_name(made) != "vmap" or keyword(made, "chunk_size") is not None:
             continue

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gpumagic.oom.report import Advice
+from gpumagic.oom.rules.expressions import FUNCTIONS
 from gpumagic.oom.rules.facts import Facts, Model, Trainer
 from gpumagic.oom.rules.proposal import Choice, loop_around, passes, propose
 from gpumagic.source.cell_code import BatchSize
 from gpumagic.source.text import CellText, Change, apply_changes, called_name, keyword, names_in
-
 
 ARGUMENTS = {
     ("recompute", "transformers"): ("gradient_checkpointing", "True", ()),
@@ -144,8 +144,9 @@ def accumulating(facts: Facts, found: BatchSize, steps: int) -> dict[str, Any]:
     for text in facts.texts:
         training = _training(text, text.line or facts.line)
         counted = _counted(facts, training, found, steps) if training is not None else None
-        if training is not None and counted is not None:
-            return {"text": text, "changes": _changes(facts, training, *counted, steps)}
+        changes = _changes(facts, training, *counted, steps) if training is not None and counted is not None else []
+        if changes:
+            return {"text": text, "changes": changes}
     return {}
 
 
@@ -192,7 +193,10 @@ def _changes(facts: Facts, training: Training, head: list[Change], number: str, 
     """Return the changes that leave the step to the last pass of each group, and `zero_grad` to that or the first."""
     text, body = training.text, training.loop.body
     at, zero_at = body.index(training.step), body.index(training.zero_grad)
-    changes = [*head, *divided(facts, text, training.backward, body, steps)]
+    scaled = divided(facts, text, training.backward, body, steps)
+    if scaled is None:
+        return []
+    changes = [*head, *scaled]
     for group in [body[at : at + 2]] if zero_at == at + 1 else [[training.step], [training.zero_grad]]:
         is_first = zero_at < at and training.zero_grad in group
         changes += text.wrap(group, f"if {number if is_first else f'({number} + 1)'} % {steps} == 0:")
@@ -201,10 +205,11 @@ def _changes(facts: Facts, training: Training, head: list[Change], number: str, 
 
 def divided(
     facts: Facts, text: CellText, backward: ast.stmt, statements: Sequence[ast.stmt], parts: int
-) -> list[Change]:
+) -> list[Change] | None:
     """Return the change that divides a loss, which these statements compute, by a number of parts.
 
-    There is none where it is a sum, which the parts add up to.
+    There is none where it is a sum, which the parts add up to. None where parts of the data have no part of the loss:
+    where it is a mean beside a sum, or the root of a mean.
     """
     call = next(node for node in ast.walk(backward) if called_name(node) == "backward")
     loss = call.func.value if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else None
@@ -215,7 +220,10 @@ def divided(
     if isinstance(call, ast.Call) and call.args and isinstance(loss, ast.Name) and loss.id not in bound:
         loss = call.args[0]  # of `accelerator.backward(loss)`
     made = [each.value for each in assigned if isinstance(loss, ast.Name) and loss.id in _targets(each)] or [loss]
-    if any(_adds_up(facts, text, node) for each in made for node in ast.walk(each)):
+    sums = [any(_adds_up(facts, text, node) for node in ast.walk(each)) for each in made]
+    if _is_bent(assigned, loss) or (any(sums) and not all(_is_sum(facts, text, each) for each in made)):
+        return None
+    if any(sums):
         return []
     return [
         text.replace(loss, f"({loss.id} / {parts})")
@@ -232,4 +240,60 @@ def _adds_up(facts: Facts, text: CellText, node: ast.AST) -> bool:
     """Return whether an expression takes a sum: by name, by an argument, or with a criterion that was made to."""
     if isinstance(node, ast.Constant):
         return node.value == "sum"
-    return isinstance(node, ast.Call) and (called_name(node) == "sum" or text.code(node.func) in facts.sums)
+    return isinstance(node, ast.Call) and (_is_of_all(node, ("sum",)) or text.code(node.func) in facts.sums)
+
+
+def _is_sum(facts: Facts, text: CellText, node: ast.expr) -> bool:
+    """Return whether an expression is itself a sum over all rows, or a number of times one."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+        return _is_sum(facts, text, node.left) and _is_sum(facts, text, node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.right, ast.Constant):
+        return _is_sum(facts, text, node.left)
+    said = keyword(node, "reduction") if isinstance(node, ast.Call) else None
+    return _adds_up(facts, text, node) or (said is not None and _adds_up(facts, text, said.value))
+
+
+def _is_of_all(node: ast.AST, names: Sequence[str]) -> bool:
+    """Return whether a function of these names is called of all rows at once: ``x.mean()``, ``torch.mean(x)``."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or called_name(node) not in names:
+        return False
+    return len(node.args) + len(node.keywords) == ast.unparse(node.func.value).endswith(FUNCTIONS)
+
+
+_LINEAR = frozenset({"backward", "scale", "sum", "mean", "item", "detach", "add", "sub", "mul", "div", "to", "float"})
+_OF_ROWS = ("std", "var", "norm", "max", "min", "amax", "amin", "prod", "logsumexp", "median")
+"""Functions of which that of all rows is no sum of those of some."""
+_ALONG = (*_OF_ROWS, "mean", "sum", "softmax", "log_softmax", "normalize", "cumsum", "sort", "topk")
+_LOSSES = ("loss", "criterion", "entropy")
+
+
+def _is_bent(assigned: Sequence[ast.Assign], loss: ast.expr) -> bool:
+    """Return whether a loss is more than a sum or a mean over rows: the root of one, or of a softmax over rows."""
+    needed, values = names_in(loss), [loss]
+    for each in reversed(assigned):
+        if _targets(each) & needed:
+            needed |= names_in(each.value)
+            values.append(each.value)
+    totals = {name for each in assigned if _has_total(each.value, set()) for name in _targets(each)}
+    return any(_bends(node, totals) for value in values for node in ast.walk(value))
+
+
+def _has_total(code: ast.AST, totals: set[str]) -> bool:
+    """Return whether code has one number for all rows in it: a mean, a sum, a loss, or a variable that is one."""
+    named = (each.id if isinstance(each, ast.Name) else called_name(each).lower() for each in ast.walk(code))
+    is_loss = any(name in totals or name.endswith(_LOSSES) for name in named)
+    return is_loss or any(_is_of_all(each, ("mean", "sum")) for each in ast.walk(code))
+
+
+def _bends(node: ast.AST, totals: set[str]) -> bool:
+    if isinstance(node, ast.BinOp):
+        left, right = (_has_total(each, totals) for each in (node.left, node.right))
+        bent = {ast.Add: False, ast.Sub: False, ast.Mult: left and right, ast.Div: right}
+        return bent.get(type(node.op), left or right)
+    if not isinstance(node, ast.Call):
+        return False
+    owner = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+    given = [*node.args, *(each.value for each in node.keywords)]
+    is_over_rows = called_name(node) in _ALONG and any(ast.unparse(each) == "0" for each in given)
+    is_of_total = any(_has_total(each, totals) for each in (*owner, *given))
+    return _is_of_all(node, _OF_ROWS) or is_over_rows or (is_of_total and called_name(node) not in _LINEAR)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gpumagic.oom.report import Advice
-from gpumagic.oom.rules.batch import MOST_DOUBLINGS
+from gpumagic.oom.rules.batch import MOST_DOUBLINGS, VMAP
 from gpumagic.oom.rules.expressions import FUNCTIONS, UNARY, Joined, joined_in
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.kept import WITHOUT_GRAPH
@@ -138,7 +138,7 @@ class Rows:
 
 def by_rows(facts: Facts) -> Iterator[Choice]:
     """Compute a part of the rows at a time where the result is much smaller than what leads to it."""
-    places = list(failed(facts))
+    places = list(failed(facts)) if not facts.functions & VMAP else []  # which takes no hooks of checkpoints
     statement = facts.text.statement_at(facts.line) if facts.text is not None else None
     if facts.text is not None and statement is not None:
         places.append((facts.text, statement))  # what failed may be in a model that it calls
