@@ -222,7 +222,6 @@ def _with_values(facts: Facts, stack: list[FrameLine], users: list[FrameLine], s
             if ownership.kind_of(value) == "module" and attributes_of(value).get("reduction") == "sum"
         ),
         moving=sum(each.nbytes for each in weights if each.dtype == torch.float32),
-        function=inside.f_code.co_name if inside is not None else "",
         operands=_tensors(inside.f_locals) if inside is not None else {},
         models_there=models,
         optimizers_there=optimizers,

@@ -16,6 +16,7 @@ from gpumagic.heap.graph import MAX_STEPS_OF_ALL, HeapGraph
 from gpumagic.heap.storages import Storage, StorageTable, plain, undisturbed
 from gpumagic.memory.segments import OccupiedBytes
 from gpumagic.oom.rules.facts import SAVING_METHODS, Model, Optimizer, Ownership
+from gpumagic.report.units import LARGE
 
 UNEVEN = (("BatchNorm", "batch norm"), ("Dropout", "dropout"))
 """Parts of the names of layers' classes, and what the layers are called."""
@@ -114,10 +115,12 @@ def _model(name: str, module: Any, parameters: list[Any], *, local: bool) -> Mod
     layers = {branches.name_of_type(type(each)) for _, each in kinds.modules_in(module)}
     with undisturbed():
         frozen = not any(plain(each, "requires_grad") for each in parameters)
+        gradients = [each for each in kinds.gradients_of(parameters) if each.layout is torch.strided]
     return Model(
-        name, _nbytes(parameters), _nbytes(parameters, torch.float32), frozen=frozen,
+        name, _nbytes(parameters), _nbytes(parameters, torch.float32), frozen=frozen, gradients=_nbytes(gradients),
         training=bool(branches.attributes_of(module).get("training")), checkpoints=_checkpoints(module),
-        blocks=_blocks(name, module), sequential=issubclass(type(module), torch.nn.Sequential), local=local,
+        blocks=_blocks(name, module), embeddings=_embeddings(name, module),
+        sequential=issubclass(type(module), torch.nn.Sequential), local=local,
         uneven=tuple(word for part, word in UNEVEN if any(part in each for each in layers)),
         methods=tuple(each for each in SAVING_METHODS if branches.class_attribute(type(module), each) is not None),
     )  # fmt: skip
@@ -146,12 +149,29 @@ def _blocks(name: str, module: Any) -> str | None:
         blocks = [each for _, each in kinds.registered(child, "_modules")]
         is_of_one_kind = all(type(each) is type(blocks[0]) for each in blocks)
         if len(blocks) > longest and is_of_one_kind and any(kinds.registered(blocks[0], "_modules")):
-            steps = [f"[{part}]" if part.isdecimal() else f".{part}" for part in path.split(".") if part]
-            best, longest = name + "".join(steps), len(blocks)
+            best, longest = _code(name, path), len(blocks)
     children = [each for _, each in kinds.registered(module, "_modules")]
     if best is None and sum(any(kinds.registered(each, "_modules")) for each in children) > 1:
         return f"{name}.children()"
     return best
+
+
+def _code(name: str, path: str) -> str:
+    """Return the code for a module inside another: ``net.layers[0].mlp``."""
+    return name + "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in path.split(".") if part)
+
+
+def _embeddings(name: str, module: Any) -> tuple[str, ...]:
+    """Return code for the large embeddings whose gradients are as large as they are."""
+    import torch
+
+    found = []
+    for path, each in kinds.modules_in(module):
+        if issubclass(type(each), torch.nn.Embedding | torch.nn.EmbeddingBag):
+            weight = dict(kinds.registered(each, "_parameters")).get("weight")
+            is_sparse = branches.attributes_of(each).get("sparse")
+            found += [_code(name, path)] if weight is not None and not is_sparse and _nbytes([weight]) >= LARGE else []
+    return tuple(found)
 
 
 def _optimizer(

@@ -91,6 +91,10 @@ class Model:
     """Whether it is an `nn.Sequential`."""
     blocks: str | None = None
     """Code for the longest list of like children, over which it loops: ``"net.layers"``."""
+    gradients: int = 0
+    """Bytes of its parameters' gradients."""
+    embeddings: tuple[str, ...] = ()
+    """Code for large embeddings in it whose gradients are not sparse."""
     local: bool = False
     """Whether only a function's variable names it, which another cell cannot reach."""
     methods: tuple[str, ...] = ()
@@ -187,10 +191,8 @@ class Facts:
     """By what that code calls them, attributes such as ``"self.weight"`` included."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     collections: Mapping[str, Collection] = field(default_factory=dict)
-    function: str = ""
-    """The function of `torch.nn.functional` that ran, if one did."""
     operands: Mapping[str, TensorFact] = field(default_factory=dict)
-    """Its arguments that are tensors."""
+    """The tensors that the function of `torch.nn.functional` got that ran, if one did."""
     sums: frozenset[str] = frozenset()
     """What that code calls the criteria that add up losses, and do not take their mean."""
     moving: int = 0

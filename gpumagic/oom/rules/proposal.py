@@ -14,6 +14,7 @@ from typing import Any
 from gpumagic.memory.devices import Device
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts
+from gpumagic.report.units import LARGE
 from gpumagic.source.text import CellText, Change, called_name, keyword
 
 
@@ -217,6 +218,9 @@ def cleared(first: str | None, facts: Facts) -> str | None:
     left = [name for name in facts.residue if name not in said]
     lines = [f"del {', '.join(left)}"] if left else []
     lines += [f"{each}.clear()" for each in facts.emptied if each.partition(".")[0] not in said | set(left)]
+    if any(calls(facts.texts, "zero_grad")):  # what has gradients now has them from the failed pass
+        there = [each for each in facts.models if each.gradients >= LARGE and not each.local and each.name not in left]
+        lines += [f"{each.name}.zero_grad()" for each in there]
     return "\n".join([*lines, *([first] if first else [])]) or None
 
 

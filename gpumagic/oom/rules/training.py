@@ -11,7 +11,18 @@ from typing import Any
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import loops
 from gpumagic.oom.rules.facts import Facts, Model, Optimizer
-from gpumagic.oom.rules.proposal import Remedy, backend, calls, does, failed, find, in_a_pass, loop_around, prepare, propose
+from gpumagic.oom.rules.proposal import (
+    Remedy,
+    backend,
+    calls,
+    does,
+    failed,
+    find,
+    in_a_pass,
+    loop_around,
+    prepare,
+    propose,
+)
 from gpumagic.report.units import LARGE, size
 from gpumagic.source.text import CellText, keyword
 
@@ -54,6 +65,13 @@ def leaner(facts: Facts) -> Iterator[Advice]:
                 f"Replace {found.kind} by {name}", cost=f"{what}: tune the learning rate again", **edit,
                 evidence=f"{found.name}'s state takes {size(2 * found.nbytes)}, twice the parameters; {there}",
             )  # fmt: skip
+    edit = _sparse(facts, found)
+    if edit:
+        yield propose(
+            f"Replace {found.kind} by SGD, with sparse gradients of embeddings", **edit,
+            cost="no state at all, and slower to converge: tune the learning rate again",
+            evidence="a step changes only the rows that it looks up, and the gradient has all of the table's",
+        )  # fmt: skip
 
 
 def _switched(facts: Facts, found: Optimizer | None, kind: str, argument: str) -> dict[str, Any]:
@@ -81,6 +99,21 @@ def _constructed(facts: Facts, found: Optimizer, constructor: str) -> dict[str, 
     if len(models) != 1 or found.local:
         return {}
     return {"first": f"{found.name} = {constructor}({models[0].name}.parameters())"}
+
+
+def _sparse(facts: Facts, found: Optimizer) -> dict[str, Any]:
+    """Return the edit by which large embeddings have sparse gradients, with an optimizer that takes them."""
+    edit = _constructed(facts, found, "torch.optim.SGD")
+    told = [
+        prepare(facts, model.name, "\n".join(f"{each}.sparse = True" for each in model.embeddings))
+        for model in facts.models if model.embeddings and model.name in found.models and not model.local
+    ]  # fmt: skip
+    if not edit or not told or len({each["text"].cell for each in (edit, *told) if "text" in each}) > 1:
+        return {}
+    changes = [change for each in (edit, *told) for change in each.get("changes", ())]
+    first = "\n".join(each["first"] for each in (*told, edit) if each.get("first"))
+    text = next((each["text"] for each in (edit, *told) if "text" in each), None)
+    return {"text": text, "changes": changes, "first": first or None}
 
 
 def _autocast(facts: Facts) -> str:
