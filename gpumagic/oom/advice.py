@@ -16,6 +16,8 @@ from gpumagic.oom.trials import DEAR, Chosen, Trials
 from gpumagic.oom.view import known_early
 from gpumagic.report import progress
 from gpumagic.report.units import duration
+from gpumagic.source import text as texts
+from gpumagic.source.text import apply_changes
 
 Proposal = Advice | Choice
 Rule = Callable[[Facts], Iterable[Proposal]]
@@ -255,10 +257,11 @@ def _apart(facts: Facts, found: Sequence[_Tried]) -> list[_Tried]:
         if is_bound and name in bound:  # another optimizer instead of the same
             continue
         with contextlib.suppress(ValueError):
-            for text in facts.texts:
-                text.after(changes)
-            apart.append(each)
-            bound |= {name}
+            new = [apply_changes([one for one in changes if one.cell == text.cell], text.source, text.cell)
+                   for text in facts.texts]  # fmt: skip
+            if all(map(texts.parse, new)):  # changes of the same lines may have been indented apart
+                apart.append(each)
+                bound |= {name}
     return apart
 
 

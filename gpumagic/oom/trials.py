@@ -303,7 +303,7 @@ class Trials:
 
     def _stop_if_over(self, error: BaseException) -> None:
         """Try no more after Ctrl-C, a fault of our own, or when the time is up."""
-        is_of_edit = isinstance(error, (GpuMagicError, ValueError))
+        is_of_edit = isinstance(error, (GpuMagicError, ValueError, SyntaxError))
         if not is_of_edit:
             self._stop(error)
         elif self._is_over():
