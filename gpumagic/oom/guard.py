@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from gpumagic import notebook
@@ -32,73 +33,61 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+@dataclass(eq=False, repr=False)
 class OomGuard(contextlib.ContextDecorator):
     """Guard a block against running out of memory; `report` says what happened, None if nothing did.
 
     As a cell's guard, the user sees IPython's own traceback and then the report, and the cell fails with the
     one-line `OutOfMemory`. As a `with` block or decorator it raises `OutOfMemory`. Variables of a function
     that is still running when the block ends stay alive as long as that function's frame does.
-
-    Args:
-        shell: the shell that shows the traceback; its copies of the error are forgotten with it.
-        debug: leave the failed frames as they are, for `%debug`, and say what they hold at most.
-        keep_going: swallow the failure after the report.
-        store: called with the finished report.
-        namespace: the globals of the guarded code, where names are looked up; the shell's, or ``__main__``'s.
-        rerun: wraps a function that the guard decorates so that it is called again; see `rerun.decorate`.
-        quiet: show no report when a cell ends.
-        is_running: whether the cell runs already when this opens.
-        seconds: how long dry runs may try the advice, the start of their worker not counted; 0 tries nothing.
-
-    Attributes:
-        report: the `OomReport` of the last failure, once it is finished.
-        failure: what is known of the last run that ran out of memory, until it is reported.
-        elsewhere: the device that the last run was sent to; empty where it ran as it is.
     """
 
     name = "oomguard"
 
-    def __init__(
-        self,
-        shell: InteractiveShell | None = None,
-        *,
-        debug: bool = False,
-        keep_going: bool = False,
-        store: Callable[[Report[Any]], None] | None = None,
-        namespace: Mapping[str, object] | None = None,
-        rerun: Callable[[Callable[..., Any], OomGuard], Callable[..., Any]] | None = None,
-        quiet: bool = False,
-        is_running: bool = False,
-        seconds: float = 0.0,
-    ) -> None:
-        self.report: OomReport | None = None
-        self.quiet = quiet
-        self._shell = shell
-        self._debug = debug
-        self._keep_going = keep_going
-        self._store = store
-        self._namespace = namespace if namespace is not None else notebook.user_variables(shell)
-        self._rerun = rerun
-        self._is_running = is_running
-        self._seconds = seconds
-        self.failure: Failure | None = None
-        self.elsewhere = ""
-        self._retries = 0
-        self._recovered = False
-        self._traceback: LateTraceback | None = None
-        self._state = GuardState(self._namespace, Identities({}), {}, shell)
+    shell: InteractiveShell | None = None
+    """Shows the traceback; its copies of the error are forgotten with it."""
+    _: KW_ONLY
+    debug: bool = False
+    """Leave the failed frames as they are, for `%debug`, and say what they hold at most."""
+    keep_going: bool = False
+    """Swallow the failure after the report."""
+    store: Callable[[Report[Any]], None] | None = None
+    """Called with the finished report."""
+    namespace: Mapping[str, object] | None = None
+    """The globals of the guarded code, where names are looked up; the shell's, or ``__main__``'s."""
+    rerun: Callable[[Callable[..., Any], OomGuard], Callable[..., Any]] | None = None
+    """Wraps a function that the guard decorates so that it is called again; see `rerun.decorate`."""
+    quiet: bool = False
+    """Show no report when a cell ends."""
+    is_running: bool = False
+    """Whether the cell runs already when this opens."""
+    seconds: float = 0.0
+    """How long dry runs may try the advice, the start of their worker not counted; 0 tries nothing."""
+    report: OomReport | None = field(default=None, init=False)
+    """Of the last failure, once it is finished."""
+    failure: Failure | None = field(default=None, init=False)
+    """What is known of the last run that ran out of memory, until it is reported."""
+    elsewhere: str = field(default="", init=False)
+    """The device that the last run was sent to; empty where it ran as it is."""
+    _retries: int = field(default=0, init=False)
+    _recovered: bool = field(default=False, init=False)
+    _traceback: LateTraceback | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._names = self.namespace if self.namespace is not None else notebook.user_variables(self.shell)
+        self._state = GuardState(self._names, Identities({}), {}, self.shell)
 
     def open(self) -> None:
         """Read the allocator's figures and which names are bound; costs well under a millisecond."""
         self._state.watch.close()  # of a decorated function that calls itself
         try:
             if not self._retries:  # a further try is measured against the state before the first
-                outside, names = frames.handled_exception_ids(), self._namespace
-                if self._shell is not None:
-                    self._traceback = LateTraceback(self._shell, self._recognises, as_text=self._keep_going)
+                outside, names = frames.handled_exception_ids(), self._names
+                if self.shell is not None:
+                    self._traceback = LateTraceback(self.shell, self._recognises, as_text=self.keep_going)
                     self._traceback.install()
-                watch, before = CellWatch(names, is_running=self._is_running), allocator.all_device_stats()
-                self._state = GuardState(names, Identities(names), before, self._shell, outside, watch)
+                watch, before = CellWatch(names, is_running=self.is_running), allocator.all_device_stats()
+                self._state = GuardState(names, Identities(names), before, self.shell, outside, watch)
             self._state.watch.open()
         except BaseException:  # Ctrl-C: what did not open is not closed
             self.restore()
@@ -133,7 +122,7 @@ class OomGuard(contextlib.ContextDecorator):
         if late is not None:
             late.uninstall()  # again, where an interrupt has kept it from being done
             self._traceback = None
-            late.show(keep=self._debug)
+            late.show(keep=self.debug)
 
     @interrupts.held()
     def settle(self, result: Any = None) -> OomReport | None:
@@ -143,40 +132,40 @@ class OomGuard(contextlib.ContextDecorator):
         """
         if self.failure is None or self._recovered:
             return self._conclude()
-        if self._seconds and self.failure.facts.memory == "device":
+        if self.seconds and self.failure.facts.memory == "device":
             from gpumagic.oom.trials import start_worker
 
             start_worker(self.failure.facts.device or "")
-        if self._debug:
+        if self.debug:
             report = self._conclude()
-            result.error_in_exec = None if self._keep_going else result.error_in_exec
+            result.error_in_exec = None if self.keep_going else result.error_in_exec
             return report
-        release.clear_exception(result.error_in_exec, self._shell, self._state.outside)
+        release.clear_exception(result.error_in_exec, self.shell, self._state.outside)
         # The result would keep what the error's arguments hold; and without a report the cell has failed as well.
-        result.error_in_exec = None if self._keep_going else self._in_a_line()
+        result.error_in_exec = None if self.keep_going else self._in_a_line()
         release.reclaim()
         return self._conclude()
 
     def __call__(self, function: Function) -> Function:
         """Return the function guarded, and run again as the options say."""
-        self._is_running = True
-        if self._rerun is None:
+        self.is_running = True
+        if self.rerun is None:
             decorated: Function = super().__call__(function)
             return decorated
-        return cast("Function", self._rerun(function, self))
+        return cast("Function", self.rerun(function, self))
 
     def reset(self) -> None:
         """Forget the last failure, before another block."""
         self.report, self.failure, self._retries, self.elsewhere = None, None, 0, ""
 
     def __enter__(self) -> OomGuard:  # noqa: PYI034  # typing.Self is 3.11, and this class has no heirs
-        if self._rerun is not None:
+        if self.rerun is not None:
             raise OptionError(
                 "a with block cannot run again: decorate a function, "
                 'such as @gpumagic.oomguard(shrink="batch_size"), or leave out shrink and fallback'
             )
         self.reset()
-        self._is_running = True
+        self.is_running = True
         self.open()
         return self
 
@@ -185,28 +174,28 @@ class OomGuard(contextlib.ContextDecorator):
         self.close(error)
         if self.failure is None:
             return False
-        if error is None or self._debug:
+        if error is None or self.debug:
             self._conclude()
-            return self._keep_going
+            return self.keep_going
         raised = self._in_a_line()
-        release.clear_exception(error, self._shell, self._state.outside)
+        release.clear_exception(error, self.shell, self._state.outside)
         del error
         release.reclaim()
         self._conclude()
-        if not self._keep_going:
+        if not self.keep_going:
             raise_alone(raised)
         return True
 
     def release_failure(self, error: BaseException) -> None:
         """Release what a run pinned, before the next; `release.reclaim` is left to the caller."""
         self._retries += 1
-        release.clear_exception(error, self._shell, self._state.outside)
+        release.clear_exception(error, self.shell, self._state.outside)
 
     def publish(self, report: OomReport) -> None:
         """Set and store the guard's report."""
         self.report = report
-        if self._store is not None:
-            self._store(report)
+        if self.store is not None:
+            self.store(report)
 
     def _recreate_cm(self) -> OomGuard:
         return self  # one report, of the last call that failed
@@ -232,10 +221,10 @@ class OomGuard(contextlib.ContextDecorator):
         from gpumagic.oom.evidence import conclude
 
         found, self.failure = self.failure, None
-        is_kept = self._debug and not self._recovered
+        is_kept = self.debug and not self._recovered
         report = conclude(
             found, self._state, is_kept=is_kept, retries=self._retries, recovered=self._recovered,
-            seconds=self._seconds, elsewhere=self.elsewhere,
+            seconds=self.seconds, elsewhere=self.elsewhere,
         )  # fmt: skip
         self.publish(report)
         return report
