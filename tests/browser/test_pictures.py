@@ -9,6 +9,7 @@ import pytest
 FOLDER = os.environ.get("GPUMAGIC_PICTURES", "")
 SETUP = """
 %load_ext gpumagic
+%config GPUMagic.advice_seconds = 60
 %xmode Minimal
 import torch
 from torch import nn
