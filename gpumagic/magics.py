@@ -46,6 +46,8 @@ def _magic(method: Callable[..., object]) -> Callable[..., object]:
             result = method(self, options, *cell)
         except GpuMagicError as error:
             raise UsageError(str(error)) from None
+        except KeyboardInterrupt as interrupt:  # without the frames of gpumagic that it came in
+            raise interrupt.with_traceback(None) from None
         if cell and cell[0] is not None:
             assert callable(result)
             result = result()  # the body, ready to run: its errors are the user's own

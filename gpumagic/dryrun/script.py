@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +29,17 @@ class Script:
 
     def names(self) -> list[str]:
         """Return the global names it may use."""
-        if self.source is None:
-            return []
-        return list(names_looked_up(_compiled(self.source)))
+        return [] if self.source is None else list(dict.fromkeys(_names(self.source)))
+
+
+def _names(source: str) -> Iterator[str]:
+    """Yield the global names that code may use, also the code that `%time` and `%%capture` get as text."""
+    yield from names_looked_up(_compiled(source))
+    for each in ast.walk(ast.parse(source)):
+        match each:
+            case ast.Call(ast.Attribute(), [ast.Constant("time" | "capture"), *_, ast.Constant(str(text))]):
+                with contextlib.suppress(OptionError):  # not Python: the dry run says so where it comes there
+                    yield from script_of(text).names()
 
 
 def script_of(what: str | Callable[[], object]) -> Script:

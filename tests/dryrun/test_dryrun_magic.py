@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from gpumagic.dryrun.report import DryRunReport
@@ -159,3 +161,24 @@ def test_help_needs_no_cell(run, bare_shell, capsys) -> None:
     assert capsys.readouterr().out.startswith("usage: %%dryrun")
     assert not bare_shell.run_cell("%%dryrun").success
     assert "a dry run needs the whole cell" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cell", ["%%time\ny = model(x)", "%%capture\n!true\n%time y = model(x)", "%time y = model(x)"])
+def test_names_in_the_code_of_other_magics_are_those_of_the_notebook(run, bare_shell, cell) -> None:
+    bare_shell.run_cell("x = torch.ones(1000, 100, device='simgpu:0')")
+    report = run("", cell).result
+    assert (report.error, report.fits) == (None, True)
+    assert report.peak["simgpu:0"] >= 2 * 400_000
+
+
+def test_ctrl_c_shows_no_line_from_inside_of_gpumagic(run, bare_shell, capsys, monkeypatch) -> None:
+    from gpumagic.dryrun import client
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(client, "ask", interrupted)
+    assert isinstance(run("", CELL).error_in_exec, KeyboardInterrupt)
+    shown = capsys.readouterr()
+    assert "KeyboardInterrupt" in shown.out + shown.err
+    assert set(re.findall(r"gpumagic/(\w+)", shown.out + shown.err)) <= {"magics"}

@@ -135,6 +135,16 @@ _TRAINS = re.compile(
 """Commands that start a program which may use a device."""
 
 
+def _compiled(text: str) -> Any:
+    """Compile the text that a magic runs; there may be magics and commands in it, as in `%%capture` over `!pip`."""
+    try:
+        return compile(text, "<magic>", "exec")
+    except SyntaxError:
+        from IPython.core.inputtransformer2 import TransformerManager
+
+        return compile(TransformerManager().transform_cell(text), "<magic>", "exec")
+
+
 class Magics:
     """The shell, as far as a cell in a dry run may use it.
 
@@ -150,7 +160,7 @@ class Magics:
     def run_line_magic(self, name: str, line: str, *_: object, **__: object) -> None:
         """Do nothing for a magic that moves no tensor, run the statement of `%time`."""
         if name in _BODY:
-            exec(compile(line, "<magic>", "exec"), self.user_ns)  # noqa: S102  # the user's own cell
+            exec(_compiled(line), self.user_ns)  # noqa: S102  # the user's own cell
         elif name not in _QUIET:
             raise CannotDryRun(f"it uses %{name}, which a dry run does not follow")
 
@@ -158,7 +168,7 @@ class Magics:
         """Run the body of a magic that only watches it."""
         if name not in _BODY:
             raise CannotDryRun(f"it uses %%{name}, which a dry run does not follow")
-        exec(compile(body, "<magic>", "exec"), self.user_ns)  # noqa: S102  # the user's own cell
+        exec(_compiled(body), self.user_ns)  # noqa: S102  # the user's own cell
 
     def system(self, command: str, *_: object) -> None:
         """Run no command; say so of one that may train."""
