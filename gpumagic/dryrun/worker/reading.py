@@ -220,6 +220,8 @@ class FakeReading(Reading):
 
     def masked(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return what `masked_select` returns."""
+        if mask.dtype != torch.bool:
+            raise RuntimeError("masked_select: expected BoolTensor for mask")
         return tensor.new_empty(self.selected(torch.broadcast_tensors(mask, tensor)[0]))
 
     def unique(self, tensor: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:

@@ -5,6 +5,7 @@ allocator.py     where an allocator would put each block, and when it would give
 backend.py       makes torch believe in the device, its autocast too; `names.py` lets it go by the name of CUDA's
 storages.py      storages of torch's with a size, a device and no bytes
 operators.py     answers every operator on the device by shape
+dtypes.py        refuses the dtypes that the device's kernels refuse
 calls.py         one operator's call, and what it returned for operands of some metadata, kept
 scratch.py       what CUDA's kernels allocate besides their results, and which of attention's are run
 """

@@ -16,24 +16,17 @@ from typing import Any
 import torch
 
 from gpumagic.dryrun.parts import CannotDryRun
+from gpumagic.dryrun.worker.fake import dtypes
 from gpumagic.dryrun.worker.fake.allocator import FakeLedger
 from gpumagic.dryrun.worker.fake.backend import FakeModule
 from gpumagic.dryrun.worker.fake.calls import MOST, Call, Operands, Operator, Plan
-from gpumagic.dryrun.worker.fake.scratch import scratch
+from gpumagic.dryrun.worker.fake.scratch import as_left, scratch
 from gpumagic.dryrun.worker.fake.storages import CPU, Form, Storages
 from gpumagic.dryrun.worker.reading import FakeReading
 
 aten = torch.ops.aten
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
-PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot"})
-"""Matrix products, whose operands are of one dtype."""
-_MULTIPLIES = PRODUCTS | {"convolution"}
-"""What CUDA has for fractions and complex numbers alone."""
-_ONE_DTYPE = _MULTIPLIES | {
-    "native_layer_norm", "native_group_norm", "_cdist_forward", "index_put", "_index_put_impl", "index_add",
-}  # fmt: skip
-"""What CUDA has for operands of one dtype alone, but for indices."""
 VIEWS = ("as_strided", "view", "view.dtype", "_reshape_alias", "alias", "unfold", "view_as_real", "view_as_complex",
          "_conj", "_neg_view", "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor",
          "detach", "squeeze", "squeeze.dim", "squeeze.dims", "_unsafe_view", "resolve_conj", "resolve_neg")  # fmt: skip
@@ -41,9 +34,9 @@ VIEWS = ("as_strided", "view", "view.dtype", "_reshape_alias", "alias", "unfold"
 
 _FINITE = "gradients are taken to be finite, so that a gradient scaler steps"
 WHOLE = ("record_stream", "equal", "convolution_overrideable", "convolution_backward_overrideable", "native_layer_norm",
-         "native_group_norm", "native_channel_shuffle", "silu_backward", "mish_backward", "all.dims", "all.dims_out",
-         "any.dims", "any.dims_out", "linalg__powsum", "conj_physical_", "mode.values", "_linalg_solve_ex",
-         "index.Tensor", "mse_loss", "smooth_l1_loss")  # fmt: skip
+         "native_group_norm", "_fused_rms_norm", "native_channel_shuffle", "silu_backward", "mish_backward", "all.dims",
+         "all.dims_out", "any.dims", "any.dims_out", "linalg__powsum", "conj_physical_", "mode.values",
+         "_linalg_solve_ex", "index.Tensor", "mse_loss", "smooth_l1_loss")  # fmt: skip
 """Operators that devices run as one kernel and that torch would else take apart."""
 
 
@@ -200,7 +193,7 @@ class Operators:
         op = operator.op
         self.seen.add(operator.name)
         call = Call(op, args, kwargs, self._name)
-        self._refuse_dtypes(operator.name.partition(".")[0].rstrip("_"), call)
+        dtypes.refuse(call, self._is_cuda)
         is_like_others = True
         """Whether another call of the same metadata does the same."""
         fills = self._is_cuda and call.fills_by_mask()
@@ -211,7 +204,7 @@ class Operators:
         if fills:
             returned = args[0]
         else:
-            returned = call.on_meta()
+            returned = as_left(call, call.on_meta(), self._is_cuda)
             for tensor, twin in call.written():
                 if twin.shape != tensor.shape or twin.stride() != tensor.stride():
                     self._fit(tensor, twin)
@@ -224,17 +217,6 @@ class Operators:
                 operator.plans.clear()
             operator.plans[operands.key] = plan
         return result
-
-    def _refuse_dtypes(self, name: str, call: Call) -> None:
-        """Raise what the device's kernel does of types that torch's meta kernel lets pass."""
-        if name not in (_ONE_DTYPE if self._is_cuda else PRODUCTS):
-            return
-        dtypes = {each.dtype for argument, each in call.tensors() if argument.name not in {"index", "indices"}}
-        if len(dtypes) > 1:
-            raise RuntimeError(f"{name}: operands must have the same dtype, but got {' and '.join(map(str, dtypes))}")
-        dtype = next(iter(dtypes))
-        if self._is_cuda and name in _MULTIPLIES and not (dtype.is_floating_point or dtype.is_complex):
-            raise RuntimeError(f'"{name}_cuda" not implemented for {dtype}')
 
     def _convolution_backward(self, grad: Any, images: Any, weight: Any, *how: Any) -> Any:
         is_transposed, groups = how[3], how[5]

@@ -2,8 +2,8 @@
 
 A sum over many rows is split among blocks of threads, which leave their part sums in memory, and a sum in a wider type
 copies what it sums (`ATen/native/cuda/Reduce.cuh`). A matrix whose rows do not lie as cuBLAS takes them is copied, such
-as an expanded gradient (`ATen/native/cuda/Blas.cpp`). With small models and large batches that is most of what a
-backward pass holds for a moment.
+as an expanded gradient (`ATen/native/cuda/Blas.cpp`); norms, softmax, pooling and resizing copy what is not contiguous.
+With small models and large batches that is most of what a backward pass holds for a moment.
 
 The choice of attention's kernel is that of `ATen/native/transformers/cuda/sdp_utils.cpp`. What its kernels take for
 themselves is left out, and the report says so.
@@ -33,6 +33,21 @@ _PARTS = {
     **dict.fromkeys(("std", "var", "std_mean", "var_mean"), "moments"),
 }
 """What a block leaves in memory, by operator."""
+_CONTIGUOUS = {
+    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), ("input",)),
+    **dict.fromkeys(("native_layer_norm_backward", "_fused_rms_norm_backward"), ("grad_out", "input")),
+    **dict.fromkeys(("_softmax", "_log_softmax"), ("self",)),
+    "_softmax_backward_data": (), "_log_softmax_backward_data": ("grad_output", "output"),
+    "native_batch_norm_backward": ("grad_out",),
+    **dict.fromkeys(("avg_pool2d_backward", "_adaptive_avg_pool2d_backward", "adaptive_max_pool2d_backward",
+                     "max_pool2d_with_indices_backward", "upsample_nearest2d_backward", "upsample_bilinear2d_backward",
+                     "upsample_bicubic2d_backward"), ("grad_output",)),
+}  # fmt: skip
+"""Operands that kernels copy where they are not contiguous."""
+_LOSSES = frozenset({"mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"})
+"""What is computed for each element, and then reduced."""
+_ANY_FORMAT = ("2d", "batch_norm")
+"""What the names have of kernels that also take images with their channels last."""
 UNKNOWN = (
     "linalg_", "_linalg", "cholesky", "_cholesky", "_fft", "geqrf", "ormqr", "triangular_solve", "lu_", "sort", "msort",
     "argsort", "topk", "kthvalue", "median", "nanmedian", "mode", "unique", "_unique", "multinomial", "randperm",
@@ -46,14 +61,82 @@ UNKNOWN = (
 def scratch(call: Call) -> list[int]:
     """Return the bytes that an operator's kernel allocates for itself on CUDA, in order; nothing for most."""
     name = call.op._schema.name.removeprefix("aten::").rstrip("_")
+    given = {argument.name: value for argument, value in call.named()}
+    if name in _CONTIGUOUS:
+        return _copied(name, given)
+    if name in _LOSSES and given.get("reduction", 1):
+        losses = _losses(given)
+        return [losses.nbytes, *_reducing("sum", {"self": losses})]
+    if name in {"native_group_norm", "native_group_norm_backward"}:
+        return _of_groups(given, name.endswith("backward"))
     if name not in {"mm", "addmm", "bmm", "baddbmm", "_addmm_activation"}:
-        return _reducing(name, {argument.name: value for argument, value in call.named()})
+        return _reducing(name, given)
     factors = {"mat1", "mat2", "batch1", "batch2", *(["self"] if name in {"mm", "bmm"} else [])}
     return [
         each.numel() * each.itemsize
         for argument, each in call.tensors()
         if argument.name in factors and _is_copied(each)
     ]
+
+
+def _copied(name: str, given: dict[str, Any]) -> list[int]:
+    if name == "_softmax_backward_data":  # it works on the gradient times the output, laid out as either
+        gradient, output = given["grad_output"], given["output"]
+        is_turned = not gradient.is_contiguous() and 0 not in gradient.stride()
+        return [output.nbytes] * (1 + is_turned)
+    if name == "native_batch_norm_backward" and not (given["train"] and _is_of_cudnn(given)):
+        return []
+    takes_any = any(each in name for each in _ANY_FORMAT)
+    operands = (given[argument] for argument in _CONTIGUOUS[name])
+    return [each.nbytes for each in operands if not _is_contiguous(each, takes_any)]
+
+
+def as_left(call: Call, returned: Any, is_cuda: bool) -> Any:
+    """Return an operator's results as its kernel leaves them, where torch's meta kernel tells another storage.
+
+    Args:
+        call: the call.
+        returned: what the meta kernel returned.
+        is_cuda: whether the device stands for CUDA's.
+    """
+    name = call.op._schema.name.removeprefix("aten::")
+    given = {argument.name: value for argument, value in call.named()}
+    if is_cuda and name == "native_batch_norm" and not given["training"] and _is_of_cudnn(given):
+        return returned[0], returned[1].new_empty(0), returned[2].new_empty(0)
+    if is_cuda and name == "log_sigmoid_forward":
+        return returned[0], returned[1].new_empty(0)
+    if is_cuda and name in {"mse_loss", "smooth_l1_loss"} and given.get("reduction", 1):
+        return _losses(given).resize_(())  # the mean lies where the loss of each element was to be
+    return returned
+
+
+def _losses(given: dict[str, Any]) -> torch.Tensor:
+    """Return the loss of each element, on torch's meta device."""
+    one, other = given["self"], given["target"]
+    shape = torch.broadcast_shapes(one.shape, other.shape)
+    return torch.empty(shape, dtype=torch.result_type(one, other), device="meta")
+
+
+def _is_of_cudnn(given: dict[str, Any]) -> bool:
+    """Return whether cuDNN computes a norm of batches."""
+    weight = given["weight"]
+    return weight is not None and weight.dtype == torch.float32
+
+
+def _is_contiguous(operand: torch.Tensor, takes_any_format: bool) -> bool:
+    is_image = takes_any_format and operand.dim() == 4
+    return operand.is_contiguous() or (is_image and operand.is_contiguous(memory_format=torch.channels_last))
+
+
+def _of_groups(given: dict[str, Any], is_backward: bool) -> list[int]:
+    """Return what a norm of groups keeps of each channel and group (`ATen/native/cuda/group_norm_kernel.cu`)."""
+    dtype = given["input"].dtype
+    wide = max(4, dtype.itemsize)
+    channels, groups = given["N"] * given["C"] * wide, given["N"] * given["group"] * wide
+    scales = given["HxW"] > 1 and any(given.get(each) is not None for each in ("weight", "bias"))
+    if is_backward:
+        return [channels, channels, groups, groups, *([channels] if scales else [])]
+    return [*([groups, groups] if dtype.itemsize < wide else []), *([channels, channels] if scales else [])]
 
 
 def _is_copied(matrix: torch.Tensor) -> bool:
