@@ -146,6 +146,38 @@ def test_a_cell_that_needs_somebody_else_is_not_said_to_fail(device: Accelerator
     assert "fails" not in report.verdict
 
 
+WITHOUT_FILES = """
+import sys, torch
+from attacks import without_namespaces
+without_namespaces()
+from device import find
+import gpumagic
+device = find().name
+print(gpumagic.dry_run(sys.argv[1], {"torch": torch, "x": torch.ones(9, device=device)}, device=device).verdict)
+"""
+IN_MEMORY = "import io\nfile = io.BytesIO()\ntorch.save(x.cpu(), file)\nfile.seek(0)\ny = torch.load(file) + 1"
+
+
+@pytest.mark.parametrize(
+    ("cell", "verdict"),
+    [
+        (IN_MEMORY, "Fits: "),
+        ("torch.save(x, 'x.pt')\ntorch.load('x.pt')", "it writes the file x.pt, which a dry run does not do"),
+        ("torch.jit.trace(torch.nn.Linear(3, 3), torch.ones(1, 3)).save('m.pt')", "it writes a file, which a dry run"),
+    ],
+    ids=["in memory", "a file", "a file by C"],
+)
+def test_a_cell_that_writes_is_not_said_to_fail_where_nothing_can_be_written(cell: str, verdict: str, tmp_path) -> None:
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    said = subprocess.run(
+        [sys.executable, "-c", WITHOUT_FILES, cell], cwd=tmp_path, check=True, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
+    assert verdict in said.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
 LEAVES_A_PROCESS = """
 import ctypes, os, time
 libc = ctypes.CDLL(None)

@@ -24,6 +24,7 @@ import torch
 from gpumagic.dryrun import parts
 from gpumagic.dryrun.effects import CACHES
 from gpumagic.dryrun.worker import host, noted, sandbox
+from gpumagic.dryrun.worker.box import NOT_DONE
 from gpumagic.dryrun.worker.cell import Lines
 from gpumagic.dryrun.worker.guesses import Guesses
 from gpumagic.dryrun.worker.known import Known, Shown
@@ -134,8 +135,13 @@ class Run:
             sys.modules["numpy"].random.set_state(request["numpy_random"])
 
     def failed(self, error: BaseException) -> Outcome:
-        """Return the outcome of a cell that raised."""
-        return self.outcome(self.failure(error), lines_of(traceback.extract_tb(error.__traceback__)))
+        """Return the outcome of a cell that raised, as it may well have by what was not done for it."""
+        told, running = self.failure(error), lines_of(traceback.extract_tb(error.__traceback__))
+        is_denied = not self.box.has_files and "Permission denied" in told["text"]  # to C code, of which nobody hears
+        undone = [*self.effects, *(["writes a file"] if is_denied else [])]
+        if undone and not told["refused"] and not told.get("is_memory"):
+            told |= {"refused": True, "text": f"it {undone[0]}, {NOT_DONE}"}
+        return self.outcome(told, running)
 
     def _ring(self, _: int, frame: types.FrameType | None) -> None:
         if time.monotonic() >= self._until:

@@ -237,7 +237,7 @@ def _save_privately() -> None:
 
 def _write_nowhere(note: Callable[[str], object]) -> None:
     """Let no file be written, where the process has none of its own."""
-    real = io.open
+    real, save = io.open, torch.save
 
     def open_(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if isinstance(file, int) or not set(mode) & set("wax+"):
@@ -245,8 +245,11 @@ def _write_nowhere(note: Callable[[str], object]) -> None:
         note(f"writes the file {os.fspath(file)!s}")
         return real(os.devnull, mode.replace("x", "w"), *args, **kwargs)
 
-    def save(_: object, f: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ARG001  # torch.save's own
-        note(f"writes the file {f!s}" if isinstance(f, str | os.PathLike) else "writes with torch.save")
+    def saved(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(f, str | os.PathLike):
+            note(f"writes the file {os.fspath(f)}")
+        else:
+            save(obj, f, *args, **kwargs)
 
     def skip(name: str, /, *args: Any, **_: Any) -> None:
         note(f"calls {name}({', '.join(map(str, args[:2]))})")
@@ -256,7 +259,7 @@ def _write_nowhere(note: Callable[[str], object]) -> None:
         for name in names:
             if hasattr(module, name):
                 setattr(module, name, functools.partial(skip, f"{module.__name__}.{name}"))
-    torch.save = save  # torch's own writer is C++, which no hook of Python's sees
+    torch.save = saved  # torch's own writer of files is C++, which no hook of Python's sees
 
 
 _REFUSED_HERE = frozenset({"os.fork", "os.forkpty", "os.system"})
