@@ -209,6 +209,11 @@ class DryRunReport(Report[DryRunRow]):
         return self.lines
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What was assumed and what is not known, under the name that other reports have for it."""
+        return (*self.assumed, *self.unknown)
+
+    @property
     def verdict(self) -> str:
         """The report's first line."""
         return next(block.text for block in to_document(self).blocks if isinstance(block, Heading))

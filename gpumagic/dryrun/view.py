@@ -226,12 +226,13 @@ def _modules(found: Mapping[str, Mapping[str, int]], caption: str) -> Table:
         return Column(kind.capitalize(), lambda row: size(row[1][kind]) if row[1].get(kind) else "", "right", 1)
 
     columns: tuple[Column[tuple[str, Mapping[str, int]]], ...] = (
-        Column("Module", lambda row: row[0] or "(no module)", shrinks=True, cut="middle", code=True),
+        Column("Module", lambda row: row[0] or "(no module)", shrinks=True, cut="middle", least=32, code=True),
         Column("Size", lambda row: size(sum(row[1].values())), "right", bar=lambda row: row[1]),
         *map(of_kind, stacking_order(kind for parts in found.values() for kind in parts)),
     )
     rows = sorted(found.items(), key=lambda row: -sum(row[1].values()))
-    return Table.of(rows, columns, caption, whole=sum(sum(parts.values()) for parts in found.values()))
+    whole = sum(sum(parts.values()) for parts in found.values())
+    return Table.of(rows, columns, caption, whole=whole, elsewhere="in a wider terminal, and in .modules")
 
 
 _LINES: tuple[Column[records.DryRunRow], ...] = (

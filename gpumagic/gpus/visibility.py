@@ -86,6 +86,8 @@ def parse_ordinal(text: str) -> int | None:
 
 
 def _ended_by(entry: str) -> str:
+    if entry == "-1":
+        return "names -1, which hides every GPU from there on"
     return f"names no GPU with {entry!r}, and CUDA stops at the first such entry" if entry else "is empty"
 
 

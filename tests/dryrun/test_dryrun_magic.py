@@ -102,6 +102,7 @@ def test_of_an_amd_gpu_the_size_counts_and_nothing_is_certain(run) -> None:
     report = run("--gpu mi300x", "x = torch.ones(2**35, device='cuda')").result
     assert (report.gpu, report.fits, report.certain) == ("MI300X", True, False)
     assert any("ROCm" in sentence for sentence in report.unknown)
+    assert set(report.unknown) <= set(report.notes)
     assert run("--gpu H200", "x = torch.ones(2**35, device='cuda')").result.certain
 
 
