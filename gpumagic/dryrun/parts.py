@@ -9,17 +9,17 @@ temporary file, which the parent removes. The worker maps it privately, so that 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import marshal
 import mmap
 import os
+import pickle
 import sys
 import tempfile
 import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 find_code: Callable[[types.CodeType], types.CodeType] = lambda code: code  # noqa: E731  # the worker puts its own there
 """Returns the code to run for a function's code: the same, or one whose passes of loops are counted."""
@@ -86,16 +86,13 @@ class Absent:
 
 @dataclass
 class StoragePart:
-    """A tensor's storage: where, how big, and on the CPU what is in it or where that lies; on a device its address."""
+    """A tensor's storage: on the CPU with what is in it, on a device with its address."""
 
     device: str
     nbytes: int
-    contents: bytes | None
+    contents: Any = None
+    """Sent as a `pickle.PickleBuffer`; there it is memory that can be written to."""
     address: int = 0
-    slot: int | None = None
-    """Where in the shared memory."""
-    is_whole: bool = False
-    """Whether it holds whole numbers."""
     made: Any = None
 
 
@@ -194,15 +191,6 @@ def _let_pickle_find(made: type) -> None:
         vars(sys.modules["__main__"]).setdefault(made.__name__, made)
 
 
-def make_array(dtype: str, shape: tuple[int, ...], nbytes: int, slot: int | None) -> Any:
-    """Return an array; one that was not sent holds zeros, which cost no memory until it is written to."""
-    import numpy as np
-
-    kind = np.dtype(dtype)
-    memory = mapped(slot, nbytes) if slot is not None else _blank(nbytes, kind.kind not in "fc")
-    return np.frombuffer(memory, kind, count=nbytes // kind.itemsize).reshape(shape)
-
-
 def make_tensor(
     storage: StoragePart, dtype: str, geometry: tuple[Any, ...], requires_grad: bool, parameter: bool
 ) -> Any:
@@ -271,13 +259,8 @@ def _storage(part: StoragePart) -> Any:
     import torch
 
     if part.made is None:
-        if part.contents == b"":
-            flat = torch.empty(0, dtype=torch.uint8)
-        elif part.contents is not None:
-            flat = torch.frombuffer(bytearray(part.contents), dtype=torch.uint8)
-        elif part.device == "cpu":
-            memory = mapped(part.slot, part.nbytes) if part.slot is not None else _blank(part.nbytes, part.is_whole)
-            flat = torch.frombuffer(memory, dtype=torch.uint8)
+        if part.contents is not None:
+            flat = torch.frombuffer(part.contents, dtype=torch.uint8)
         else:
             with coming(part):
                 flat = torch.empty(part.nbytes, dtype=torch.uint8, device=part.device)
@@ -285,22 +268,34 @@ def _storage(part: StoragePart) -> Any:
     return part.made
 
 
-def _blank(nbytes: int, is_whole: bool) -> Any:
-    memory = mmap.mmap(-1, max(nbytes, 1))
-    if not is_whole:
-        blanks.append(memory)
-    return memory
-
-
+SMALL = 1 << 20
+"""Bytes up to which contents go with the rest, in place of through shared memory."""
 ROOM = 256 << 20
 """Bytes of all that is shared with one dry run."""
 _PAGE = mmap.ALLOCATIONGRANULARITY
+_FRACTIONS = "efdgc"
+"""The ends of formats of fractions; that of a tensor's storage is ``c`` or, of whole numbers, ``b``."""
 
 _held: list[int] = []
 
 
+class Slot(NamedTuple):
+    """Where memory of the notebook lies in what is shared."""
+
+    offset: int | None
+    """None where there was no room."""
+    nbytes: int
+    is_whole: bool
+    """Whether it holds whole numbers."""
+
+
 class SharedMemory:
-    """What one dry run gets."""
+    """What one dry run gets.
+
+    Attributes:
+        path: what the worker opens.
+        slots: where large contents lie, in the order in which they were sent.
+    """
 
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):
@@ -309,25 +304,23 @@ class SharedMemory:
         else:
             self._file = tempfile.NamedTemporaryFile(prefix="gpumagic-")  # noqa: SIM115  # until `close`
             self.path = self._file.name
+        self.slots: list[Slot] = []
         self._used = 0
 
-    def put(self, address: int, nbytes: int) -> int | None:
-        """Return where a copy of memory lies; None where there is no room for it.
-
-        Args:
-            address: where it begins, in this process.
-            nbytes: how long it is, at least one byte.
-        """
-        if self._used + nbytes > ROOM:
-            return None
-        try:
-            self._file.seek(self._used)
-            self._file.write(memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B"))
-            self._file.flush()
-        except OSError:  # no room there either
-            return None
-        offset, self._used = self._used, -(-(self._used + nbytes) // _PAGE) * _PAGE
-        return offset
+    def put(self, buffer: pickle.PickleBuffer) -> bool:
+        """Copy contents that are sent; return whether they are small, and go with the rest."""
+        contents, is_whole = buffer.raw(), (memoryview(buffer).format or "")[-1:] not in _FRACTIONS
+        if contents.nbytes <= SMALL:
+            return True
+        offset = None
+        if self._used + contents.nbytes <= ROOM:
+            with contextlib.suppress(OSError):  # no room there either
+                self._file.seek(self._used)
+                self._file.write(contents)
+                self._file.flush()
+                offset, self._used = self._used, -(-(self._used + contents.nbytes) // _PAGE) * _PAGE
+        self.slots.append(Slot(offset, contents.nbytes, is_whole))
+        return False
 
     def close(self) -> None:
         """Let go of it; what the worker has mapped stays until it ends."""
@@ -339,6 +332,12 @@ def hold(path: str) -> None:
     _held[:] = [os.open(path, os.O_RDONLY)]
 
 
-def mapped(offset: int, nbytes: int) -> Any:
-    """Return what lies there, as memory of this process alone."""
-    return mmap.mmap(_held[0], nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+def mapped(slot: Slot) -> Any:
+    """Return what lies there, as memory of this process alone; what is not there reads as zeros, and takes no pages."""
+    if slot.offset is not None:
+        flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+        return mmap.mmap(_held[0], slot.nbytes, flags, access, offset=slot.offset)
+    memory = mmap.mmap(-1, slot.nbytes)
+    if not slot.is_whole:
+        blanks.append(memory)
+    return memory

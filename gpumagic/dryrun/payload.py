@@ -33,9 +33,6 @@ from gpumagic.heap.storages import COMPONENTS
 from gpumagic.memory.allocator import rounded
 from gpumagic.source.frames import names_looked_up
 
-KEPT_CONTENTS = 1 << 20
-"""Bytes up to which a CPU tensor's or an array's contents go with the rest."""
-_ZEROS = f"of large tensors and arrays on the CPU, those beyond {parts.ROOM >> 20} MiB in all are assumed to be zeros"
 _NOT_SENT = frozenset({"__builtins__", "In", "_ih", "_dh", "get_ipython", "exit", "quit", "open", "_i", "_ii", "_iii"})
 _CLASS_OWN = frozenset({
     "__dict__", "__weakref__", "_abc_impl", "__slots__", "__static_attributes__", "__firstlineno__",
@@ -92,7 +89,6 @@ class Payload(pickle.Pickler):
     Attributes:
         buffer: the names and their values.
         device_bytes: the bytes of the storages on each device, each rounded as an allocator does.
-        assumed: what is taken to be so.
         scopes: the namespaces that functions of it have, of which the first is the notebook's.
         notes: what is not as in the notebook.
         files: the files whose code is in it: cells.
@@ -101,13 +97,12 @@ class Payload(pickle.Pickler):
 
     def __init__(self, namespace: Mapping[str, Any], target: Target) -> None:
         self.buffer = io.BytesIO()
-        super().__init__(self.buffer, protocol=5)
+        self.shared = parts.SharedMemory()
+        super().__init__(self.buffer, protocol=5, buffer_callback=self.shared.put)
         self.device_bytes: Counter[str] = Counter()
-        self.assumed: list[str] = []
         self.scopes: list[Mapping[str, Any]] = [namespace]
         self.notes: list[str] = []
         self.files: set[str] = set()
-        self.shared = parts.SharedMemory()
         self._backend, self._has_sparse = target.backend, target.engine == CUDA
         self._graphs, self._keeps_graphs = Graphs(), target.tells_segments()
         self._todo: list[tuple[int, str]] = []
@@ -158,18 +153,9 @@ class Payload(pickle.Pickler):
         if type(obj).__module__ == "dataclasses" and type(obj).__name__.startswith("_"):
             return next((name for name, each in vars(dataclasses).items() if each is obj), NotImplemented)
         numpy = sys.modules.get("numpy")
-        is_array = numpy is not None and type(obj) is numpy.ndarray
-        is_large = is_array and obj.nbytes > KEPT_CONTENTS and obj.dtype.kind in "iubfc"
-        return self._array(numpy, obj) if is_large else self._plain(obj)
-
-    def _array(self, numpy: Any, array: Any) -> Any:
-        slot = None
-        if array.nbytes <= parts.ROOM:
-            whole = numpy.ascontiguousarray(array)
-            slot = self.shared.put(whole.ctypes.data, whole.nbytes)
-        if slot is None:
-            self.assumed = [_ZEROS]
-        return parts.make_array, (array.dtype.str, array.shape, array.nbytes, slot)
+        if numpy is not None and type(obj) is numpy.ndarray and obj.nbytes > parts.SMALL and not obj.flags.forc:
+            obj = numpy.ascontiguousarray(obj)  # else it is no buffer
+        return self._plain(obj)
 
     def _plain(self, obj: Any) -> Any:
         """Return the object's own way of being pickled; what has none is left out and said."""
@@ -178,7 +164,7 @@ class Payload(pickle.Pickler):
             return parts.make_sharing, (type(obj),), shared, None, None, parts.fill_object
         dispatch = copyreg.dispatch_table.get(type(obj))
         try:
-            reduced = dispatch(obj) if dispatch else obj.__reduce_ex__(4)
+            reduced = dispatch(obj) if dispatch else obj.__reduce_ex__(5)
         except Exception:
             return parts.Absent, (sendable.described(obj),)
         self._held.append(reduced)
@@ -233,17 +219,12 @@ class Payload(pickle.Pickler):
     def _storage(self, storage: Any, is_whole: bool = False) -> parts.StoragePart:
         key = storage._cdata
         if key not in self._storages:
-            device, nbytes = str(storage.device), storage.nbytes()
-            contents = slot = None
-            if device == "cpu" and nbytes > KEPT_CONTENTS:
-                slot = self.shared.put(storage.data_ptr(), nbytes)
-            elif device == "cpu":
-                contents = ctypes.string_at(storage.data_ptr(), nbytes) if nbytes else b""
-            if device == "cpu" and contents is None and slot is None:
-                self.assumed = [_ZEROS]
+            device, nbytes, address = str(storage.device), storage.nbytes(), storage.data_ptr()
             self.device_bytes[device] += rounded(nbytes) if nbytes else 0
-            address = storage.data_ptr()
-            self._storages[key] = parts.StoragePart(device, nbytes, contents, address, slot, is_whole)
+            part = self._storages[key] = parts.StoragePart(device, nbytes, address=address)
+            if device == "cpu" and nbytes:
+                kind = ctypes.c_byte if is_whole else ctypes.c_char  # which `SharedMemory` tells apart
+                part.contents = pickle.PickleBuffer((kind * nbytes).from_address(address))
             self._held.append(storage)
         return self._storages[key]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gpumagic.dryrun import client, payload, scenarios, targets
+from gpumagic.dryrun import client, parts, payload, scenarios, targets
 from gpumagic.dryrun import report as records
 from gpumagic.dryrun.report import DeviceNeed, DryRunReport, peak_of, reserved_of
 from gpumagic.dryrun.script import Script
@@ -37,6 +37,9 @@ LL128 protocols; a ring has two connections, a tree three more, and there are 2 
 People measured 1.6 GB for one communicator (https://github.com/NVIDIA/nccl/issues/864)."""
 _HOST = re.compile(r"(_Array)?MemoryError:|.*DefaultCPUAllocator: ", re.DOTALL)
 """How Python, numpy and torch say that the host's memory does not do."""
+_ZEROS = (
+    f"of large tensors and arrays on the CPU, those beyond {parts.ROOM >> 20} MiB in all are assumed to be zeros",
+)
 _ROCM = ("what ROCm takes for itself: of this GPU only the size is known here, and CUDA on an A100 stands in",)
 _NEEDS_CUDA = (
     "ranks are dry-run on torch's own CUDA: that takes a CUDA build of torch, which needs no GPU, and a C compiler"
@@ -149,7 +152,7 @@ def _request(
         "engine": target.engine, "is_brief": False, "gpus": target.gpus,
         "workspaces": [[(each.address, each.size) for each in found if each.device == name] for name in target.names],
         "source": what.source, "filename": what.filename, "data": packed.buffer.getvalue(),
-        "shared": packed.shared.path, "scopes": len(packed.scopes),
+        "shared": packed.shared.path, "slots": packed.shared.slots, "scopes": len(packed.scopes),
         "sources": {name: text for name, text in sources.items() if text}, "values": values,
         "backend": target.backend, "chosen": target.chosen, "base": base, "cuts_to_size": target.cuts_to_size,
         "capacities": [
@@ -197,7 +200,8 @@ def report_of(outcome: dict[str, Any], target: Target, packed: payload.Payload, 
         passes=tuple(records.Passes(*each) for each in outcome["passes"]),
         modules=dict(found.get("modules", ())),
         timeline=tuple(records.DryRunPoint(names[index], *point) for index, *point in outcome["timeline"]),
-        assumed=(*outcome["assumed"], *packed.assumed), unknown=tuple(dict.fromkeys(unknown)),
+        assumed=(*outcome["assumed"], *_ZEROS * any(each.offset is None for each in packed.shared.slots)),
+        unknown=tuple(dict.fromkeys(unknown)),
         engine=target.engine, gpu=target.gpu, overhead=target.extra, scenario=outcome.get("most"), runs=outcome["runs"],
         flat=tuple((place, number) for place, number in outcome.get("flat", ())),
         function=at["function"] or None, operator_bytes=at["nbytes"],

@@ -80,7 +80,7 @@ class Run:
         main.__builtins__ = builtins
         sys.modules["__main__"] = main  # where pickle looks for what the notebook defines
         scopes = [vars(main), *({"__builtins__": builtins} for _ in range(1, self.request["scopes"]))]
-        reading = _Unpickler(io.BytesIO(self.request["data"]), scopes)
+        reading = _Unpickler(io.BytesIO(self.request["data"]), map(parts.mapped, self.request["slots"]), scopes)
         while True:
             try:
                 index, name, value = reading.load()
@@ -218,8 +218,8 @@ _TICK = 0.05
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: io.BytesIO, scopes: list[dict[str, Any]]) -> None:
-        super().__init__(data)
+    def __init__(self, data: io.BytesIO, buffers: Iterable[Any], scopes: list[dict[str, Any]]) -> None:
+        super().__init__(data, buffers=buffers)
         self._scopes = scopes
 
     def persistent_load(self, pid: Any) -> Any:
