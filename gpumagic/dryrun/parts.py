@@ -178,13 +178,6 @@ def fill_attributes(made: Any, attributes: dict[str, Any]) -> None:
             setattr(made, name, value)
 
 
-def make_enum(base: type, name: str, members: dict[str, Any], module: str) -> Any:
-    """Return an enumeration of the notebook's."""
-    made: Any = base(name, members, module=module)
-    _let_pickle_find(made)
-    return made
-
-
 def _let_pickle_find(made: type) -> None:
     """Put a class of the notebook's where pickle looks for it, as it does when the cell saves a whole model."""
     if made.__module__ == "__main__" and made.__qualname__ == made.__name__:

@@ -35,8 +35,10 @@ from gpumagic.source.frames import names_looked_up
 
 _NOT_SENT = frozenset({"__builtins__", "In", "_ih", "_dh", "get_ipython", "exit", "quit", "open", "_i", "_ii", "_iii"})
 _CLASS_OWN = frozenset({
-    "__dict__", "__weakref__", "_abc_impl", "__slots__", "__static_attributes__", "__firstlineno__",
+    "__dict__", "__weakref__", "_abc_impl", "__static_attributes__", "__firstlineno__",
 })  # fmt: skip
+
+_METHODS = (types.FunctionType, property, classmethod, staticmethod)
 
 
 def pack(
@@ -246,12 +248,14 @@ class Payload(pickle.Pickler):
         return parts.make_function, arguments, state, None, None, parts.fill_attributes
 
     def _class(self, made: type) -> Any:
-        if isinstance(made, enum.EnumMeta):
-            members = {name: member.value for name, member in vars(made)["_member_map_"].items()}
-            return parts.make_enum, (made.__bases__[-1], made.__name__, members, made.__module__)
         body = {name: value for name, value in vars(made).items() if name not in _CLASS_OWN}
-        slots = vars(made).get("__slots__")
         early: dict[str, Any] = {"__module__": made.__module__, "__qualname__": made.__qualname__}
+        if isinstance(made, enum.EnumMeta):  # its members are made with it, by what it says of that itself
+            early |= {name: member.value for name, member in made.__members__.items()}
+            of_members = {"__init__": body.get("__init__"), "_missing_": body.get("_missing_")}
+            early |= {name: value for name, value in of_members.items() if value is not None}
+            body = {name: value for name, value in body.items() if name not in early and type(value) in _METHODS}
+        slots = body.pop("__slots__", None)
         if slots is not None:
             early["__slots__"] = slots
             names = (slots,) if isinstance(slots, str) else tuple(slots)

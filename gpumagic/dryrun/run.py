@@ -154,10 +154,9 @@ def _request(
         "source": what.source, "filename": what.filename, "data": packed.buffer.getvalue(),
         "shared": packed.shared.path, "slots": packed.shared.slots, "scopes": len(packed.scopes),
         "sources": {name: text for name, text in sources.items() if text}, "values": values,
-        "backend": target.backend, "chosen": target.chosen, "base": base, "cuts_to_size": target.cuts_to_size,
-        "capacities": [
-            None if each is None else max(0, each - target.extra[1]) for each in target.capacities
-        ],
+        "backend": target.backend, "chosen": target.chosen, "base": base,
+        "cuts_to_size": target.backend == "simgpu",  # see `worker.fake.allocator`
+        "capacities": [None if each is None else max(0, each - target.extra[1]) for each in target.capacities],
         "segments": target.segments, "time_limit": time_limit, "path": list(sys.path), "folder": os.getcwd(),  # noqa: PTH109
         "preload": [name for name in list(sys.modules) if name.partition(".")[0] in _PRELOADED],
         "installed": [

@@ -48,8 +48,6 @@ class Target:
     allocated: list[int]
     """What this process has allocated there now."""
     extra: tuple[int, int]
-    cuts_to_size: bool
-    """Whether the allocator is simgpu's; see `worker.fake.allocator`."""
     segments: list[list[Segment] | None]
     """Where blocks lie in the allocator's cache; None where that cannot be known, as on an imagined device."""
     unknown: tuple[str, ...] = ()
@@ -119,7 +117,6 @@ def choose(device: str | None, capacity: int | None, gpu: str | None = None, ran
         capacities=[capacity if free is None else free + held for free, held in zip(room, allocated, strict=True)],
         allocated=allocated,
         extra=(0, 0) if simulated else STATED if is_stated else _extra(has_context=any(figures) and capacity is None),
-        cuts_to_size=simulated,
         segments=[
             None if each is None or capacity is not None else segments.read_segments(name, each)
             for name, each in zip(names, figures)  # noqa: B905

@@ -30,7 +30,7 @@ ALLOCATED = {
 
 def dry_run(name, backend):
     source = (COMMON + "\n".join(CELLS[name])).replace("simgpu", backend)
-    target = dataclasses.replace(targets.choose(None, 1 << 30), backend=backend, extra=(0, 0), cuts_to_size=False)
+    target = dataclasses.replace(targets.choose(None, 1 << 30), backend=backend, extra=(0, 0))
     empty = dataclasses.replace(target, allocated=[0, 0], segments=[None, None])
     return run.dry_run(script_of(source), {}, empty)
 

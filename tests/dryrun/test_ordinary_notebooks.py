@@ -14,7 +14,7 @@ import gpumagic
 from gpumagic.dryrun import targets
 
 NOTEBOOK = """
-import asyncio, contextlib, copy, csv, io, logging, queue, sqlite3, tempfile, threading
+import asyncio, contextlib, copy, csv, enum, io, logging, queue, sqlite3, tempfile, threading
 from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.nn.functional as F
@@ -113,6 +113,14 @@ class Wrapper:
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
+class Mode(str, enum.Enum):
+    TRAIN = "train"
+    TEST = "test"
+
+    @property
+    def is_last(self):
+        return self is Mode.TEST
+
 wrapped = Wrapper(nn.Linear(8, 8).to(DEVICE))
 
 # What torch has besides plain tensors
@@ -191,6 +199,9 @@ CELLS = {
     "a text in memory": "y = x[:int(text.read())] + 1",
     "a module that raises KeyError": "y = odd.inner(torch.ones(4096, 8, device=DEVICE))\nodd.eval()",
     "a wrapper": "y = wrapped.forward(torch.ones(4096, 8, device=DEVICE))",
+    "an enumeration of texts": """
+        assert Mode.TRAIN == "train" and Mode("test").is_last
+        y = x * len(Mode)""",
     "on a stream": "with stream:\n    y = x * 2\nstream.synchronize()\nevent.synchronize()",
     "random numbers": """
         y = torch.randn(1024, 256, generator=randomness, device=DEVICE)
