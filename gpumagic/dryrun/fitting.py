@@ -181,13 +181,14 @@ def _next(runs: Mapping[int, DryRunReport]) -> int | None:
         return None
     if guess is not None and guess < 1:
         return low + 1
-    if peak_of(runs[high]) <= _room(runs[high]):
-        return (low + high) // 2  # what is free lies in pieces, of which neither line tells anything
-    if 2 * high > 3 * low and len(runs) > 4 and len(runs) % 2:  # a curve, which a line nears from one side only
+    is_short = peak_of(runs[high]) > _room(runs[high])  # else what is free lies in pieces, of which no line tells
+    if (
+        is_short and 2 * high > 3 * low and len(runs) > 4 and len(runs) % 2
+    ):  # a curve, which a line nears from one side only
         return max(low + 1, math.isqrt(low * high) if low else high // 4)
     # Where blocks fall into segments badly, the line of what is allocated leads too high; what is reserved does not.
     scaled = int(high * _room(runs[high]) / (reserved_of(runs[high]) or 1))
-    for value in (guess, scaled):
+    for value in (guess, scaled) if is_short else ():
         if value is not None and low <= value < high and _more(_more(low)) < high:
             return min(max(value, _more(low)), high - (_more(high) - high))
     return (low + high) // 2

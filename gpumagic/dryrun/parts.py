@@ -243,9 +243,10 @@ def _lead_back(tensor: Any, saved: list[StoragePart], leaves: list[Any]) -> None
         def backward(ctx: Any, *_: Any) -> Any:
             gone_back.append(ctx.kept)
             ctx.kept = None
-            return None, *map(torch.zeros_like, ctx.leaves)
+            return None, None, *map(torch.zeros_like, leaves)
 
-    EarlierGraph.apply(tensor, *(each for each in leaves if not isinstance(each, Absent)))
+    # One leaf of our own, as all of the others may be unknown.
+    EarlierGraph.apply(tensor, torch.empty(0, requires_grad=True), *leaves)
 
 
 def _storage(part: StoragePart) -> Any:

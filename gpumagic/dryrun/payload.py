@@ -251,7 +251,8 @@ class Payload(pickle.Pickler):
         body = {name: value for name, value in vars(made).items() if name not in _CLASS_OWN}
         early: dict[str, Any] = {"__module__": made.__module__, "__qualname__": made.__qualname__}
         if isinstance(made, enum.EnumMeta):  # its members are made with it, by what it says of that itself
-            early |= {name: member.value for name, member in made.__members__.items()}
+            members: Mapping[str, enum.Enum] = made.__members__
+            early |= {name: member.value for name, member in members.items()}
             of_members = {"__init__": body.get("__init__"), "_missing_": body.get("_missing_")}
             early |= {name: value for name, value in of_members.items() if value is not None}
             body = {name: value for name, value in body.items() if name not in early and type(value) in _METHODS}

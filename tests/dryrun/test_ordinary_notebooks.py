@@ -140,6 +140,12 @@ leading = (x[:64] * x.new_ones(256, requires_grad=True)).exp()
 
 hidden = model(x[:512])
 
+class Named(torch.Tensor):
+    pass
+
+named = torch.ones(1024, device=DEVICE).as_subclass(Named).requires_grad_()
+plain = (named * 2).as_subclass(torch.Tensor)
+
 # Sparse tensors and gradients; simgpu has none
 SPARSE = DEVICE if DEVICE.startswith("cuda") else "cpu"
 graph = torch.eye(512).to_sparse().coalesce()
@@ -211,6 +217,7 @@ CELLS = {
     "without its graph": "leading = leading.detach() * 2",
     "backward through an earlier cell's graph": "leading.sum().backward()",
     "a step after an earlier cell's graph": "hidden.square().mean().backward()\noptimizer.step()",
+    "backward to a leaf of another class": "plain.sum().backward()",
     "bound anew on another device": "elsewhere = torch.ones(1024, 256, device=DEVICE)\ny = elsewhere + 1",
     "deleted": "del elsewhere, side, x",
     "products with sparse matrices": """
@@ -236,7 +243,10 @@ CELLS = {
     "clipping": "model(x).sum().backward()\nnn.utils.clip_grad_norm_(model.parameters(), 1.0)",
 }
 """Every cell is dry-run in the whole notebook, and then run."""
-GOES_BACK = {"backward through an earlier cell's graph", "a step after an earlier cell's graph"}
+GOES_BACK = {
+    "backward through an earlier cell's graph", "a step after an earlier cell's graph",
+    "backward to a leaf of another class",
+}  # fmt: skip
 REFUSED = {
     "what is typed": "n = int(input('How many? '))",
     "a generator": "n = next(numbers)",
