@@ -9,6 +9,7 @@ temporary file, which the parent removes. The worker maps it privately, so that 
 from __future__ import annotations
 
 import contextlib
+import functools
 import marshal
 import mmap
 import os
@@ -31,8 +32,8 @@ blanks: list[Any] = []
 """The memory of fractions that were not sent, which reads as zeros until something is put there."""
 GRAPH = "graph"
 """In a tensor's state, what its graph saved and the leaves that it leads to."""
-gone_back: list[Any] = []
-"""The graphs of earlier cells that a backward pass has gone through."""
+gone_back: list[bool] = []
+"""Has something for each graph of an earlier cell that a backward pass has gone through."""
 
 
 class CannotDryRun(RuntimeError):
@@ -165,7 +166,10 @@ def make_class(meta: type, name: str, bases: tuple[type, ...], body: dict[str, A
     """Return a class of the notebook's, without its methods yet."""
     made = types.new_class(name, bases, {"metaclass": meta}, lambda scope: scope.update(body))
     assert isinstance(made, type)
-    _let_pickle_find(made)
+    if (
+        made.__module__ == "__main__" and made.__qualname__ == name
+    ):  # where pickle looks, as when the cell saves a model
+        vars(sys.modules["__main__"]).setdefault(name, made)
     return made
 
 
@@ -176,12 +180,6 @@ def fill_attributes(made: Any, attributes: dict[str, Any]) -> None:
             made.__dict__.update(value)
         else:
             setattr(made, name, value)
-
-
-def _let_pickle_find(made: type) -> None:
-    """Put a class of the notebook's where pickle looks for it, as it does when the cell saves a whole model."""
-    if made.__module__ == "__main__" and made.__qualname__ == made.__name__:
-        vars(sys.modules["__main__"]).setdefault(made.__name__, made)
 
 
 def make_tensor(
@@ -229,24 +227,30 @@ def _lead_back(tensor: Any, saved: list[StoragePart], leaves: list[Any]) -> None
     """Put a node behind a tensor for its graph: it keeps what that saved, and gives the leaves gradients."""
     import torch
 
-    # Only the node may hold it: the class, which holds itself, waits for a collection of garbage.
-    kept = [[make_tensor(each, "uint8", ((each.nbytes,), (1,), 0), False, False) for each in saved]]
+    kept = [make_tensor(each, "uint8", ((each.nbytes,), (1,), 0), False, False) for each in saved]
+    # One leaf of our own, as all of the others may be unknown.
+    known = [torch.empty(0, requires_grad=True), *(each for each in leaves if not isinstance(each, Absent))]
+    _earlier_graph().apply(tensor, kept, *known)
+
+
+@functools.cache
+def _earlier_graph() -> Any:
+    import torch
 
     class EarlierGraph(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
-        def forward(ctx: Any, made: Any, *leaves: Any) -> Any:
+        def forward(ctx: Any, made: Any, kept: list[Any], *leaves: Any) -> Any:
             ctx.mark_dirty(made)
-            ctx.kept, ctx.leaves = kept.pop(), leaves
+            ctx.kept, ctx.leaves = kept, leaves
             return made
 
         @staticmethod
         def backward(ctx: Any, *_: Any) -> Any:
-            gone_back.append(ctx.kept)
+            gone_back.append(True)
             ctx.kept = None
-            return None, None, *map(torch.zeros_like, leaves)
+            return None, None, *map(torch.zeros_like, ctx.leaves)
 
-    # One leaf of our own, as all of the others may be unknown.
-    EarlierGraph.apply(tensor, torch.empty(0, requires_grad=True), *leaves)
+    return EarlierGraph
 
 
 def _storage(part: StoragePart) -> Any:

@@ -215,6 +215,7 @@ CELLS = {
     "a generator of its own": "randomness = torch.Generator(DEVICE).manual_seed(1)",
     "in place on what has a graph": "hidden.add_(1)\ny = hidden.exp()",
     "without its graph": "leading = leading.detach() * 2",
+    "after an earlier cell's graph is gone": "hidden = hidden.detach()\ny = x[:256] + 1",
     "backward through an earlier cell's graph": "leading.sum().backward()",
     "a step after an earlier cell's graph": "hidden.square().mean().backward()\noptimizer.step()",
     "backward to a leaf of another class": "plain.sum().backward()",
@@ -284,6 +285,9 @@ def notebook(device: Any, tmp_path: Any) -> Iterator[dict[str, Any]]:
     yield names
     names["logger"].removeHandler(names["handler"])
     names["handler"].close()
+    names.clear()
+    if device.backend == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # the stream of each notebook has its own
 
 
 def test_there_are_thirty_cells() -> None:
