@@ -34,6 +34,8 @@ def step(batch):
     optimizer.zero_grad()
     return loss
 
+step(x)  # so that cuBLAS has its workspaces
+
 # Logs of a run
 log = open(FOLDER / "log.txt", "w")
 handler = logging.FileHandler(FOLDER / "run.log")
@@ -307,7 +309,7 @@ def test_a_cell_needs_what_it_then_takes(device: Any, notebook: Any, tmp_path: A
     if name not in GOES_BACK:
         assert (report.peak[device.name], report.certain) == (real, True)
     else:
-        assert report.peak[device.name] == pytest.approx(real, rel=0.03)
+        assert report.peak[device.name] == pytest.approx(real, rel=0.1)
         assert not report.certain
         assert "what a backward pass takes in graphs of earlier cells besides gradients" in report.unknown
 
