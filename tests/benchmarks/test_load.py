@@ -23,7 +23,7 @@ print(started - start, time.process_time() - started)
 
 
 def test_loading_adds_under_50_ms() -> None:
-    """Processor time, which other work of the machine hardly changes; with compiled files, as on a user's second day."""
+    """Processor time, which other work of the machine hardly changes; with compiled files, as on the second day."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     command = [sys.executable, "-c", LOAD]
     runs = [subprocess.check_output(command, text=True, env=environment).split() for _ in range(7)]

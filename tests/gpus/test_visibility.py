@@ -50,8 +50,8 @@ def test_the_variable_is_read_as_cuda_reads_it(variable: str | None, cards: tupl
 
 @pytest.mark.parametrize(
     ("variable", "problem"),
-    [(None, None), ("0", None), (A, None), ("", "is empty"), ("5", "'5'"), ("x", "'x'"), ("1,1", "twice"), ("-1", "hides every GPU"),
-     (f"{A},{A}", "twice"), ("GPU-aaaa", "'GPU-aaaa'"), ("MIG-none", "'MIG-none'")],
+    [(None, None), ("0", None), (A, None), ("", "is empty"), ("5", "'5'"), ("x", "'x'"), ("1,1", "twice"),
+     ("-1", "hides every GPU"), (f"{A},{A}", "twice"), ("GPU-aaaa", "'GPU-aaaa'"), ("MIG-none", "'MIG-none'")],
 )  # fmt: skip
 def test_what_is_wrong_with_the_variable_is_said(variable: str | None, problem: str | None) -> None:
     """A list that CUDA cuts short says where; a good one says nothing."""

@@ -60,7 +60,7 @@ class Collection:
     """Where an object has it, ``"memory.records"``; empty where the name is the collection's own."""
     is_dict: bool = False
     member: str = "tensor"
-    """What each is: a ``"tensor"``, or a ``"list"``, ``"tuple"``, ``"named tuple"`` or ``"dict"`` of tensors and more."""
+    """What each is: a ``"tensor"``, or a ``"list"``, ``"tuple"``, ``"named tuple"`` or ``"dict"`` of such and more."""
 
     @property
     def is_of_records(self) -> bool:

@@ -50,7 +50,7 @@ def find(facts: Facts) -> Region | None:
 
 
 def in_a_pass(facts: Facts) -> bool:
-    """Return whether it failed in a forward or a backward pass, or where a loss is computed of what a model returned."""
+    """Return whether it failed in a forward or a backward pass, or where a loss is computed of a model's output."""
     if facts.stage != "other" or not facts.trains or "step" in facts.functions:
         return facts.stage in ("forward", "backward")
     region = find(facts)
