@@ -353,8 +353,11 @@ def _of_method(facts: Facts, text: CellText, call: ast.Call) -> Rows | None:  # 
     ):
         return _of_elements(facts, text, arguments)
     rows = _rows_of(facts, text, arguments.pop(0)) if arguments else None
-    if rows is not None and isinstance(call.func, ast.Name) and any(model.name == name for model in facts.models):
-        return replace(rows, reduces=True, of_model=True, dimensions=0) if not arguments else None
+    model = next((each for each in facts.models if each.name == name), None)
+    if rows is not None and isinstance(call.func, ast.Name) and model is not None:
+        # Statistics of a batch and lists that hooks fill are of all rows
+        is_apart = not (arguments or facts.emptied or (model.training and "batch norm" in model.uneven))
+        return replace(rows, reduces=True, of_model=True, dimensions=0) if is_apart else None
     if rows is None or name in BY_ROWS or (name in UNARY and all(isinstance(each, ast.Constant) for each in arguments)):
         more = {"one_hot": 1}.get(name, 0)
         return rows and replace(
