@@ -208,8 +208,8 @@ class Trials:
                 fitting.search(dry_run, choice.name, choice.now, known=runs)
         except (Exception, KeyboardInterrupt) as error:  # what was found by then counts
             self._stop_if_over(error)
-            if isinstance(error, _CutShort) or self.reason:
-                return f"; the search was cut short, more may fit: {choice.goes_on}"
+            is_cut_short = isinstance(error, _CutShort) or self.reason
+            return f"; the search was cut short, more may fit: {choice.goes_on}" if is_cut_short else ""
         return ""
 
     def _likely(self, choice: Choice) -> int:

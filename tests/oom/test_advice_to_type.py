@@ -5,8 +5,9 @@ What a cell computes with the lines is what it computed without them, on the CPU
 
 from __future__ import annotations
 
-from collections import deque, namedtuple
+from collections import deque
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -360,7 +361,9 @@ def test_what_helps_an_optimizers_step_comes_in_the_order_of_what_it_changes() -
     assert titles == ["Replace AdamW by Adafactor", "Replace AdamW by SGD"]
 
 
-Pair = namedtuple("Pair", "x n")
+class Pair(NamedTuple):
+    x: torch.Tensor
+    n: str
 
 
 @pytest.mark.parametrize(
