@@ -245,6 +245,7 @@ KERNELS = {
     "a norm by roots of squares": (ROWS, "nn.RMSNorm(256)"),
     "a norm of layers": (ROWS, "nn.LayerNorm(256)"),
     "a norm of groups": (IMAGES, "nn.GroupNorm(4, 64)"),
+    "a norm of groups of what is given": (IMAGES, "lambda x: nn.GroupNorm(4, 64).to(x)(x.detach())"),
     "a norm of batches": (IMAGES, "nn.BatchNorm2d(64)"),
     "a norm of batches by what it has seen": (IMAGES, "nn.BatchNorm2d(64).eval()"),
     "softmax": (ROWS, "nn.Softmax(-1)"),

@@ -204,7 +204,7 @@ class Operators:
         if fills:
             returned = args[0]
         else:
-            returned = as_left(call, call.on_meta(), self._is_cuda)
+            returned = as_left(call, call.on_meta()) if self._is_cuda else call.on_meta()
             for tensor, twin in call.written():
                 if twin.shape != tensor.shape or twin.stride() != tensor.stride():
                     self._fit(tensor, twin)

@@ -91,21 +91,20 @@ def _copied(name: str, given: dict[str, Any]) -> list[int]:
     return [each.nbytes for each in operands if not _is_contiguous(each, takes_any)]
 
 
-def as_left(call: Call, returned: Any, is_cuda: bool) -> Any:
-    """Return an operator's results as its kernel leaves them, where torch's meta kernel tells another storage.
+def as_left(call: Call, returned: Any) -> Any:
+    """Return an operator's results as CUDA's kernel leaves them, where torch's meta kernel tells another storage.
 
     Args:
         call: the call.
         returned: what the meta kernel returned.
-        is_cuda: whether the device stands for CUDA's.
     """
     name = call.op._schema.name.removeprefix("aten::")
     given = {argument.name: value for argument, value in call.named()}
-    if is_cuda and name == "native_batch_norm" and not given["training"] and _is_of_cudnn(given):
+    if name == "native_batch_norm" and not given["training"] and _is_of_cudnn(given):
         return returned[0], returned[1].new_empty(0), returned[2].new_empty(0)
-    if is_cuda and name == "log_sigmoid_forward":
+    if name == "log_sigmoid_forward":
         return returned[0], returned[1].new_empty(0)
-    if is_cuda and name in {"mse_loss", "smooth_l1_loss"} and given.get("reduction", 1):
+    if name in {"mse_loss", "smooth_l1_loss"} and given.get("reduction", 1):
         return _losses(given).resize_(())  # the mean lies where the loss of each element was to be
     return returned
 
@@ -135,7 +134,8 @@ def _of_groups(given: dict[str, Any], is_backward: bool) -> list[int]:
     channels, groups = given["N"] * given["C"] * wide, given["N"] * given["group"] * wide
     scales = given["HxW"] > 1 and any(given.get(each) is not None for each in ("weight", "bias"))
     if is_backward:
-        return [channels, channels, groups, groups, *([channels] if scales else [])]
+        of_input = [groups, groups, *([channels] if scales else [])] if given["output_mask"][0] else []
+        return [channels, channels, *of_input]
     return [*([groups, groups] if dtype.itemsize < wide else []), *([channels, channels] if scales else [])]
 
 
