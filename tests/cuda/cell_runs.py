@@ -14,6 +14,7 @@ import json
 import linecache
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -199,7 +200,8 @@ def serve() -> None:
 def _import_all(code: str) -> None:
     """Import what the code imports, once for all forks."""
     for node in ast.walk(ast.parse(code)):
-        if isinstance(node, (ast.Import, ast.ImportFrom)) and "diffusers" not in ast.unparse(node):  # it starts CUDA
+        # Those that are left out start CUDA.
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and not re.search("diffusers|skorch", ast.unparse(node)):
             exec(compile(ast.Module([node], []), "<imports>", "exec"), {})
     gc.collect()
     gc.freeze()

@@ -245,6 +245,120 @@ for x, y in data:
     _, out = step(x, y)
     rewards.append(out.detach().softmax(1).max(1).values.mean().item())
 print(np.average(rewards), statistics.median(rewards), sorted(map(str, rewards)))
+# %% torchmetrics: 4
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+metrics = MetricCollection({f"top{k}": MulticlassAccuracy(10, top_k=k, average="micro") for k in (1, 3)}).cuda()
+losses = MeanMetric().cuda()
+for x, y in data:
+    loss, out = step(x, y)
+    metrics.update(out.detach(), y.cuda())
+    losses.update(loss.detach())
+print({name: each.item() for name, each in metrics.compute().items()}, losses.compute().item())
+metrics.reset()
+# %% skorch: 4
+from skorch import NeuralNetClassifier
+net = NeuralNetClassifier(model, criterion=nn.CrossEntropyLoss, max_epochs=2, lr=0.1, device="cuda", verbose=1)
+net.fit(torch.cat([x for x, _ in data]).numpy(), torch.cat([y for _, y in data]).numpy())
+print(net.history[-1, "train_loss"], net.history[-1, "valid_acc"])
+# %% a schedule that waits for the scaler: 2
+scaler = torch.amp.GradScaler("cuda")
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+for x, y in data:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", torch.float16):
+        loss = F.cross_entropy(model(x.cuda()), y.cuda())
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    before = scaler.get_scale()
+    scaler.update()
+    if scaler.get_scale() >= before:
+        schedule.step()
+    print(f"{loss.item():.4f} {norm.item():.2f} {scaler.get_scale():g} {schedule.get_last_lr()[0]:.2e}")
+# %% rows of a dashboard: 1
+class Dashboard:
+    def __init__(self):
+        self.rows, self.summary = [], {}
+    def log(self, values, step):
+        flat = {name: each.item() if torch.is_tensor(each) else each for name, each in values.items()}
+        self.rows.append({"_step": step, **flat})
+        self.summary.update({name: each for name, each in flat.items() if isinstance(each, (int, float))})
+board = Dashboard()
+for number, (x, y) in enumerate(data):
+    loss, out = step(x, y)
+    right = (out.argmax(1) == y.cuda()).float().mean()
+    board.log({"train/loss": loss, "train/accuracy": right.item(), "lr": optimizer.param_groups[0]["lr"]}, number)
+print(json.dumps(board.rows[-1]), board.summary)
+# %% a confusion matrix on the host: 4
+confusion = torch.zeros(10, 10, dtype=torch.int64)
+for x, y in data:
+    found = step(x, y)[1].argmax(1).cpu()
+    for true, predicted in zip(y.view(-1), found.view(-1)):
+        confusion[true.long(), predicted.long()] += 1
+print(confusion.diag() / confusion.sum(1).clamp(min=1), confusion.trace().item() / confusion.sum().item())
+# %% gradient norms by layer: 3
+for x, y in data:
+    step(x, y)
+    norms = {name: p.grad.norm(2).item() for name, p in model.named_parameters() if p.grad is not None}
+    worst = max(norms, key=norms.get)
+    total = math.sqrt(sum(norm**2 for norm in norms.values()))
+    print(" ".join(f"{name}={norm:.3f}" for name, norm in norms.items()), worst, f"{total:.3f}")
+# %% a smooth loss that ends the loop: 6
+smooth, weight = None, 0.98
+for number, (x, y) in enumerate(data, 1):
+    value = step(x, y)[0].item()
+    smooth = value if smooth is None else weight * smooth + (1 - weight) * value
+    corrected = smooth / (1 - weight**number)
+    if number > 2 and corrected > 4 * smooth or corrected < 1e-4:
+        break
+    print(f"{corrected:.4f}")
+# %% a mean of the last losses that ends the loop: 4
+recent = collections.deque(maxlen=2)
+for x, y in data:
+    recent.append(step(x, y)[0].item())
+    if len(recent) == recent.maxlen and statistics.mean(recent) < 1e-3:
+        break
+# %% arrays of losses: 4
+losses, scores = [], []
+for x, y in data:
+    loss, out = step(x, y)
+    losses.append(loss.detach().cpu().numpy())
+    scores.append(out.detach().softmax(1).cpu().numpy())
+print(np.mean(losses), np.concatenate(scores).argmax(1)[:4], f"{np.std(losses):.3f}")
+# %% pandas: 3
+import pandas
+rows = []
+for number, (x, y) in enumerate(data):
+    loss, out = step(x, y)
+    rows.append({"step": number, "loss": loss.item(), "accuracy": (out.argmax(1) == y.cuda()).float().mean().item()})
+table = pandas.DataFrame(rows).set_index("step")
+print(table.to_string(), table["loss"].mean(), table.tail(1).to_dict("records"))
+# %% a plateau over a validation loss: 4
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+restarts = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=2)
+for epoch in range(2):
+    for number, (x, y) in enumerate(data):
+        step(x, y)
+        restarts.step(epoch + number / len(data))
+    with torch.no_grad():
+        losses = [F.cross_entropy(model(x.cuda()), y.cuda()).item() for x, y in data]
+    validation = sum(losses) / len(losses)
+    plateau.step(validation)
+    try:
+        perplexity = math.exp(validation)
+    except OverflowError:
+        perplexity = float("inf")
+    print(f"epoch {epoch}: {validation:.3f}, perplexity {perplexity:.1f}")
+# %% formats of all kinds: 1
+from string import Template
+for x, y in data:
+    loss, out = step(x, y)
+    value, right = loss.item(), (out.argmax(1) == y.cuda()).sum().item()
+    print(f"{loss:.4f} {value!r} {value:>10.3e} {value:{8}.{2}f} {right:3d}/{len(y)} {100 * right / len(y):.1f}%")
+    print("loss: " + str(value), "%8.3f|%s|%d" % (value, value, right), "{0:.2f} {n}".format(value, n=right))
+    print(Template("$loss").substitute(loss=value), round(value, 4), [value], {"loss": value}, loss, sep=" | ")
 """
 
 

@@ -229,6 +229,10 @@ DECIDES_NOTHING = {
     "numpy and statistics": (
         "import numpy as np, statistics\na = [loss.item()] * 3\nprint(np.mean(a), statistics.mean(a), np.sum(a))"
     ),
+    "numpy's own arithmetic": (
+        "import numpy as np\nprint(np.exp(loss.item()), np.float64(2) * loss.item(), np.maximum(loss.item(), 1), "
+        "np.round(loss.item(), 2), np.abs(loss.item()))"
+    ),
     "rounded by way of text": "print(float(f'{loss.item():.4f}') + int(loss))",
     "a list of numbers": "print(sum(x[0].tolist()) / 1024, max(x[0].tolist()))",
     "written as JSON": "import json\nprint(json.dumps({'loss': loss.item()}, indent=2))",
@@ -274,6 +278,9 @@ DECIDES = {
     "an index": "n = [40, 1][(x > 5).any().long().item()]",
     "a size": "n = min(40, len(range((x > 5).sum().item())))",
     "an isnan": "import math\nn = 40 if math.isnan(loss.item()) else 1",
+    "numpy's isfinite": "import numpy as np\nn = 1 if np.isfinite(loss.item()) else 40",
+    "numpy's larger of two": "import numpy as np\nn = 40 if np.maximum(loss.item(), 0) * 2.0 > 1e3 else 1",
+    "numpy's smallest of some": "import numpy as np\nn = 40 if (np.ones(3) * loss.item()).max() > 1e3 else 1",
     "the smaller of two": "n = 40 if min(1e9, loss.item()) > 1e3 else 1",
     "an order": "n = 40 if sorted([loss.item(), 50.0])[0] == 50 else 1",
     "a branch in a branch that only some outcomes come to": "n = 1 if x.sum() > 5 or x.min() > 5 else 40",

@@ -7,9 +7,11 @@ cell is run again, and at that place another outcome is taken, or another number
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -81,13 +83,12 @@ class Guesses:
     ) -> None:
         self.decides: dict[tuple[Key, str], tuple[bool, bool] | None] = {}
         """Where values decide and how: a truth with its first outcome and its last."""
-        self.noted = 0
-        """How many numbers were handed out that note what they decide."""
+        self.noted = False
+        """Whether numbers were handed out that note what they decide."""
         self.begin_again: Callable[[], object] = lambda: None
         """Ends a run in which something is decided by what a run that follows values may know."""
         self.host: Any
         """The run's `host.Host`: takes a large tensor that was copied from a device, and remembers others."""
-        self._looks = False
         self._number: int = scenario["numbers"]
         self._turned: dict[Key, bool | None] = dict(scenario["turned"])
         self._is_turned = _TURNS[scenario["when"]]
@@ -97,7 +98,7 @@ class Guesses:
         self._turns: Counter[tuple[Key, str]] = Counter()
         self._thread = threading.local()
 
-    # ---- Numbers that note what they decide
+    # ---- What becomes of what is read
 
     def is_noted(self, dtype: torch.dtype) -> bool:
         """Return whether numbers of a type are handed out noted."""
@@ -105,65 +106,65 @@ class Guesses:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[list[Read]]:
-        """Give the read inside numbers that will be noted, and return what was read unless it is known."""
-        before, self._thread.reading = self._reading, []
-        try:
-            yield self._thread.reading
-        finally:
-            self._thread.reading = before
+        """Return what is read inside and is not known: its numbers will be noted."""
+        reads: list[Read] = []
+        with self._taking(reads.append):
+            yield reads
+
+    def looking(self) -> AbstractContextManager[None]:
+        """Let what is copied from a device inside go where nothing is noted."""
+        return self._taking(functools.partial(self.lose, is_all=True))
 
     @contextlib.contextmanager
-    def looking(self) -> Iterator[None]:
-        """Let what is copied from a device inside go where nothing is noted."""
-        before, self._looks = self._looks, True
+    def _taking(self, take: Callable[[Read], None]) -> Iterator[None]:
+        """Give what is read inside to a function, if it is not taken further out."""
+        before = self._takes
+        self._thread.takes = before or take
         try:
             yield
         finally:
-            self._looks = before
+            self._thread.takes = before
 
     @property
-    def _reading(self) -> list[Read] | None:
-        return getattr(self._thread, "reading", None)
+    def _takes(self) -> Callable[[Read], None] | None:
+        return getattr(self._thread, "takes", None)
 
-    def expects(self, dtype: torch.dtype) -> bool:
-        """Return whether a read needs no knowledge of values for now, since it will be noted."""
-        return self._reading is not None and self.is_noted(dtype)
-
-    def decide(self, number: Read | None, outcome: bool) -> bool:
-        """Return the outcome of a comparison, or of a truth that was read.
+    def decide(self, read: Read, outcome: bool) -> bool:
+        """Return the outcome of a comparison with what was read, or of its truth.
 
         Args:
-            number: what decides; None for a truth itself.
+            read: what decides.
             outcome: what it would be.
         """
         place, turn = self._turn(TRUTH)
         if place is NOBODY:
             return outcome
-        if number is not None and number.may_be_known:
-            self.begin_again()
+        self._matters(read.may_be_known)
         forced = self._turned.get(place) if self._is_turned(turn) else None
         outcome = outcome if forced is None else forced
         first, _ = self.decides.get((place, TRUTH)) or (outcome, outcome)
         self.decides[place, TRUTH] = first, outcome
-        if forced is not None or number is None:
+        if forced is not None or type(read.number) is bool:
             self._say(place, f"is taken to be {outcome}")
         else:
-            self._say_number(number.key)
+            self._say_number(read.key)
         return outcome
 
-    def lose(self, number: Read, *, is_all: bool = False) -> None:
+    def lose(self, read: Read, *, is_all: bool = False) -> None:
         """Note that a number went where nothing is noted.
 
         Args:
-            number: it.
+            read: it.
             is_all: whether it stands for all the numbers of a tensor.
         """
-        if self._where() is None:
-            return
-        if number.may_be_known:
+        if self._where() is not None:
+            self._matters(read.may_be_known)
+            self.decides.setdefault((read.key, NUMBER))
+            self._say_number(read.key, ", throughout" * is_all)
+
+    def _matters(self, may_be_known: bool) -> None:
+        if may_be_known:
             self.begin_again()
-        self.decides.setdefault((number.key, NUMBER))
-        self._say_number(number.key, ", throughout" * is_all)
 
     # ---- Answers
 
@@ -180,28 +181,28 @@ class Guesses:
             for place, byte in enumerate(FILLING):
                 memory[place * part : (place + 1) * part] = bytes([byte]) * part
 
-    def scalar(self, dtype: torch.dtype, *, may_be_known: bool = False) -> Any:
+    def scalar(self, dtype: torch.dtype, *, may_be_known: bool) -> Any:
         """Return what is read from a tensor of one element."""
         if str(dtype) == "torch.bool":
-            return self.truth()
+            return self.truth(may_be_known=may_be_known)
         key, turn = self._turn(NUMBER)
         number = self._number_at(key, turn)
-        if key is not NOBODY and not self._note(dtype, Read(number, key, may_be_known)):
-            self.decides.setdefault((key, NUMBER))
-            self._say_number(key)
+        if key is not NOBODY:
+            (self._takes or self.lose)(Read(number, key, may_be_known))
         if dtype.is_complex:
             return complex(number)
         return number if dtype.is_floating_point else round(number)
 
-    def truth(self) -> bool:
+    def truth(self, *, may_be_known: bool) -> bool:
         """Return whether something is true."""
-        return self.decide(None, False)
+        return self.decide(Read(False, NOBODY, may_be_known), False)
 
-    def selected(self, most: int) -> int:
+    def selected(self, most: int, *, may_be_known: bool) -> int:
         """Return how many elements a mask selects, or how many are unique."""
         key, turn = self._turn(SELECTION)
         selects = not (key in self._turned and self._is_turned(turn))
         if key is not NOBODY:
+            self._matters(may_be_known)
             self.decides.setdefault((key, SELECTION))
             self._say(key, f"is taken to select {'everything' if selects else 'nothing'}")
         return most if selects else 0
@@ -213,7 +214,7 @@ class Guesses:
         """
         import torch
 
-        if not self._looks and self.host.leave(host):
+        if self._takes is None and self.host.leave(host):
             return True
         key, turn = self._turn("contents")
         number = self._number_at(key, turn)
@@ -224,22 +225,10 @@ class Guesses:
         elif not host.dtype.is_complex:
             number = min(round(number), torch.iinfo(host.dtype).max)
         host.fill_(number)
-        read = Read(number, key, may_be_known)
-        if key is NOBODY or self._note(host.dtype, read):
-            return key is not NOBODY
-        if self._looks:
-            self.lose(read, is_all=True)
-        else:
-            self.host.remember(host, read)
-        return True
-
-    def _note(self, dtype: torch.dtype, read: Read) -> bool:
-        """Return whether a read is given a number that is noted."""
-        if self._reading is None or not self.is_noted(dtype):
-            return False
-        self.noted += 1
-        self._reading.append(read)
-        return True
+        if key is not NOBODY:
+            take = self._takes or functools.partial(self.host.remember, host)
+            take(Read(number, key, may_be_known))
+        return key is not NOBODY
 
     def _turn(self, kind: str) -> tuple[Key, int]:
         """Return the expression that reads or decides, and how often it did before."""

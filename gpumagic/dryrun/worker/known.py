@@ -67,6 +67,11 @@ class _Traits(NamedTuple):
     overwritten: set[str]
     absorbing: bool | None
 
+    @property
+    def is_free(self) -> bool:
+        """Whether it may make known what nothing known went into."""
+        return self.absorbing is not None or bool(self.overwritten)
+
 
 @functools.cache
 def _traits(op: Any) -> _Traits:
@@ -155,34 +160,29 @@ class Known:
             made: what it returned.
         """
         traits = _traits(op)
-        given = {**dict(zip(traits.names, args, strict=False)), **kwargs}
-        written = [each for name in traits.written for each in tensors_in(given.get(name)) if self.is_here(each)]
         results = [each for each in tensors_in(made) if self.is_here(each)]
+        operands = [self._key_of(each) for each in tensors_in((args, kwargs)) if self.is_here(each)]
         if traits.is_view:
-            keys = {self._key_of(each) for each in tensors_in(given) if self.is_here(each)}
-            results = [each for each in results if self._key_of(each) not in keys]
-            if not results:
-                return
-        if op.namespace == "c10d":
-            self._share(traits.name, args)
-        elif traits.name == _FROM_HOST:  # what lies in its memory is what the host put there
+            results = [each for each in results if self._key_of(each) not in operands]
+        if traits.name == _FROM_HOST:  # what lies in its memory is what the host put there
             small = (each for each in results if self._nbytes_of(each) <= LARGEST and self._key_of(each))
             self._kept |= {self._key_of(each): self._memory_of(each) for each in small}
-        elif not self._is_computed(op, args, kwargs, given, results, written) and self._kept:
-            for each in (*results, *written):
-                self.forget(self._key_of(each))
+        elif not self.may_follow(op, operands):
+            self._forget(results)
+        elif op.namespace == "c10d":
+            self._share(traits.name, args)
+        elif (results or not traits.is_view) and traits.name != _LEAVES_FINITE:  # gradients are taken to be finite
+            given = {**dict(zip(traits.names, args, strict=False)), **kwargs}
+            written = [each for name in traits.written for each in tensors_in(given.get(name)) if self.is_here(each)]
+            is_small = traits.computes and results and all(each.nbytes <= LARGEST for each in results)
+            is_computed = is_small and self._repeat(op, args, kwargs, given, results, written)
+            if not is_computed and not (is_small and self._absorb(traits, args, results)):
+                self._forget([*results, *written])
 
-    def _is_computed(
-        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any],
-        results: list[torch.Tensor], written: list[torch.Tensor],
-    ) -> bool:  # fmt: skip
-        """Return whether what an operator wrote is known, or was before."""
-        traits = _traits(op)
-        if traits.name == _LEAVES_FINITE:
-            return True  # gradients are taken to be finite
-        if not traits.computes or not results or any(each.numel() * each.itemsize > LARGEST for each in results):
-            return False
-        return self._repeat(op, args, kwargs, given, results, written) or self._absorb(traits, args, results)
+    def _forget(self, tensors: list[torch.Tensor]) -> None:
+        if self._kept:
+            for each in tensors:
+                self.forget(self._key_of(each))
 
     def _share(self, name: str, args: tuple[Any, ...]) -> None:
         """Note what a collective did, of which all ranks are taken to send the same; sums of that are not known."""

@@ -39,7 +39,8 @@ _MOST_LISTED = 1 << 16
 """Numbers of a tensor that are noted one by one."""
 _MATH = ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "pow", "fabs", "tanh", "fsum", "hypot")
 _TESTS = ("isnan", "isinf", "isfinite")
-_AVERAGES = ("mean", "fmean", "average", "sum", "median", "std", "var", "stdev", "pstdev", "nanmean", "percentile")
+_AVERAGES = ("mean", "fmean", "average", "sum", "median", "std", "var", "stdev", "pstdev", "nanmean", "percentile",
+             "round")  # fmt: skip
 _FILLS = ("fill", "full", "setitem", "scalar_tensor")
 """What puts a number on a device, from where it may be read again."""
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
@@ -48,6 +49,7 @@ _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod
 _OF_ONE = {"trunc": int, "floor": math.floor, "ceil": math.ceil, "round": round, "neg": operator.neg,
            "pos": operator.pos, "abs": abs}  # fmt: skip
 _PLAIN = (int, float, complex)
+_ORDINARY = frozenset({int, float})
 _SHOWN: deque[tuple[str, Any]] = deque(maxlen=64)
 """Numbers that were made a text lately, to know them again where the notebook makes a number of that."""
 
@@ -101,7 +103,7 @@ class Noted(Read):
         is_equality = function in {operator.eq, operator.ne}
         if is_equality and self.hashed is not None and getattr(theirs, "hashed", None) is not None:  # keys of one dict
             return function(self.hashed, theirs.hashed)
-        if self.may_be_known or getattr(theirs, "may_be_known", False):
+        if getattr(theirs, "may_be_known", False):
             self.guesses.begin_again()
         return self.decide(function(self.number, getattr(theirs, "number", theirs)))
 
@@ -223,17 +225,18 @@ def install(guesses: Guesses) -> None:
     tensor: Any = torch.Tensor
     encoder: Any = json.JSONEncoder
     setattr(builtins, "__dry_run_number__", _converting)  # noqa: B010
-    owners = [each for each in (math, statistics, sys.modules.get("numpy")) if each is not None]
-    carrying = [(each, name) for each in owners for name in (*_MATH, *_AVERAGES) if hasattr(each, name)]
+    carrying: list[tuple[Any, str]] = [(builtins, "min"), (builtins, "max"), *((math, name) for name in _MATH)]
+    carrying += [(each, name) for each in (statistics, sys.modules.get("numpy")) for name in _AVERAGES]
     for replacing, places in (
         (functools.partial(_reading, guesses), [(tensor, "item"), (tensor, "tolist")]),
-        (functools.partial(_with_plain, _carry), [(builtins, "min"), (builtins, "max"), *carrying]),
+        (functools.partial(_with_plain, _carry), carrying),
         (functools.partial(_with_plain, lambda made, met: met[0].decide(made)), [(math, name) for name in _TESTS]),
         (functools.partial(_with_plain, lambda made, _: made), [(encoder, "encode"), (encoder, "iterencode")]),
         (functools.partial(_with_plain, _lose), [(torch, "tensor"), (torch, "as_tensor")]),
     ):
         for owner, name in places:
-            setattr(owner, name, replacing(getattr(owner, name)))
+            if hasattr(owner, name):
+                setattr(owner, name, replacing(getattr(owner, name)))
 
 
 def _reading(guesses: Guesses, read: Callable[..., Any]) -> Callable[..., Any]:
@@ -248,15 +251,14 @@ def _reading(guesses: Guesses, read: Callable[..., Any]) -> Callable[..., Any]:
         if tensor.is_meta or not guesses.is_noted(tensor.dtype) or tensor.numel() > _MOST_LISTED:
             return read(tensor)
         if tensor.is_cpu:
-            known = guesses.host.read_of(tensor)
-            if known is None:
-                return read(tensor)
-            value = guesses.host.undisturbed(read, tensor)
-            guesses.noted += 1
-            return wrapped(value, known)
-        with guesses.noting() as reads:
-            value = read(tensor)
-        return wrapped(value, reads[0]) if reads else value
+            origin = guesses.host.read_of(tensor)
+            value = read(tensor) if origin is None else guesses.host.undisturbed(read, tensor)
+        else:
+            with guesses.noting() as reads:
+                value = read(tensor)
+            origin = next(iter(reads), None)
+        guesses.noted |= origin is not None
+        return value if origin is None else wrapped(value, origin)
 
     return noted
 
@@ -279,6 +281,8 @@ def _with_plain(finish: Callable[[Any, list[Noted]], Any], function: Callable[..
     """Return a function that is given plain numbers, and whose result is finished with the noted ones that it met."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs and _ORDINARY.issuperset(map(type, args)):
+            return function(*args)
         met: list[Noted] = []
         plain = _plain((args, kwargs), met)
         return finish(function(*plain[0], **plain[1]), met) if met else function(*args, **kwargs)

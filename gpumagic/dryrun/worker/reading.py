@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -45,7 +45,10 @@ class Reading:
     def scalar(self, tensor: torch.Tensor) -> Any:
         """Return what `.item()` returns."""
         value = self.value(tensor)
-        return self.guesses.scalar(tensor.dtype) if value is None else value.item()
+        if value is not None:
+            return value.item()
+        # Of a loss, nothing that the host put there.
+        return self.guesses.scalar(tensor.dtype, may_be_known=self.known is None and not tensor.requires_grad)
 
     def equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         """Return what `torch.equal` returns."""
@@ -53,12 +56,12 @@ class Reading:
             return False
         values = self.value(one), self.value(other)
         if values[0] is None or values[1] is None:
-            return self.guesses.truth()
+            return self.guesses.truth(may_be_known=self.known is None)
         return bool(torch.equal(values[0], values[1]))
 
     def fetch(self, source: torch.Tensor, host: torch.Tensor) -> None:
         """Fill a tensor on the host with what the device's holds."""
-        value = None if self.known is None else self.known.of(source)
+        value = self.value(source)
         if value is None:
             self.guesses.fill(host, may_be_known=self.known is None)
         else:
@@ -67,11 +70,14 @@ class Reading:
     def selected(self, mask: torch.Tensor) -> int:
         """Return how many elements a mask selects."""
         value = self.value(mask)
-        return self.guesses.selected(mask.numel()) if value is None else int(value.count_nonzero())
+        return self._selected(mask.numel()) if value is None else int(value.count_nonzero())
 
     def some(self, most: int) -> int:
         """Return how many of some elements are different."""
-        return max(1, self.guesses.selected(most)) if most else 0
+        return max(1, self._selected(most)) if most else 0
+
+    def _selected(self, most: int) -> int:
+        return self.guesses.selected(most, may_be_known=self.known is None)
 
 
 class CudaReading(Reading):
@@ -84,15 +90,11 @@ class CudaReading(Reading):
     Args:
         guesses: what is said of what is not known.
         known: tells what is known; None in a run that does not follow values.
-        give_up: ends such a run, where it matters.
         assume: called with a sentence for each thing that is assumed.
     """
 
-    def __init__(
-        self, guesses: Guesses, known: Known | None, give_up: Callable[[], NoReturn], assume: Callable[[str], None]
-    ) -> None:
+    def __init__(self, guesses: Guesses, known: Known | None, assume: Callable[[str], None]) -> None:
         super().__init__(guesses, known)
-        self._give_up = give_up
         self._assume = assume
         self._library: Any = None
 
@@ -113,19 +115,10 @@ class CudaReading(Reading):
             self._library.impl(name, answer, "CUDA", allow_override=True)
         torch.amp.GradScaler._maybe_opt_step = self._step
 
-    def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a tensor's contents, in a run that follows values: another one ends here, unless nobody looks."""
-        if self.known is None and not cell.runs_in(*cell.UNHEARD):
-            self._give_up()
-        return super().value(tensor)
-
     def scalar(self, tensor: torch.Tensor) -> Any:
         """Return what `.item()` returns."""
         if torch.distributed.is_initialized() and cell.runs_in(*_AMONG_RANKS):
             return memory_of(tensor).view(tensor.dtype)[tensor.storage_offset()].item()
-        if self.known is None and (tensor.requires_grad or self.guesses.expects(tensor.dtype)):
-            # Of a loss, nothing that the host put there; of the others it matters once something is decided by them.
-            return self.guesses.scalar(tensor.dtype, may_be_known=not tensor.requires_grad)
         return super().scalar(tensor)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -144,7 +137,6 @@ class CudaReading(Reading):
     def _unique(
         self, tensor: torch.Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None
     ) -> tuple[torch.Tensor, ...]:
-        self.value(tensor)
         shape, of = (list(tensor.shape), [tensor.shape[dim]]) if dim is not None else ([tensor.numel()], tensor.shape)
         shape[dim or 0] = self.some(shape[dim or 0])
         return _uniques(tensor, shape, of, inverse, counts)

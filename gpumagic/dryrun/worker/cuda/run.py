@@ -69,7 +69,7 @@ class CudaRun(Run):
             self.is_brief = True
             self.unknown.setdefault("which line needs most: cudaMallocAsync keeps no history")
         self.guesses.fill_blanks(parts.blanks)
-        CudaReading(self.guesses, self.known, self._start_again, self.assumed.setdefault).install()
+        CudaReading(self.guesses, self.known, self.assumed.setdefault).install()
         if self.known is not None:
             self.shown.to(self.known.follow)
         else:
