@@ -292,6 +292,18 @@ def test_what_is_computed_in_place_has_the_same_values(value) -> None:
         assert torch.allclose(expected["out"], names["out"]), each.edit
 
 
+def test_a_second_name_of_a_tensor_is_not_written_over() -> None:
+    code = LARGE_ONES + "b = a.square()\nc = w\nc = (c / b).exp()\nout = c.sum(0) + w.sum(0)"
+    large = TensorFact((1024, 1024), "float32", 4 * MIB, "cpu")
+    found = facts(code, 2, tensors={"a": large, "w": large})
+    outs = []
+    for text in (code, *(edited(code, each) for each in kept.update_in_place(found))):
+        exec(text, names := {"torch": torch, "w": torch.full((1024, 1024), 2.0)})
+        outs.append(names["out"])
+    assert len(outs) > 1
+    assert all(torch.allclose(outs[0], each) for each in outs)
+
+
 def test_what_would_have_a_wider_type_is_not_computed_in_place() -> None:
     code = "a = torch.ones(1024, 1024, dtype=torch.float16)\nb = a * wide\nout = b.sum(0)"
     half = TensorFact((1024, 1024), "float16", 2 * MIB, "cpu")

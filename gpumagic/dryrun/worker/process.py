@@ -139,8 +139,9 @@ def _devices_that_nobody_asks_for(count: int) -> Iterator[None]:
         (torch._C, "_show_config", ""),  # a text; to make it, torch asks for the devices
     ]  # fmt: skip
     torchs = [(owner, name, getattr(owner, name)) for owner, name, _ in answers if hasattr(owner, name)]
-    for owner, name, answer in answers:
-        setattr(owner, name, lambda answer=answer: answer)
+    for owner, name, answer in answers:  # of which a CPU build has only some
+        if hasattr(owner, name):
+            setattr(owner, name, lambda answer=answer: answer)
     try:
         yield
     finally:

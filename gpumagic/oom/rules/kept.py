@@ -276,7 +276,7 @@ def _overwriting(facts: Facts, text: CellText, failing: ast.stmt) -> Iterator[_O
         else:
             is_large = isinstance(value, ast.BinOp) or called_name(value) in UNARY
             is_float = any(each in fresh or _is_float(facts, each) for each in names_in(value))
-            fresh |= {target} if is_large and is_float else set()
+            fresh = fresh | {target} if is_large and is_float else fresh - {target}
 
 
 def _is_float(facts: Facts, name: str) -> bool:
@@ -288,9 +288,11 @@ def _may_go(facts: Facts, name: str, fresh: set[str], between: Sequence[ast.stmt
     """Return whether nothing else may look at a tensor's memory: no other name, and no view made since."""
     fact = facts.tensors.get(name)
     is_shared = any(name in (names := holder.name.split(", ")) and len(names) > 1 for holder in facts.holders)
-    reading = [each for each in between if isinstance(each, ast.Assign) and name in names_in(each.value)]
-    # What makes a tensor of its own does not look at it later, as a view does.
-    is_seen = not all(isinstance(each.value, ast.BinOp) or called_name(each.value) in _NEW for each in reading)
+    # What makes a tensor of its own does not look at another later, as a view or a second name does.
+    is_seen = any(
+        name in names_in(each) and not (isinstance(each.value, ast.BinOp) or called_name(each.value) in _NEW)
+        for each in between if isinstance(each, ast.Assign)
+    )  # fmt: skip
     return not (is_shared or is_seen or (fact is not None and (fact.requires_grad or fact.graph) and name not in fresh))
 
 
