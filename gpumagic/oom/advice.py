@@ -60,9 +60,6 @@ AT_MOST: Mapping[Rule, Callable[[Need], int]] = {
 CRUMB = 0.1
 """What gives back less than this share of what another suggestion does stands below it."""
 
-SMALL = 16
-"""The part of a number that a set is tried with first: a set that does not fit with that fits with no more."""
-
 LEAST_SHARE = 0.1
 """The share of what is missing that a suggestion has to save to be worth a word."""
 
@@ -236,16 +233,22 @@ def _cheapest_set(facts: Facts, found: Sequence[_Tried], trials: Trials) -> _Tri
         members = _apart(facts, [each, *plain])[1:]
         if each.choice is None or not each.saves or not members:
             continue
-        small = max(each.choice.least, each.choice.now // SMALL)
-        low = replace(each, advice=each.choice.make(small))
-        trial = trials.of(*(other.advice for other in (*members, low)))
-        if trial.fits:
-            members, trial = _needed(members, trial, trials, low)
-            chosen = trials.choose(each.choice, *(other.advice for other in members), at=small)
-            if chosen.trial.fits:
-                low, trial = replace(each, advice=chosen.advice), chosen.trial
-            return _joined(facts, [*members, low], trial)
+        low = replace(each, advice=each.choice.make(each.choice.small))
+        pairs = [[other] for other in members if each.saves + other.saves >= facts.need.missing]
+        for besides in [*pairs, *([] if members in pairs else [members])]:
+            trial = trials.of(*(other.advice for other in (low, *besides)))  # in the order in which they go together
+            if trial.fits:
+                return _largest(facts, low, *_needed(besides, trial, trials, low), trials)
     return None
+
+
+def _largest(facts: Facts, low: _Tried, besides: list[_Tried], trial: EditTrial, trials: Trials) -> _Tried:
+    """Return a set that fits with a small number as one with the largest number that does."""
+    assert low.choice is not None
+    chosen = trials.choose(low.choice, *(each.advice for each in besides), at=low.choice.small)
+    if chosen.trial.fits:
+        low, trial = replace(low, advice=chosen.advice), chosen.trial
+    return _joined(facts, [low, *besides], trial)
 
 
 def _apart(facts: Facts, found: Sequence[_Tried]) -> list[_Tried]:
@@ -274,7 +277,7 @@ def _needed(
         rest = [other for other in needed if other is not each]
         if len(rest) + len(besides) < 2:
             break
-        without = trials.of(*(other.advice for other in (*rest, *besides)))
+        without = trials.of(*(other.advice for other in (*besides, *rest)))
         if without.fits:
             needed, trial = rest, without
     return needed, trial

@@ -181,6 +181,11 @@ class Choice:
     least: int = 1
 
     @property
+    def small(self) -> int:
+        """The number with which a set is tried first: one that does not fit with it fits with no larger one."""
+        return max(1, self.least, self.now // 16)
+
+    @property
     def goes_on(self) -> str:
         """The line with which a search goes on that was cut short."""
         return f"%%dryrun --fit {self.name}" if self.is_setting else "%config GPUMagic.advice_seconds = 60"
