@@ -49,7 +49,8 @@ OF_ACTIVATIONS = frozenset({
     training.checkpoint, training.mixed, batch.accumulate, batch.smaller, batch.unnamed,
     parts.smaller, parts.by_rows, batch.mapped, loops.batch, training.on_the_host,
 })  # fmt: skip
-"""What cannot help where parameters, gradients and optimizer state alone are more than there is."""
+"""What cannot help where parameters, gradients and optimizer state alone are more than there is; beside another
+optimizer, where parameters and gradients are."""
 
 AT_MOST: Mapping[Rule, Callable[[Need], int]] = {
     training.mixed: lambda need: (need.needed - need.fixed) // 2,
@@ -113,7 +114,7 @@ def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
         _Proposed(tier, place, each, _is_too_little(facts.need, rule, each))
         for tier, rules in enumerate(TIERS)
         for place, rule in enumerate(rules)
-        if not (rule in OF_ACTIVATIONS and facts.need is not None and facts.need.fixed > facts.need.had)
+        if not (rule in OF_ACTIVATIONS and _is_short_of(facts.need, "optimizer state"))
         for each in rule(facts)
     ]
     found = _try_all(facts, [each for each in proposals if each.tier < MONEY], trials)
@@ -141,10 +142,17 @@ def _again(facts: Facts, need: Need) -> Advice:
 
 def _is_too_little(need: Need | None, rule: Rule, each: Proposal) -> bool:
     """Return whether a suggestion cannot fit alone, by what it can save at most."""
+    if rule in OF_ACTIVATIONS and _is_short_of(need):
+        return True
     if need is None or isinstance(each, Choice):
         return False
     most = AT_MOST[rule](need) if rule in AT_MOST else each.frees
     return most is not None and most < need.missing
+
+
+def _is_short_of(need: Need | None, *without: str) -> bool:
+    """Return whether there is not even room for parameters, gradients and optimizer state, but for some of them."""
+    return need is not None and need.fixed - sum(need.parts.get(each, 0) for each in without) > need.had
 
 
 def _try_all(facts: Facts, proposals: Sequence[_Proposed], trials: Trials) -> list[_Tried]:
@@ -217,6 +225,7 @@ def _cheapest_set(facts: Facts, found: Sequence[_Tried], trials: Trials) -> _Tri
     """
     if facts.need is None:
         return None
+    missing = facts.need.missing
     there = [each for each in found if each.trial.fits is False and each.tier < MONEY]
     # Of optimizers the one first that saves most
     there.sort(key=lambda each: (not each.saves, each.tier >= DRASTIC, -each.saves if each.tier >= DRASTIC else 0))
@@ -224,18 +233,19 @@ def _cheapest_set(facts: Facts, found: Sequence[_Tried], trials: Trials) -> _Tri
     useful = sum(bool(each.saves) for each in plain)
     for number in range(2, useful + 1):
         is_all = number == useful  # together they may save more than the sum
-        if sum(each.saves for each in plain[:number]) * (1 + is_all) < facts.need.missing:
+        if sum(each.saves for each in plain[:number]) * (1 + is_all) < missing:
             continue
         trial = trials.of(*(each.advice for each in plain[:number]))
         if trial.fits:
             return _joined(facts, *_needed(plain[:number], trial, trials))
     for each in there:
         members = _apart(facts, [each, *plain])[1:]
-        if each.choice is None or not each.saves or not members:
+        if each.choice is None or not members:
             continue
         low = replace(each, advice=each.choice.make(each.choice.small))
-        pairs = [[other] for other in members if each.saves + other.saves >= facts.need.missing]
-        for besides in [*pairs, *([] if members in pairs else [members])]:
+        # Two that save enough together, then any two: each may lower another of two peaks.
+        pairs = sorted(([one] for one in members), key=lambda two: each.saves + two[0].saves < missing)
+        for besides in [*pairs, *([members] if len(members) > 1 else [])]:
             trial = trials.of(*(other.advice for other in (low, *besides)))  # in the order in which they go together
             if trial.fits:
                 return _largest(facts, low, *_needed(besides, trial, trials, low), trials)

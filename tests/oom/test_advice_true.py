@@ -329,6 +329,27 @@ def report_of(bare_shell):
     simgpu.enable(devices=2, memory="4GiB")  # as the other tests have them
 
 
+MADE = """
+net = torch.nn.Sequential(*[torch.nn.Linear(1600, 1600) for _ in range(8)]).to("simgpu:0")
+opt = torch.optim.AdamW(net.parameters())
+x = torch.ones(4096, 1600)"""
+TRAINS = """\
+inputs = x.to("simgpu:0")
+with torch.autocast("simgpu", dtype=torch.bfloat16):
+    loss = net(inputs).square().mean()
+opt.zero_grad()
+loss.backward()
+opt.step()"""
+
+
+def test_two_that_help_only_together_are_told_as_one(report_of) -> None:
+    """The cell needs most in its step, and nearly as much in its backward pass: each of the two lowers one of these."""
+    first = report_of(TRAINS, MADE).advice[0]
+    assert first.title == "Train on 16 parts of inputs, one after the other; replace AdamW by Adafactor"
+    assert first.covers
+    compile(first.edit, "<edit>", "exec")
+
+
 CHUNKS = """
 def fill(device):
     free, total = torch.accelerator.get_memory_info(device)
