@@ -37,7 +37,7 @@ def imported(tmp_path: Path, monkeypatch) -> Any:
         monkeypatch.setattr(client.Worker, "ask", noted)
         pids = set()
         for _ in range(2):
-            assert gpumagic.dry_run(CODE, {}, capacity=2**30).error is None
+            assert gpumagic.dry_run(CODE, {}, device="cuda:0", capacity=2**30).error is None
             pids |= {worker.pid for worker in client._workers.values()}
         assert len(pids) == 1
         return told
