@@ -96,7 +96,7 @@ def rules() -> Iterator[tuple[str, int, advising.Rule]]:
     for tier, each in ((tier, rule) for tier, several in enumerate(advising.TIERS) for rule in several):
         names = (f"{one.__name__.rpartition('.')[2]}.{name}" for one in modules for name, it in vars(one).items()
                  if it is each)  # fmt: skip
-        yield next(names, "loops.SWITCHES"), tier, each
+        yield next(names), tier, each
 
 
 def proposed(facts: Facts) -> Iterator[Proposed]:
