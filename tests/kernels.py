@@ -37,6 +37,8 @@ class Cell:
     count: int | None = None
     payload: list = field(default_factory=list)
     seen: list[tuple[str, str]] = field(default_factory=list)
+    displays: dict[str | None, int] = field(default_factory=dict)
+    """Where each display is in what was seen, by its identifier."""
 
     def texts(self, *kinds: str) -> list[str]:
         return [text for kind, text in self.seen if kind in kinds]
@@ -66,7 +68,11 @@ class Cell:
         if kind == "stream":
             self.seen.append((content["name"], content["text"]))
         elif kind in {"display_data", "execute_result"}:
+            self.displays[content.get("transient", {}).get("display_id")] = len(self.seen)
             self.seen.append((kind, content["data"]["text/plain"]))
+        elif kind == "update_display_data":  # "" where nothing is left
+            text = content["data"].get("text/plain", "")
+            self.seen[self.displays[content["transient"]["display_id"]]] = "display_data", text
         elif kind == "error":
             self.seen.append((kind, plain("\n".join(content["traceback"]))))
 

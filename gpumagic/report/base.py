@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
 
 from gpumagic.errors import OptionError
-from gpumagic.report import html, text
+from gpumagic.report import html, progress, text
 from gpumagic.report.document import Document, document_of, unfolded
 
 if TYPE_CHECKING:
@@ -102,6 +102,10 @@ class Report(Generic[Row]):
 
     def _repr_html_(self) -> str:
         return to_html(self)
+
+    def _ipython_display_(self) -> None:
+        if not progress.replaced_by(self._repr_mimebundle_()):
+            raise NotImplementedError  # IPython then shows it as any value
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         return {"text/plain": str(self), "text/html": self._repr_html_()}

@@ -1,7 +1,8 @@
 """Progress of what takes more than a second: one line that is rewritten in place and is gone at the end.
 
-In a notebook it is a display, so that no box for stderr is left behind; in a terminal it is the last line. Where
-nothing can be rewritten, as in a file, only what one waits for without a count is written, once.
+In a notebook it is a display, so that no box for stderr is left behind; the next report of the cell takes its place,
+and no empty output stays. In a terminal it is the last line. Where nothing can be rewritten, as in a file, only what
+one waits for without a count is written, once.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from gpumagic.report.document import Document
 from gpumagic.report.text import render
@@ -103,27 +105,46 @@ def _surface() -> Callable[[str, str], None] | None:
     It is None where nothing can be rewritten.
     """
     ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
+    shell: Any = None if ipython is None else ipython.get_ipython()
     kernel = getattr(shell, "kernel", None)
     if type(kernel).__module__.startswith("ipyparallel."):
         return None  # an engine's client draws each update as one more output, and none of them goes
-    if kernel is not None:
-        return _in_notebook()
+    if kernel is not None:  # what `%%capture` puts in the publisher's place has no such request, and keeps each update
+        request = getattr(shell.display_pub, "parent_header", None)
+        return None if request is None else _in_notebook(request)
     return _in_terminal() if sys.stderr.isatty() else None
 
 
-def _in_notebook() -> Callable[[str, str], None]:
+_emptied: tuple[Any, object] | None = None
+"""The display of the latest line in a notebook, once the line is gone, and the request that ran its cell."""
+
+
+def _in_notebook(request: object) -> Callable[[str, str], None]:
     from IPython.display import DisplayHandle
 
     handle = DisplayHandle()
     begin = [handle.display]
 
     def show(text: str, known: str) -> None:
+        global _emptied  # noqa: PLW0603
         # Without data JupyterLab draws no output, not even an empty one.
         data = {"text/plain": f"{known}\n\n{text}".lstrip()} if text else {}
         (begin.pop() if begin else handle.update)(data, raw=True)
+        _emptied = None if text else (handle, request)
 
     return show
+
+
+def replaced_by(data: Mapping[str, str]) -> bool:
+    """Show data where the running cell has an empty display left of a line; return whether it has one."""
+    global _emptied
+    if _emptied is None:
+        return False
+    (handle, request), _emptied = _emptied, None
+    if getattr(sys.modules["IPython"].get_ipython().display_pub, "parent_header", None) is not request:
+        return False
+    handle.update(data, raw=True)
+    return True
 
 
 def _in_terminal() -> Callable[[str, str], None]:

@@ -6,6 +6,8 @@ import io
 import sys
 from types import SimpleNamespace
 
+import nbclient
+import nbformat
 import pytest
 
 from gpumagic.report import progress
@@ -87,30 +89,44 @@ with progress.counted(2, "dry run") as tell:
 """
 
 
-@pytest.fixture
-def messages(start_kernel) -> list[tuple[str, object]]:  # type: ignore[no-untyped-def]
-    """Return what a front end hears of the cell."""
-    kernel = start_kernel()
-    heard: list[tuple[str, object]] = []
+def heard(kernel, cell: str) -> list[tuple[str, object]]:  # type: ignore[no-untyped-def]
+    """Return what a front end hears of a cell's outputs."""
+    found: list[tuple[str, object]] = []
     listen = kernel._iopub
 
     def hear(deadline: float):  # type: ignore[no-untyped-def]
         message = listen(deadline)
-        heard.append((message["msg_type"], message["content"].get("data", message["content"].get("name"))))
+        kind, content = message["msg_type"], message["content"]
+        if "display" in kind or kind in ("stream", "execute_result"):
+            found.append((kind, content.get("data", content.get("name"))))
         return message
 
     kernel._iopub = hear
-    assert kernel.run(CELL).status == "ok"
-    return heard
+    assert kernel.run(cell).status == "ok"
+    kernel._iopub = listen
+    return found
 
 
-def test_a_notebook_has_one_display_that_is_empty_in_the_end_and_no_stderr(messages) -> None:  # type: ignore[no-untyped-def]
-    shown = [(kind, data) for kind, data in messages if "display" in kind or kind == "stream"]
-    assert shown == [
-        ("display_data", {"text/plain": "dry run 1 of 2: batch_size = 16"}),
-        ("update_display_data", {"text/plain": "dry run 2 of 2: batch_size = 8"}),
-        ("update_display_data", {}),
-    ]
+def test_a_notebook_has_one_display_of_progress_whose_place_the_report_takes(start_kernel) -> None:  # type: ignore[no-untyped-def]
+    kernel = start_kernel()
+    begin, update, gone, report = heard(kernel, f"{CELL}from gpumagic.gpus.report import GPUReport\nGPUReport(())")
+    assert begin == ("display_data", {"text/plain": "dry run 1 of 2: batch_size = 16"})
+    assert update == ("update_display_data", {"text/plain": "dry run 2 of 2: batch_size = 8"})
+    assert gone == ("update_display_data", {})
+    assert report[0] == "update_display_data"
+    assert "text/html" in report[1]
+    assert [kind for kind, _ in heard(kernel, CELL)] == ["display_data", *2 * ["update_display_data"]]
+    assert [kind for kind, _ in heard(kernel, "GPUReport(())")] == ["execute_result"], "of another cell"
+    assert heard(kernel, f"%%capture\n{CELL}") == []
+
+
+def test_a_notebook_that_was_run_has_the_report_and_no_empty_output(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    code = f"{CELL}from gpumagic.gpus.report import GPUReport\nGPUReport(())"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    nbclient.NotebookClient(notebook, kernel_name="python3").execute()
+    (output,) = notebook.cells[0].outputs
+    assert "text/html" in output.data
 
 
 @pytest.mark.parametrize("kind", ["dumb", "xterm"])
