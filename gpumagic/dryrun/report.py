@@ -199,6 +199,8 @@ class DryRunReport(Report[DryRunRow]):
     """How many operators the dry run answered."""
     seconds: float = 0.0
     """How long it took."""
+    worked: float = 0.0
+    """Seconds of a core that its runs took, whatever else the machine did meanwhile; 0 where that is not known."""
     sizes: tuple[str, ...] = ()
     """Variables that the code sets to a number and that by their names say how much it works on at once."""
     versions: dict[str, str] = field(default_factory=dict)

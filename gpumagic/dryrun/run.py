@@ -213,7 +213,8 @@ def report_of(outcome: dict[str, Any], target: Target, packed: payload.Payload, 
             records.DryRunRow(names[each["device"]], each["line"], each["code"], each["peak"], each["after"])
             for each in sorted(outcome["lines"], key=lambda each: (each["line"], each["device"]))
         ),
-        operators=outcome["operators"], seconds=outcome["seconds"], versions=outcome.get("versions", {}), sizes=sizes,
+        operators=outcome["operators"], seconds=outcome["seconds"], worked=outcome["worked"],
+        versions=outcome.get("versions", {}), sizes=sizes,
     )  # fmt: skip
 
 

@@ -58,7 +58,8 @@ def run(request: Request, only: Scenario | None = None) -> Outcome:
             outcome["most"] = scenarios.scenario if outcome["decides"] or only["numbers"] else None
         elif outcome["decides"]:
             outcome = scenarios.worst(outcome)
-    return {**outcome, "runs": scenarios.count, "seconds": time.monotonic() - start}
+    seconds = time.monotonic() - start
+    return {**outcome, "runs": scenarios.count, "seconds": seconds, "worked": scenarios.worked}
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,8 @@ class _Scenarios:
         self._all: list[_Run] = []
         self.count = 0
         """How many runs were sent."""
+        self.worked = 0.0
+        """Seconds of a core that they have taken."""
 
     @property
     def scenario(self) -> Scenario:
@@ -126,6 +129,7 @@ class _Scenarios:
         """Return the outcomes of variants of the request; where one needs values to be followed, of runs that do."""
         outcomes = client.ask(self._request, variants)
         self.count += len(variants)
+        self.worked += sum(each.get("seconds", 0.0) for each in outcomes)
         again = [number for number, each in enumerate(outcomes) if each.get("starts_again")]
         if again:
             self._request["follows"] = True

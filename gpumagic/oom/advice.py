@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -219,46 +220,50 @@ def _chosen(
 
 
 def _cheapest_set(facts: Facts, found: Sequence[_Tried], trials: Trials) -> _Tried | None:
-    """Return the suggestions that fit together, as one: the first that do, without those that are not needed.
-
-    What saves nothing alone may do so where others have lowered what needed more; it comes last.
-    """
-    if facts.need is None:
-        return None
-    missing = facts.need.missing
+    """Return the suggestions that fit together, as one: the first that do, without those that are not needed."""
     there = [each for each in found if each.trial.fits is False and each.tier < MONEY]
-    # Of optimizers the one first that saves most
+    # What saves nothing alone may do so where others have lowered what needed more. Of optimizers the one first that
+    # saves most.
     there.sort(key=lambda each: (not each.saves, each.tier >= DRASTIC, -each.saves if each.tier >= DRASTIC else 0))
+    with progress.counted(len(there), "trying together") as tell:
+        for members in itertools.chain.from_iterable(
+            _sets(facts, [each for each in there if each.tier < most]) for most in (DRASTIC, MONEY)
+        ):
+            tell("; ".join(each.advice.title for each in members))
+            trial = trials.of(*(each.advice for each in members))
+            if trial.fits:
+                progress.known(known_early(_finished(facts, _joined(facts, members, trial))))
+                return _largest(facts, *_needed(members, trial, trials), trials)
+    return None
+
+
+def _sets(facts: Facts, there: Sequence[_Tried]) -> Iterator[list[_Tried]]:
+    """Yield what may fit together, the likeliest first; of what has a number, with a small one and at the front."""
+    missing = facts.need.missing if facts.need is not None else 0
     plain = _apart(facts, [each for each in there if each.choice is None])
     useful = sum(bool(each.saves) for each in plain)
     for number in range(2, useful + 1):
         is_all = number == useful  # together they may save more than the sum
-        if sum(each.saves for each in plain[:number]) * (1 + is_all) < missing:
-            continue
-        trial = trials.of(*(each.advice for each in plain[:number]))
-        if trial.fits:
-            return _joined(facts, *_needed(plain[:number], trial, trials))
+        if sum(each.saves for each in plain[:number]) * (1 + is_all) >= missing:
+            yield plain[:number]
     for each in there:
         members = _apart(facts, [each, *plain])[1:]
         if each.choice is None or not members:
             continue
         low = replace(each, advice=each.choice.make(each.choice.small))
         # Two that save enough together, then any two: each may lower another of two peaks.
-        pairs = sorted(([one] for one in members), key=lambda two: each.saves + two[0].saves < missing)
-        for besides in [*pairs, *([members] if len(members) > 1 else [])]:
-            trial = trials.of(*(other.advice for other in (low, *besides)))  # in the order in which they go together
-            if trial.fits:
-                return _largest(facts, low, *_needed(besides, trial, trials, low), trials)
-    return None
+        pairs = sorted(([low, one] for one in members), key=lambda two: each.saves + two[1].saves < missing)
+        yield from [*pairs, *([[low, *members]] if len(members) > 1 else [])]
 
 
-def _largest(facts: Facts, low: _Tried, besides: list[_Tried], trial: EditTrial, trials: Trials) -> _Tried:
-    """Return a set that fits with a small number as one with the largest number that does."""
-    assert low.choice is not None
-    chosen = trials.choose(low.choice, *(each.advice for each in besides), at=low.choice.small)
-    if chosen.trial.fits:
-        low, trial = replace(low, advice=chosen.advice), chosen.trial
-    return _joined(facts, [low, *besides], trial)
+def _largest(facts: Facts, members: Sequence[_Tried], trial: EditTrial, trials: Trials) -> _Tried:
+    """Return a set that fits as one suggestion: what has a small number with the largest that does."""
+    low, *others = members
+    if low.choice is not None:
+        chosen = trials.choose(low.choice, *(each.advice for each in others), at=low.choice.small)
+        if chosen.trial.fits:
+            low, trial = replace(low, advice=chosen.advice), chosen.trial
+    return _joined(facts, [low, *others], trial)
 
 
 def _apart(facts: Facts, found: Sequence[_Tried]) -> list[_Tried]:
@@ -278,16 +283,17 @@ def _apart(facts: Facts, found: Sequence[_Tried]) -> list[_Tried]:
     return apart
 
 
-def _needed(
-    members: Sequence[_Tried], trial: EditTrial, trials: Trials, *besides: _Tried
-) -> tuple[list[_Tried], EditTrial]:
-    """Return those of a set that fits without which it does not, the costliest left out first, and what came of it."""
+def _needed(members: Sequence[_Tried], trial: EditTrial, trials: Trials) -> tuple[list[_Tried], EditTrial]:
+    """Return those of a set that fits without which it does not, the costliest left out first, and what came of it.
+
+    What has a number stays.
+    """
     needed = list(members)
     for each in sorted(members, key=lambda each: (-each.tier, each.saves)):
         rest = [other for other in needed if other is not each]
-        if len(rest) + len(besides) < 2:
+        if len(rest) < 2:
             break
-        without = trials.of(*(other.advice for other in (*besides, *rest)))
+        without = trials.of(*(other.advice for other in rest)) if each.choice is None else EditTrial()
         if without.fits:
             needed, trial = rest, without
     return needed, trial

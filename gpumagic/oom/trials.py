@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from gpumagic.dryrun import client, effects, fitting, run, targets
-from gpumagic.dryrun.report import DeviceNeed, DryRunReport, shortcoming
+from gpumagic.dryrun.report import DeviceNeed, DryRunReport, peak_of, shortcoming
 from gpumagic.dryrun.script import script_of
 from gpumagic.errors import DryRunUnavailable, GpuMagicError
 from gpumagic.notebook import interrupts
@@ -27,6 +27,9 @@ FIRST = 30.0
 
 SHARE, SHARE_OF_FITTING = 0.5, 0.75
 """The share of the time left that one search may take, and may take once it has found a number that fits."""
+
+MOST_LOST = 3
+"""How many times the seconds for advice may go by besides, while other processes have the cores."""
 
 _FIXED = ("parameters", "gradients", "optimizer state")
 """Parts of a dry run's peak that no smaller batch makes smaller."""
@@ -73,12 +76,12 @@ class Trials:
     Args:
         facts: of the failure.
         namespace: the notebook's variables.
-        seconds: how long all of them after the first may take.
+        seconds: how long all of them after the first may take, where nothing else runs on this machine.
         elsewhere: the device that the run was sent to that failed.
 
     Attributes:
         reason: why nothing more is tried; empty while something can be.
-        took: seconds of the latest dry run.
+        took: seconds of the latest dry run, counted likewise.
         exhausted: a sentence of each number of which not even 1 fits.
     """
 
@@ -94,6 +97,9 @@ class Trials:
         held = facts.before.allocated if facts.before is not None else 0
         self._unused = max(0, held - sum(each.nbytes for each in facts.brought))
         self._until: float | None = None
+        self._lost = 0.0  # seconds that other processes took
+        self._slowness = 1.0  # how many times as long the latest run took for them
+        self._reports: dict[object, DryRunReport] = {}
         self._need: Need | None = None
         self._as_is: DryRunReport | None = None
 
@@ -145,14 +151,14 @@ class Trials:
         """
         runs, cut, at = dict[int, DryRunReport](), "", at or self._likely(choice)
         is_finished = self._as_is is not None and choice.finish is not None and choice.finish(at) is not None
-        first: tuple[int, ...] = (1 << (at.bit_length() - 1), at // 4)
+        first = 1 << (at.bit_length() - 1)
         if is_finished:
-            cut = self._search(choice, others, runs, (at, at // 4), known)
+            cut = self._search(choice, others, runs, at, known)
             is_finished = any(report.fits for report in runs.values())
-            first = first if is_finished or any(report.error for report in runs.values()) else (min(runs),)
+            first = first if is_finished or any(report.error for report in runs.values()) else min(runs)
         if not is_finished:
             runs.clear()
-            cut = self._search(choice, others, runs, (*first, *([1] if choice.is_setting else [])))
+            cut = self._search(choice, others, runs, first)
         smaller = [value for value in runs if value < choice.now]
         is_none = not cut and 1 in runs and runs[1].fits is False
         if is_none and choice.is_setting:
@@ -172,15 +178,15 @@ class Trials:
         return Chosen(advice, came[best], is_finished, is_exhausted=not passed and is_extreme)
 
     def _search(
-        self, choice: Choice, others: Sequence[Advice], runs: dict[int, DryRunReport], first: Sequence[int],
+        self, choice: Choice, others: Sequence[Advice], runs: dict[int, DryRunReport], first: int,
         known: Callable[[Chosen], object] | None = None,
     ) -> str:  # fmt: skip
         """Fill in dry runs until the largest number that fits is among them; return what cut it short, if anything.
 
-        The `first` numbers are tried until one fits; where none does nothing else is. With `known` the dry runs are of
-        what the choice's `finish` makes of a number.
+        Smaller numbers than the `first` are tried until one fits; where none does nothing else is. With `known` the
+        dry runs are of what the choice's `finish` makes of a number.
         """
-        began, left, is_finished = time.monotonic(), self._left_seconds(), known is not None
+        began, left, is_finished = self._now(), self._left_seconds(), known is not None
         runs |= {} if self._as_is is None else {choice.now: self._as_is}  # with others it does not fit either
 
         def dry_run(value: int) -> DryRunReport:
@@ -189,7 +195,7 @@ class Trials:
             if number not in runs:
                 fits = any(report.fits for report in runs.values())
                 until = began + (SHARE_OF_FITTING if fits or others else SHARE) * left
-                if runs and time.monotonic() >= until:
+                if runs and self._now() >= until:
                     raise _CutShort
                 advice = _made(choice, number, is_finished=is_finished)
                 runs[number] = report = self._run((advice, *others), until if runs else None)
@@ -200,10 +206,10 @@ class Trials:
             return runs[number]
 
         try:
-            for number in first:
-                report = dry_run(max(1, number))
-                if report.fits is not False or report.error is not None:
-                    break
+            report = dry_run(max(1, first))
+            for step in range(3 if choice.is_setting and not is_finished else 1):
+                if report.fits is False and report.error is None:
+                    report = dry_run(self._below(runs) if step < 2 else 1)
             if report.error is None and (report.fits or (report.fits is None and not is_finished)):
                 fitting.search(dry_run, choice.name, choice.now, known=runs)
         except (Exception, KeyboardInterrupt) as error:  # what was found by then counts
@@ -211,6 +217,18 @@ class Trials:
             is_cut_short = isinstance(error, _CutShort) or self.reason
             return f"; the search was cut short, more may fit: {choice.goes_on}" if is_cut_short else ""
         return ""
+
+    def _below(self, runs: Mapping[int, DryRunReport]) -> int:
+        """Return the number to try after some that do not fit: well below where a line through their peaks leads.
+
+        It goes down in steps: a small number may take many times the passes, and what stands beside it shows before.
+        """
+        number, *larger = sorted(runs)
+        peaks = [peak_of(runs[each]) for each in (number, *larger[:1])]
+        slope = (peaks[-1] - peaks[0]) / (larger[0] - number) if larger else 0
+        over = peaks[0] - (runs[number].capacity or 0)
+        crossing = number - over / slope if slope > 0 else 0
+        return max(1, min(number // 4, int(crossing * 3 / 4)) if crossing >= 1 else number // 8)
 
     def _likely(self, choice: Choice) -> int:
         """Return the number that fits if all memory goes with it."""
@@ -233,14 +251,21 @@ class Trials:
             names = {name: value for name, value in names.items() if name not in self._facts.residue}
         before, cell = self._code(edits)
         script, target = script_of("\n".join([*before, cell])), targets.choose(self._device, None, gpu, ranks)
-        left = min(self._left_seconds(), self._left_seconds() if until is None else until - time.monotonic())
-        began = time.monotonic()
-        with interrupts.ending():
-            report = run.dry_run(script, names, target, time_limit=max(0.1, left))
-        self.took = time.monotonic() - began
-        if self._until is None:  # the worker's start does not count
-            self._until = time.monotonic() + self._seconds
-        return _of_the_cell(report, len(before))
+        key = script.source, gpu, number
+        if key not in self._reports:
+            left = self._left_seconds() if until is None else min(self._left_seconds(), until - self._now())
+            began = self._now()
+            with interrupts.ending():
+                report = run.dry_run(script, names, target, time_limit=max(0.1, left * self._slowness))
+            self._reports[key] = _of_the_cell(report, len(before))
+            if self._until is None:  # the worker's start does not count
+                self._until = self._now() + self._seconds
+            elif report.worked:
+                self._slowness = min(1.0 + MOST_LOST, max(1.0, report.seconds / report.worked))
+                lost = self._lost + max(0.0, report.seconds - report.worked)
+                self._lost = min(lost, MOST_LOST * self._seconds)
+            self.took = self._now() - began
+        return self._reports[key]
 
     def _code(self, edits: Sequence[Advice]) -> tuple[list[str], str]:
         """Return the lines that are run first by a user who follows the advice, other cells included, and the cell."""
@@ -295,11 +320,15 @@ class Trials:
         """Return why this was not tried; where nothing is, the report says it once."""
         return EditTrial(reason=self.reason if self._need is not None else "")
 
+    def _now(self) -> float:
+        """Return the time by a clock that stands still while other processes have the cores."""
+        return time.monotonic() - self._lost
+
     def _left_seconds(self) -> float:
-        return FIRST if self._until is None else self._until - time.monotonic()
+        return FIRST if self._until is None else self._until - self._now()
 
     def _is_over(self) -> bool:
-        return self._until is not None and time.monotonic() >= self._until
+        return self._until is not None and self._now() >= self._until
 
     def _stop_if_over(self, error: BaseException) -> None:
         """Try no more after Ctrl-C, a fault of our own, or when the time is up."""

@@ -6,6 +6,8 @@ import gc
 import os
 import pkgutil
 import signal
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -246,3 +248,38 @@ def test_a_number_that_saves_nothing_is_not_searched_for(report_of, monkeypatch)
     assert report.need.needed == 320 * MIB
     assert len(counted) == 3
     assert not [each for each in report.advice if each.title.startswith("Lower")]
+
+
+LATE = """\
+batch_size = 64
+kept = torch.ones(36 << 20, device='simgpu:0')
+x = torch.ones(batch_size, 1 << 19, device='simgpu:0').relu()"""
+
+
+def test_time_that_other_processes_take_ends_no_search(report_of, bare_shell, monkeypatch) -> None:
+    """Each dry run seems to take an hour, in which the cores had other work for all but a moment of it."""
+    bare_shell.run_line_magic("config", "GPUMagic.advice_seconds = 4000")
+    clock, whole = iter(range(0, 10**8, 3600)), trials.run.dry_run
+    monkeypatch.setattr(trials, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    now = [next(clock)]
+
+    def dry_run(*args, **more):
+        now[0] = next(clock)
+        return replace(whole(*args, **more), seconds=3600.0, worked=0.1)
+
+    monkeypatch.setattr(trials.run, "dry_run", dry_run)
+    report = report_of(LATE)
+    assert report.advice[0].covers
+    assert not any("no time" in note for note in report.notes)
+
+
+def test_a_set_that_was_tried_is_not_run_again(report_of, monkeypatch) -> None:
+    seen, whole = [], trials.run.dry_run
+
+    def dry_run(script, *args, **more):
+        seen.append(script.source)
+        return whole(script, *args, **more)
+
+    monkeypatch.setattr(trials.run, "dry_run", dry_run)
+    report_of("x = torch.ones(10 << 20, device='simgpu:0')", NINE_CHUNKS)
+    assert len(seen) == len(set(seen)) > 1
