@@ -8,12 +8,12 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any
 
 from gpumagic.oom.report import Advice
-from gpumagic.oom.rules.expressions import CASTS, UNARY
+from gpumagic.oom.rules.expressions import CASTS, FUNCTIONS, UNARY
 from gpumagic.oom.rules.facts import Facts, Ownership
-from gpumagic.oom.rules.proposal import Remedy, bound_in, calls, failed, loop_around, prepare, propose, substituted
+from gpumagic.oom.rules.proposal import Remedy, bound_in, bracketed, failed, loop_around, prepare, propose, substituted
 from gpumagic.report.units import LARGE, count, size
 from gpumagic.source.text import CellText, Change, called_name, names_in
 
@@ -182,7 +182,7 @@ retained = Remedy(
     lambda _, *call: f"retain_graph=True kept the graph of {_owner(*call[:2])} while the next was made",
     "none: backward is called once", argument="retain_graph=False", calls=("backward",), by_default=True,
     of=lambda facts, text, call, given: given == "True" and _owner(text, call) in facts.graph_names
-    and len(list(calls([text], "backward"))) == 1,
+    and text.source.count("backward(") == 1,
 )  # fmt: skip
 
 
@@ -217,65 +217,53 @@ def read_no_more(facts: Facts) -> set[str]:
     return (made & facts.large) - after
 
 
-_SIGNS = {ast.Add: "+=", ast.Sub: "-=", ast.Mult: "*=", ast.Div: "/="}
+_SIGNS = {ast.Add: "add_", ast.Sub: "sub_", ast.Mult: "mul_", ast.Div: "div_", ast.Pow: "pow_"}
 _NEW = UNARY | {"sum", "mean", "std", "var", "prod", "norm", "max", "min", "matmul", "mm", "cdist", "rsqrt", "solve"}
 """Functions and methods whose result is no view."""
 
 
 def update_in_place(facts: Facts) -> Iterator[Advice]:
-    """Write over tensors that nothing reads any more, in the statement that failed; then in all from there on."""
-    text, failing = next(failed(facts), (None, None))
-    if text is None or failing is None or text.cell:
-        return
-    # A function's argument may be somebody else's tensor.
-    functions = [each for each in text.nodes() if isinstance(each, ast.FunctionDef | ast.Lambda | ast.AsyncFunctionDef)]
-    if any(each is failing for one in functions for each in ast.walk(one)):
-        return
-    found = list(_overwriting(facts, text, failing))
-    own = [each for each in found if each.target == found[0].target and found[0].statement is failing]
-    for chosen in [own, found] if len(own) < len(found) else [found]:
-        targets = dict.fromkeys(each.target or f"line {each.statement.lineno}" for each in chosen)
-        olds = ", ".join(dict.fromkeys(each.name for each in chosen))
-        if chosen:
+    """Write over what nothing reads any more, in the statement that failed and in those after it."""
+    for text, failing in failed(facts):
+        functions = [each for each in text.nodes() if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+        is_in_function = any(each is failing for one in functions for each in ast.walk(one))
+        # A function's argument may be somebody else's tensor
+        found = list(_overwriting(facts, text, failing)) if not (text.cell or is_in_function) else []
+        olds = ", ".join(dict.fromkeys(old for _, old, _ in found if old))
+        is_kept = any(old not in ("", target) for target, old, _ in found)
+        if found:
             yield propose(
-                f"Compute {', '.join(targets)} in place", text=text, changes=[each.change for each in chosen],
-                evidence=f"nothing else needs the old {olds}",
-                cost=f"the old values of {olds} are gone"
-                + (" if the cell fails" if all(each.name == each.target for each in chosen) else ""),
+                f"Compute {', '.join(dict.fromkeys(target for target, _, _ in found))} in place", text=text,
+                changes=[change for _, _, change in found],
+                evidence=f"nothing else needs the old {olds}" if olds else "each step makes a tensor of its own",
+                cost=f"the old values of {olds} are gone{'' if is_kept else ' if the cell fails'}" if olds else "none",
             )  # fmt: skip
 
 
-class _Overwriting(NamedTuple):
-    """A statement that computes in place."""
-
-    statement: ast.stmt
-    target: str
-    name: str
-    """What is written over."""
-    change: Change
-
-
-def _overwriting(facts: Facts, text: CellText, failing: ast.stmt) -> Iterator[_Overwriting]:
-    """Yield the statement that failed and those that follow it which can write over what they read last."""
+def _overwriting(facts: Facts, text: CellText, failing: ast.stmt) -> Iterator[tuple[str, str, Change]]:
+    """Yield what is computed in place, the tensor that is written over, if it has a name, and the change."""
     block, fresh = text.block_of(failing), set[str]()
-    is_top, rest = block is text.tree.body, block[block.index(failing) :]
+    rest = block[block.index(failing) :]
     for place, each in enumerate(rest):
         value = each.value if isinstance(each, ast.Assign | ast.Expr) else None
-        if value is None or not text.stands_alone(each) or (isinstance(each, ast.Assign) and len(each.targets) > 1):
+        if value is None or not text.stands_alone(each) or (isinstance(each, ast.Assign) and each.targets[1:]):
             continue
         target = text.code(each.targets[0]) if isinstance(each, ast.Assign) else ""
-        after = set[str]().union(*map(names_in, rest[place + 1 :])) if is_top else names_in(text.tree)
-        dying = (fresh if each is not failing else set()) | read_no_more(facts)
-        last = sorted((dying & names_in(value)) - after - {target})
-        for name in [target, *last] if target in names_in(value) else [*last, *([target] if target else [])]:
-            change = _in_place(facts, text, each, value, name) if _may_go(facts, name, fresh, rest[:place]) else None
-            if change is not None:
-                yield _Overwriting(each, target, name, change)
+        read, later = names_in(value), rest[place + 1 :] if block is text.tree.body else [text.tree]
+        last = (fresh | read_no_more(facts)) - set().union(*map(names_in, later)) | {target}
+        names = [name for name in sorted(last & read) if _may_go(facts, name, fresh, rest[:place])]
+        for name in [*sorted(names, key=target.__ne__), *([""] if each is failing else [])]:
+            first = list[str]()
+            new = _in_place(facts, text, name, value, first)
+            if new:
+                lines = [*first, *([f"{target} = {new}" if target else new] if new != target else [])]
+                change = text.replace(each, f"\n{' ' * each.col_offset}".join(lines))
+                yield target or f"line {each.lineno}", name, change
                 fresh.add(target)
                 break
         else:
             is_large = isinstance(value, ast.BinOp) or called_name(value) in UNARY
-            is_float = any(each in fresh or _is_float(facts, each) for each in names_in(value))
+            is_float = any(name in fresh or _is_float(facts, name) for name in read)
             fresh = fresh | {target} if is_large and is_float else fresh - {target}
 
 
@@ -284,96 +272,75 @@ def _is_float(facts: Facts, name: str) -> bool:
     return fact is not None and "float" in fact.dtype and not (fact.requires_grad or fact.graph)
 
 
+def _is_new(value: ast.AST) -> bool:
+    return isinstance(value, ast.BinOp | ast.UnaryOp) or called_name(value) in _NEW
+
+
 def _may_go(facts: Facts, name: str, fresh: set[str], between: Sequence[ast.stmt]) -> bool:
-    """Return whether nothing else may look at a tensor's memory: no other name, and no view made since."""
-    fact = facts.tensors.get(name)
+    """Return whether nothing else may look at a tensor's memory: no other name, no graph, and no view made since."""
     is_shared = any(name in (names := holder.name.split(", ")) and len(names) > 1 for holder in facts.holders)
-    # What makes a tensor of its own does not look at another later, as a view or a second name does.
-    is_seen = any(
-        name in names_in(each) and not (isinstance(each.value, ast.BinOp) or called_name(each.value) in _NEW)
-        for each in between if isinstance(each, ast.Assign)
-    )  # fmt: skip
-    return not (is_shared or is_seen or (fact is not None and (fact.requires_grad or fact.graph) and name not in fresh))
+    # What makes a tensor of its own does not look at another later, as a view or a second name does
+    is_seen = any(name in names_in(each) and not _is_new(getattr(each, "value", each)) for each in between)
+    return (name in fresh or _is_float(facts, name)) and not is_shared and not is_seen
 
 
-def _in_place(facts: Facts, text: CellText, each: ast.stmt, value: ast.expr, name: str) -> Change | None:
-    """Return the change of a statement that writes over a tensor in the largest part of its value that can."""
-    target = text.code(each.targets[0]) if isinstance(each, ast.Assign) else ""
+def _in_place(facts: Facts, text: CellText, name: str, value: ast.expr, first: list[str]) -> str:
+    """Return a value's code with the largest part that can be computed in place, of the tensor `name`, or nothing.
+
+    Without a name the part itself makes the tensor. What has to be done before goes to `first`.
+    """
     read = (fact for each in names_in(value) if (fact := facts.tensors.get(each)) is not None and fact.shape)
     if len({fact.dtype for fact in read if "float" in fact.dtype}) > 1:
-        return None  # the result has the wider type, and what is written over keeps its own
-    reads = [node for node in ast.walk(value) if isinstance(node, ast.Name) and node.id == name]
+        return ""  # the result has the wider type, and what is written over keeps its own
     for part in (node for node in ast.walk(value) if isinstance(node, ast.BinOp | ast.Call | ast.UnaryOp)):
-        terms: list[str] = []
-        lines = _steps(facts, text, name, part, terms)
-        is_all = part is value or all(any(node is one for node in ast.walk(part)) for one in reads)
-        if not lines or not is_all or (part is not value and not reads) or (name != target and lines[0]):
-            continue
-        if part is not value:
-            rest = substituted(text, value, part, name)
-            lines += [f"{target} = {rest}" if target else rest]
-        elif name != target:
-            lines += [f"{target} = {name}"] if target else []
-        if each is text.tree.body[-1] and target and lines[-1].startswith(f"{name}."):
-            lines[-1] += ";"  # else the cell would display it
-        new = f"\n{' ' * each.col_offset}".join([*terms, *filter(None, lines)])
-        if new != text.code(each) and (lines[0] or _is_float(facts, name) or name not in facts.tensors):
-            return text.replace(each, new)
-    return None
+        first.clear()
+        code = _steps(facts, text, name, part, first)
+        is_all = not name or not re.search(rf"\b{name}\b", substituted(text, value, part, ""))
+        if is_all and code not in ("", bracketed(text, part)):
+            return substituted(text, value, part, code)
+    return ""
 
 
-def _steps(facts: Facts, text: CellText, name: str, value: ast.expr, terms: list[str]) -> list[str]:
-    """Return the statements in place for ``(name * 2 + other).relu()``, or none where it is not such a chain.
+def _steps(facts: Facts, text: CellText, name: str, value: ast.expr, first: list[str]) -> str:
+    """Return ``name.mul_(2).relu_()`` for ``(name * 2).relu()``, or nothing where it is no such chain.
 
-    It may begin with a copy, ``other.to("cuda").float()``, or with a sum. What has to be computed from the old values
-    goes to `terms`, which come first.
+    To `first` goes what is computed of the old values, then what changes the diagonal only.
     """
     if isinstance(value, ast.Name):
-        return [""] if value.id == name else []
+        return value.id if value.id == name else ""
+    of, method, given = _last_step(text, name, value)
+    before = _steps(facts, text, name, of, first) if of is not None else ""
+    if not before:
+        made_of = [fact for each in names_in(value) if (fact := facts.tensors.get(each)) is not None]
+        is_copy = any(each.device != facts.device or "float" not in each.dtype for each in made_of)
+        is_made = isinstance(value, ast.BinOp) or (called_name(value) in CASTS and is_copy)
+        return bracketed(text, value) if is_made and not name else ""
+    code = ", ".join(map(text.code, given))
+    if any(name in names_in(each) for each in given):
+        if not _is_new(given[0]):
+            return ""  # it may look at what is written over
+        if before != name or first:
+            first.insert(0, f"{name}_term{len(first) + 1} = {code}")
+            code = first[0].partition(" ")[0]
+    elif method == "add_" and before == name:
+        is_product = isinstance(getattr(given[0], "op", None), ast.Mult)
+        *times, of = (given[0].left, given[0].right) if is_product else given
+        if called_name(of) == "eye":
+            first.append(f"{name}.diagonal()[:] += {text.code(times[0]) if times else 1}")
+            return name
+    return f"{before}.{method}({code})"
+
+
+def _last_step(text: CellText, name: str, value: ast.expr) -> tuple[Any, str, list[Any]]:
+    """Return what the last step of an expression is of, the method that does it in place, and what that is given."""
     if isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.USub):
-        before = _steps(facts, text, name, value.operand, terms)
-        return [*before, f"{name}.neg_()"] if before else []
-    if isinstance(value, ast.Call) and called_name(value) in CASTS:
-        made_of = [facts.tensors.get(each) for each in names_in(value)]
-        is_copy = any(
-            each is not None and (each.device != facts.device or "float" not in each.dtype) for each in made_of
-        )
-        return [f"{name} = {text.code(value)}"] if is_copy else []
-    if isinstance(value, ast.BinOp):
-        return _steps_of_sum(facts, text, name, value, terms)
-    if not isinstance(value, ast.Call) or called_name(value) not in UNARY or not isinstance(value.func, ast.Attribute):
-        return []
-    owner, arguments = value.func.value, [text.code(each) for each in value.args]
-    arguments += [f"{each.arg}={text.code(each.value)}" for each in value.keywords]
-    if isinstance(owner, ast.Name) and owner.id == "torch" and value.args:
-        owner, arguments = value.args[0], arguments[1:]
-    is_read = any(re.search(rf"\b{name}\b", each) for each in arguments)  # when it has been written over
-    before = [] if is_read else _steps(facts, text, name, owner, terms)
-    return [*before, f"{name}.{called_name(value)}_({', '.join(arguments)})"] if before else []
-
-
-def _steps_of_sum(facts: Facts, text: CellText, name: str, value: ast.BinOp, terms: list[str]) -> list[str]:
-    left, right, is_read = value.left, value.right, name in names_in(value)
-    if type(value.op) not in _SIGNS:
-        return []
-    if is_read and isinstance(value.op, ast.Add | ast.Mult) and name not in names_in(left):
-        left, right = right, left
-    before = _steps(facts, text, name, left, terms)
-    if not before and not is_read and isinstance(left, ast.BinOp):
-        before = [f"{name} = {text.code(left)}"]  # the first sum makes the tensor
-    code = text.code(right)
-    if before and name in names_in(right) and (any(before) or not isinstance(right, ast.Name)):
-        if not isinstance(right, ast.BinOp | ast.UnaryOp) and called_name(right) not in _NEW:
-            return []  # it may look at what is written over
-        terms.append(f"{name}_term{len(terms) + 1} = {code}")
-        code = f"{name}_term{len(terms)}"
-    elif isinstance(value.op, ast.Add | ast.Sub) and before:
-        product = right if isinstance(right, ast.BinOp) and isinstance(right.op, ast.Mult) else None
-        times, of = ("1", right) if product is None else (text.code(product.left), product.right)
-        is_number = times in facts.numbers or re.fullmatch(r"[\d.e-]+", times) is not None
-        sign = "add_" if isinstance(value.op, ast.Add) else "sub_"
-        if called_name(of) == "eye" and is_number:  # nothing but the diagonal changes
-            return [*before, f"{name}.diagonal().{sign}({times})"]
-        if product is not None and is_number:
-            return [*before, f"{name}.{sign}({text.code(of)}, alpha={times})"]
-    return [*before, f"{name} {_SIGNS[type(value.op)]} {code}"] if before else []
+        return value.operand, "neg_", []
+    if isinstance(value, ast.BinOp) and type(value.op) in _SIGNS:
+        is_turned = isinstance(value.op, ast.Add | ast.Mult) and name in names_in(value.right) - names_in(value.left)
+        of, other = (value.right, value.left) if is_turned else (value.left, value.right)
+        return of, _SIGNS[type(value.op)], [other]
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and called_name(value) in UNARY:
+        is_function = value.args and text.code(value.func.value).endswith(FUNCTIONS)
+        of, *given = [*value.args, *value.keywords] if is_function else [value.func.value, *value.args, *value.keywords]
+        return of, f"{called_name(value)}_", given
+    return None, "", []
