@@ -264,7 +264,7 @@ def _collections(values: Mapping[str, Any], device: str) -> dict[str, Collected]
 
 def _collected(value: Any, device: str) -> Collected | None:
     members = list(value) if type(value) in (list, deque) else list(value.values()) if type(value) is dict else []
-    records = [each for each in members if type(each) in (dict, list) or issubclass(type(each), tuple)]
+    records = [each for each in members if _kind_of_record(each)]
     first = [part for record in records[:8] for part in _parts(record)]
     if not any(_fact(each) for each in (*members[:8], *first)):
         return None  # do not read all of a long list of numbers
@@ -275,19 +275,24 @@ def _collected(value: Any, device: str) -> Collected | None:
     return Collected(
         len(facts), sum(fact.nbytes for fact in facts), sum(fact.graph for fact in facts),
         not any(fact.shape for fact in facts), is_dict=type(value) is dict,
-        member=_kind_of_record(records[0]) if records else "tensor",
+        member=_kind_of_record(members[0]) or "tensor",
     )  # fmt: skip
 
 
 def _kind_of_record(record: Any) -> str:
-    is_plain = type(record) in (list, tuple, dict)
-    return type(record).__name__ if is_plain else "named tuple" if hasattr(type(record), "_make") else "tuple"
+    """Return what a member of a collection is that consists of tensors and more; nothing of a tensor or a number."""
+    kind = ownership.kind_of(record)
+    if kind in ("module", "optimizer", "list", "tuple", "dict"):
+        return kind
+    return ("named tuple" if hasattr(type(record), "_make") else "tuple") if issubclass(type(record), tuple) else ""
 
 
 def _parts(record: Any) -> Iterable[Any]:
-    """Return what a tuple, a list or a dict has; of anything else itself."""
-    is_listed = type(record) is list or issubclass(type(record), tuple)
-    return record.values() if type(record) is dict else record if is_listed else (record,)
+    """Return what a tuple, a list, a dict, a module or an optimizer has; of anything else itself."""
+    kind = _kind_of_record(record)
+    if kind in ("module", "optimizer"):
+        return ownership.tensors_of(record)
+    return record.values() if kind == "dict" else record if kind else (record,)
 
 
 def _values(text: CellText | None, frame: FrameType) -> Iterator[tuple[str, Any]]:
@@ -321,8 +326,8 @@ def _fact(value: object) -> TensorFact | None:
         return TensorFact(array.shape, str(array.dtype), array.nbytes, "cpu") if is_array else None
     tensor: Any = value
     with torch._C.DisableTorchFunction():
-        if tensor.is_nested:
-            return None  # it has no one shape, and raises where it is asked for one
+        if tensor.is_nested or issubclass(type(tensor), torch.nn.parameter.UninitializedTensorMixin):
+            return None  # it has no one shape, or none yet, and raises where it is asked for one
         return TensorFact(
             shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."),
             nbytes=tensor.numel() * tensor.element_size(), device=str(tensor.device),

@@ -94,6 +94,16 @@ def find_models_and_optimizers(
     return tuple(sorted(models.values(), key=lambda model: -model.nbytes)), tuple(optimizers.values())
 
 
+def tensors_of(owner: Any) -> list[Any]:
+    """Return the parameters and the buffers of a module, or the state of an optimizer."""
+    if kind_of(owner) == "optimizer":
+        state = branches.attributes_of(kinds.unwrapped(owner)).get("state")
+        each_of = dict.values(state) if isinstance(state, dict) else ()
+        return [value for each in each_of if isinstance(each, dict) for value in dict.values(each)]
+    inside = [(each, kind) for _, each in kinds.modules_in(owner) for kind in ("_parameters", "_buffers")]
+    return [tensor for each, kind in inside for _, tensor in kinds.registered(each, kind)]
+
+
 def _on_device(tensors: Iterable[Any], device: str) -> list[Any]:
     import torch
 

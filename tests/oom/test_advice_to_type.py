@@ -360,6 +360,25 @@ def test_a_model_that_no_optimizer_updates_is_frozen() -> None:
     assert not list(kept.of_a_frozen_model(replace(found, models=there))), "it is frozen"
 
 
+@pytest.mark.parametrize("added", ["saved.append(copy.deepcopy(net))", "saved[epoch] = copy.deepcopy(net)"])
+def test_models_that_a_loop_keeps_are_collected_in_the_hosts_memory(two_devices, added) -> None:
+    net = torch.nn.Linear(1024, 1024, device=two_devices[0])
+    collections = failure._collections({"saved": {0: net} if "=" in added else [net]}, two_devices[0])
+    assert (collections["saved"].tensors, collections["saved"].nbytes) == (2, 4 * 1024 * 1025)
+    code = f"for epoch in range(9):\n    {added}"
+    advice = only(collected.results(facts(code, 2, collections=collections)))
+    assert advice.edit == added.replace("deepcopy(net)", "deepcopy(net).cpu()")
+
+
+def test_the_state_of_optimizers_in_a_list_counts_and_has_no_method_that_moves_it(two_devices) -> None:
+    opt = torch.optim.Adam([torch.nn.Parameter(torch.ones(MIB, device=two_devices[0]))])
+    opt.param_groups[0]["params"][0].grad = torch.ones(MIB, device=two_devices[0])
+    opt.step()
+    collections = failure._collections({"runs": [opt]}, two_devices[0])
+    assert collections["runs"].nbytes == 8 * MIB
+    assert not list(collected.results(facts("for lr in rates:\n    runs.append(opt)", 2, collections=collections)))
+
+
 def test_copies_of_a_model_go_to_the_host_once() -> None:
     (advice,) = collected.listed(facts("averages = [copy.deepcopy(net) for _ in range(3)]", 1))
     assert advice.edit == "averages = [copy.deepcopy(net).cpu() for _ in range(3)]"
@@ -384,6 +403,7 @@ class Pair(NamedTuple):
     [
         lambda x: [x, x + 1], lambda x: deque([x], maxlen=3), lambda x: {"a": x}, lambda x: [(x, 1), (x, 2)],
         lambda x: deque([Pair(x, "n")], maxlen=3), lambda x: [{"x": x, "n": 1}], lambda x: {"a": [x, x], "b": [x]},
+        lambda x: [torch.nn.ParameterList([x])],
     ],
 )  # fmt: skip
 def test_what_a_collection_holds_already_goes_to_the_host_and_stays_what_it_was(two_devices, make) -> None:

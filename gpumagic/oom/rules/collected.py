@@ -68,7 +68,7 @@ def results(facts: Facts) -> Iterator[Advice]:
     there = [(text, target, list[ast.expr]()) for text in facts.texts for target in others]
     for text, target, values in (*added, *there):
         held = facts.collections.get(target)
-        if held is None or held.nbytes < LARGE or (held.graphs and held.is_of_numbers):
+        if held is None or held.nbytes < LARGE or held.member == "optimizer" or (held.graphs and held.is_of_numbers):
             continue
         place, joined = held.place or target, list(_joined(text, _root(target)))
         if not values and not joined:
@@ -173,7 +173,8 @@ def _root(place: str) -> str:
 
 _HOST = "part.cpu() if torch.is_tensor(part) else part"
 _ON_THE_HOST = {
-    "tensor": "each.cpu()", "list": f"[{_HOST} for part in each]", "tuple": f"tuple({_HOST} for part in each)",
+    "tensor": "each.cpu()", "module": "each.cpu()",
+    "list": f"[{_HOST} for part in each]", "tuple": f"tuple({_HOST} for part in each)",
     "named tuple": f"each._make({_HOST} for part in each)", "dict": f"{{name: {_HOST} for name, part in each.items()}}",
 }  # fmt: skip
 """Code for a member of a collection with its tensors in the host's memory, by what the member is."""

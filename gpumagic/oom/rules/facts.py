@@ -60,12 +60,13 @@ class Collection:
     """Where an object has it, ``"memory.records"``; empty where the name is the collection's own."""
     is_dict: bool = False
     member: str = "tensor"
-    """What each is: a ``"tensor"``, or a ``"list"``, ``"tuple"``, ``"named tuple"`` or ``"dict"`` of such and more."""
+    """What each is: a ``"tensor"``, ``"module"`` or ``"optimizer"``, or a ``"list"``, ``"tuple"``, ``"named tuple"`` or
+    ``"dict"`` of tensors and more."""
 
     @property
     def is_of_records(self) -> bool:
         """Whether each is a tuple or a dict with tensors."""
-        return self.member not in ("tensor", "list")
+        return self.member in ("tuple", "named tuple", "dict")
 
 
 SAVING_METHODS = (

@@ -340,7 +340,8 @@ def _last_step(text: CellText, name: str, value: ast.expr) -> tuple[Any, str, li
         of, other = (value.right, value.left) if is_turned else (value.left, value.right)
         return of, _SIGNS[type(value.op)], [other]
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and called_name(value) in UNARY:
+        given: list[Any] = [*value.args, *value.keywords]
         is_function = value.args and text.code(value.func.value).endswith(FUNCTIONS)
-        of, *given = [*value.args, *value.keywords] if is_function else [value.func.value, *value.args, *value.keywords]
+        of, *given = given if is_function else [value.func.value, *given]
         return of, f"{called_name(value)}_", given
     return None, "", []
