@@ -61,9 +61,13 @@ class Worker:
 
     def ask(self, request: dict[str, Any], variants: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the outcome of a dry run for each variant; ``{"ended": sentence}`` where it gave none."""
+        asked, first = pickle.dumps((request, variants), protocol=5), b""
+        seconds = int(request["time_limit"]) + _STARTING
         try:
-            self._connection.send_bytes(pickle.dumps((request, variants), protocol=5))
-            return [json.loads(self._receive(int(request["time_limit"]) + _STARTING)) for _ in variants]
+            while not first:  # it starts again, without what it cannot import and fork
+                self._connection.send_bytes(asked)
+                first = self._receive(seconds)
+            return [json.loads(first), *(json.loads(self._receive(seconds)) for _ in variants[1:])]
         except TimeoutError:
             self.close()
             return [{"ended": "the dry run's worker gave no answer and was stopped"}] * len(variants)

@@ -28,7 +28,7 @@ _PRELOADED = frozenset({
     "torch", "numpy", "pandas", "matplotlib", "scipy", "sklearn", "PIL", "torchvision", "transformers", "timm",
     "einops", "accelerate", "peft", "diffusers", "lightning", "pytorch_lightning", "torchmetrics", "safetensors",
 })  # fmt: skip
-"""Packages of which the worker imports once what the notebook has imported."""
+"""Packages of which the worker imports once what the notebook has imported; private modules come with the others."""
 NCCL = (16 * targets.MIB, 1500 * targets.MIB)
 """What a communicator takes of the device, least and most: an estimate.
 
@@ -158,7 +158,9 @@ def _request(
         "cuts_to_size": target.backend == "simgpu",  # see `worker.fake.allocator`
         "capacities": [None if each is None else max(0, each - target.extra[1]) for each in target.capacities],
         "segments": target.segments, "time_limit": time_limit, "path": list(sys.path), "folder": os.getcwd(),  # noqa: PTH109
-        "preload": [name for name in list(sys.modules) if name.partition(".")[0] in _PRELOADED],
+        "preload": [
+            name for name in list(sys.modules) if name.partition(".")[0] in _PRELOADED and "._" not in name
+        ],
         "installed": [
             name for name, module in list(sys.modules.items())
             if "." not in name and is_library(name, getattr(module, "__file__", None) or "")

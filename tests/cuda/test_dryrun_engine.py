@@ -230,11 +230,26 @@ class Watch:
         if name in {"torch._dynamo", "torch._inductor"}:
             os._exit(3)
 sys.meta_path.insert(0, Watch())
-x = torch.ones(1000, device="cuda")
+model = torch.nn.Linear(100, 100).to("cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+optimizer.zero_grad()
+model(torch.ones(10, 100, device="cuda")).sum().backward()
+optimizer.step()
 """
 
 
-def test_the_first_dry_run_of_a_session_imports_no_compiler_to_tell_what_a_plain_cell_takes() -> None:
-    """It takes as long as the rest of the worker's start, and torch asks for it to name the lines of compiled code."""
+def test_a_dry_run_imports_no_compiler_to_tell_what_a_step_of_training_takes() -> None:
+    """It takes as long as the rest of the worker's start. Optimizers ask for it, and torch to name compiled lines."""
     client.close()
     assert gpumagic.dry_run(WITHOUT_COMPILER, {"torch": torch}, device="cuda:0").error is None
+
+
+def test_a_package_that_starts_cuda_when_it_is_imported_is_imported_by_the_run(tmp_path, monkeypatch) -> None:
+    """Neither the process that forks may have it, nor does it keep the cells of the notebook from being dry-run."""
+    (tmp_path / "starts_cuda.py").write_text("import torch\ntorch.cuda.init()\nCOUNT = 2**20")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(run, "_PRELOADED", frozenset({"starts_cuda"}))
+    names = notebook("import starts_cuda")
+    for _ in range(2):
+        report = dry_run("x = torch.ones(starts_cuda.COUNT, device='cuda:0')", names)
+        assert (report.error, report.peak["cuda:0"]) == (None, 4 * MIB)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import gpumagic
-from gpumagic.dryrun import client
+from gpumagic.dryrun import client, run
 
+STARTS_A_THREAD = "import threading\nCOUNT = 3\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
 CODE = "import torch, a_package\nx = torch.ones(a_package.COUNT, device='cuda')"
 
 
@@ -52,8 +53,12 @@ def test_a_package_that_a_run_imported_is_there_for_the_next(imported) -> None:
 
 
 def test_a_package_that_starts_a_thread_stays_out_of_the_process_that_forks(imported) -> None:
-    text = "import threading\nCOUNT = 3\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
-    assert imported(text) == [["a_package"], ["a_package"]]
+    assert imported(STARTS_A_THREAD) == [["a_package"], ["a_package"]]
+
+
+def test_a_package_that_starts_a_thread_stays_out_also_where_it_would_be_preloaded(imported, monkeypatch) -> None:
+    monkeypatch.setattr(run, "_PRELOADED", frozenset({"a_package"}))
+    assert imported(STARTS_A_THREAD) == [["a_package"], ["a_package"]]
 
 
 def test_what_only_the_cell_imports_stays_out_of_it(imported) -> None:

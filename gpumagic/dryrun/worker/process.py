@@ -16,7 +16,6 @@ import json
 import math
 import os
 import pickle
-import re
 import resource
 import signal
 import socket
@@ -39,12 +38,6 @@ _TO_TELL = 20
 """Seconds that a run has to send its outcome after its time is up."""
 _LOOKS = 0.05
 """Seconds between looks at what the runs take of the host's memory: some 200 MiB can be written in that time."""
-_IDLE = 1.0
-"""Seconds without a request after which what later ones may need is imported."""
-_COMPILER = "torch._dynamo"
-"""What optimizers import at their first step: it takes as long as all the rest."""
-_IMPORTS_IT = re.compile(r"optim|[Tt]rain|compile|\bfit\b|transformers|accelerate|diffusers|lightning|timm|peft")
-"""What a cell's text has that imports it: in the warm process, or each of its runs would, in a second and 140 MiB."""
 _LONGEST_ANSWER = 1 << 30
 """Bytes; what claims to be longer is none."""
 _DIES_WITH_ITS_PARENT = 1  # prctl's PR_SET_PDEATHSIG
@@ -53,6 +46,8 @@ Outcome = dict[str, Any]
 Serve = Callable[[dict[str, Any], Callable[[Outcome], None]], None]
 _tried: set[str] = set()
 """Modules that were asked for before: one that cannot be imported here is not tried for every dry run."""
+_avoided: set[str] = set()
+"""Packages after whose import no fork can run a cell: a run that needs one imports it itself."""
 
 
 def main(descriptor: int, avoided: Sequence[str] = ()) -> None:
@@ -60,39 +55,35 @@ def main(descriptor: int, avoided: Sequence[str] = ()) -> None:
 
     Args:
         descriptor: of this end of the connection.
-        avoided: modules after whose import no fork can run a cell.
+        avoided: see `_avoided`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _tried.update(avoided)
+    _avoided.update(avoided)
     sys.argv = [""]
     for stream in sys.stdout, sys.stderr:  # into which a cell writes what it likes; both lead nowhere
         stream.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     requests = Connection(descriptor)
     _warm_up("cuda.run" if fakecuda.is_enabled() else "fake.run")
     while True:
-        while not requests.poll(None if _COMPILER in sys.modules else _IDLE):
-            _import([_COMPILER])
         try:
             request, variants = pickle.loads(requests.recv_bytes())  # noqa: S301  # from our own parent
         except EOFError:
             return
         sys.path[:] = request["path"]
-        with _devices_that_nobody_asks_for(len(request["capacities"])):
-            wants = any(map(_IMPORTS_IT.search, request["sources"].values()))
-            _import([*request["preload"], *([_COMPILER] if wants else [])])
+        if not _import(request["preload"], len(request["capacities"])):
+            requests.send_bytes(b"")  # to be asked the same once more
+            _start_again(descriptor)
         outcome: Outcome = {}
         for outcome in run_each([{**request, **each} for each in variants], _serve, requests):
             requests.send_bytes(json.dumps(outcome).encode())
-        imported = [name for name in outcome.get("imported", ()) if name not in _tried]
-        with _devices_that_nobody_asks_for(len(request["capacities"])):
-            _import(imported)
-        if fakecuda.was_asked() or threading.active_count() > 1:
-            _start_again(descriptor, [*avoided, *imported])
+        if not _import(outcome.get("imported", ()), len(request["capacities"])):
+            _start_again(descriptor)
 
 
-def _start_again(descriptor: int, avoided: Sequence[str]) -> NoReturn:
-    """Be a new process for the same connection, which does not import what spoils this one for forks."""
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main({descriptor}, {avoided!r})"
+def _start_again(descriptor: int) -> NoReturn:
+    """Be a new process for the same connection, which imports nothing that is to be avoided."""
+    arguments = f"{descriptor}, {sorted(_avoided)!r}"
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main({arguments})"
     os.execv(sys.executable, [sys.executable, "-c", code])  # noqa: S606  # our own Python and our own code
 
 
@@ -100,8 +91,9 @@ def _warm_up(engine: str) -> None:
     """Import what every dry run needs; torch's meta kernels in Python are half of it."""
     import torch
 
-    from gpumagic.dryrun.worker import known
+    from gpumagic.dryrun.worker import known, sandbox
 
+    sandbox.do_without_compiler()
     tempfile.gettempdir()  # it is found by writing to it, which a dry run does not do
     importlib.import_module(f"gpumagic.dryrun.worker.{engine}")
     known.get_ready()
@@ -114,16 +106,27 @@ def _warm_up(engine: str) -> None:
     gc.freeze()  # so that a fork finds its own objects among few, and copies no page for a reference count
 
 
-def _import(names: Iterable[str]) -> None:
-    """Import modules, as far as they can be here."""
-    missing = [name for name in names if name not in sys.modules and name not in _tried]
+def _import(names: Iterable[str], count: int) -> bool:
+    """Import modules, as far as they can be here; return whether this process can still fork.
+
+    Args:
+        names: the modules.
+        count: how many devices there are.
+    """
+    new = (name for name in names if name not in sys.modules and name not in _tried)
+    missing = [name for name in new if name.partition(".")[0] not in _avoided]
     _tried.update(missing)
-    for name in missing:
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
+    with _devices_that_nobody_asks_for(count):
+        for name in missing:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+            if fakecuda.was_asked() or threading.active_count() > 1:
+                _avoided.add(name.partition(".")[0])
+                return False
     if missing:
         gc.collect()
         gc.freeze()
+    return True
 
 
 @contextlib.contextmanager

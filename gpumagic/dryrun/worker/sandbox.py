@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import importlib
 import io
 import os
 import re
@@ -91,6 +92,43 @@ def arrange(module: DeviceModule, assume: Callable[[str], object]) -> None:
 def refuse_compiler() -> None:
     """Refuse `torch.compile`, which starts programs and writes files."""
     torch.compile = torch.nn.Module.compile = _refusal("it uses torch.compile, whose kernels' memory is not known")
+
+
+_TELL_COMPILER = frozenset({"torch._compile", "torch.optim.optimizer"})
+"""Modules that import torch's compiler to tell it what not to follow, also where nothing is compiled."""
+
+
+class _NoCompiler:
+    """Stands for torch's compiler as long as it is only told what not to follow."""
+
+    @staticmethod
+    def graph_break() -> None:
+        """Break no graph."""
+
+    @staticmethod
+    def disable(fn: Any, *_: object, **__: object) -> Any:
+        """Return a function as it is, with the mark by which the compiler knows it, should it come."""
+        fn._torchdynamo_disable = True
+        return fn
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("torch._dynamo"), name)
+
+
+def do_without_compiler() -> None:
+    """Let torch import its compiler only where something is compiled, for the rest of the process.
+
+    Optimizers tell it at each step what not to follow, and to import it takes a second and 70 MiB.
+    """
+    import_module = builtins.__import__
+
+    def imported(name: str, globals: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: A002  # Python's own name
+        if name == "torch._dynamo" and name not in sys.modules and (globals or {}).get("__name__") in _TELL_COMPILER:
+            return torch
+        return import_module(name, globals, *args, **kwargs)
+
+    torch._dynamo = _NoCompiler()
+    builtins.__import__ = imported
 
 
 def _refusal(sentence: str) -> Callable[..., NoReturn]:

@@ -49,8 +49,6 @@ class CudaRun(Run):
 
     def run(self) -> None:
         """Run the cell and send the outcome."""
-        if fakecuda.was_asked():
-            self.send({"ended": "the dry run could not be set up: what the notebook imported has started CUDA"})
         os.environ[fakecuda.VARIABLE] = self.request["gpus"]
         torch.cuda.init()
         for device, capacity in enumerate(self.request["capacities"]):
@@ -160,10 +158,10 @@ class CudaRun(Run):
                 next(each for each in devices if each["failed"])["failure"] = {"line": error["line"]}
             return Ledger([]), devices, others
         self.names = self.modules.look_around(self.namespace)
+        # A snapshot imports the compiler, to name lines of compiled code; that takes two seconds.
+        getattr(torch, "_lazy_modules", set()).discard("_inductor")
         for workspace in segments.find_workspaces():
             self._history.note(Ledger.mark, workspace.address, "library workspaces")
-        # It asks torch for its compiler, to name the lines of compiled code, which imports that: a second for nothing.
-        getattr(torch, "_lazy_modules", set()).discard("_inductor")
         traces: list[Trace] = torch.cuda.memory._snapshot()["device_traces"][: len(devices)]
         before = [block for device, trace in enumerate(traces) for block in self._in_use_before(device, trace)]
 
