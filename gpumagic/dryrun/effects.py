@@ -6,6 +6,7 @@ import os
 import re
 from typing import Any
 
+NOT_DONE = "which a dry run does not do"
 PROGRAMS = frozenset(
     {"os.system", "os.exec", "os.posix_spawn", "os.startfile", "subprocess.Popen", "os.fork", "os.forkpty"}
 )

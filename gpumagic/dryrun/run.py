@@ -14,6 +14,7 @@ from typing import Any
 
 from gpumagic.dryrun import client, parts, payload, scenarios, targets
 from gpumagic.dryrun import report as records
+from gpumagic.dryrun.effects import NOT_DONE
 from gpumagic.dryrun.report import DeviceNeed, DryRunReport, peak_of, reserved_of
 from gpumagic.dryrun.script import Script
 from gpumagic.dryrun.targets import Target
@@ -243,9 +244,11 @@ def _room(device: DeviceNeed, chosen: str) -> tuple[int, float, bool]:
 def _failure_sentence(error: dict[str, Any]) -> str:
     """Return how the dry run ended, where not at the cell's end."""
     where = f" on line {error['line']}" if error["line"] is not None else ""
+    own, undone = f"{error['kind']}: {error['text']}", [f"it {each}, {NOT_DONE}" for each in error["undone"][-1:]]
     if error["refused"]:
         return f"the dry run stopped{where}: {error['text']}"
-    text = f"{where}: {error['kind']}: {error['text']}"
-    if "depends" in error:
-        return f"the cell may fail{text} (it depends on {error['depends']}, whose values are assumed)"
-    return f"the cell fails{text}"
+    if undone and error["is_denied"]:
+        return f"the dry run stopped{where}: {undone[0]} ({own})"
+    depends = [f"it depends on {error['depends']}, whose values are assumed"] if "depends" in error else []
+    reasons = [*depends, *(f"before that {each}" for each in undone)]
+    return f"the cell may fail{where}: {own} ({'; '.join(reasons)})" if reasons else f"the cell fails{where}: {own}"

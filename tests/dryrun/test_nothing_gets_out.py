@@ -146,6 +146,30 @@ def test_a_cell_that_needs_somebody_else_is_not_said_to_fail(device: Accelerator
     assert "fails" not in report.verdict
 
 
+STARTS_A_PROGRAM = """import subprocess
+x = torch.ones(9, device=device)
+try:
+    subprocess.run(["a_program"])
+except OSError:
+    pass
+"""
+REFUSED = "it starts a program (a_program), which a dry run does not do"
+DENIED = "PermissionError: [Errno 1] Operation not permitted: 'a_program'"
+
+
+@pytest.mark.parametrize(
+    ("error", "verdict"),
+    [
+        ("raise ValueError('none')", f"The cell may fail on line 7: ValueError: none (before that {REFUSED})"),
+        ("subprocess.run(['a_program'])", f"The dry run stopped on line 7: {REFUSED} ({DENIED})"),
+    ],
+    ids=["another error", "the refusal itself"],
+)
+def test_a_cell_that_fails_after_a_refusal_is_told_its_error_and_what_was_refused(error, verdict, device) -> None:
+    names = {"torch": torch, "device": device.name}
+    assert gpumagic.dry_run(STARTS_A_PROGRAM + error, names, device=device.name).verdict.startswith(verdict)
+
+
 WITHOUT_FILES = """
 import sys, torch
 from attacks import without_namespaces

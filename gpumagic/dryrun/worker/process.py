@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from gpumagic import fakecuda
 from gpumagic.dryrun import parts
-from gpumagic.dryrun.worker.box import NOT_DONE, Watch
+from gpumagic.dryrun.worker.box import Watch
 from gpumagic.memory import devices
 from gpumagic.report.units import size
 
@@ -285,9 +285,9 @@ class _Fork:
         self.answers.close()
         self.watch.close()
         outcome: Outcome = json.loads(sent) if sent else {"ended": why, "exceeds_host": exceeds_host}
-        effects, error = self.watch.effects, outcome.get("error")
-        if effects and error is not None and not error.get("is_memory"):  # it may well come of the refusal
-            error |= {"refused": True, "text": f"it {next(iter(effects))}, {NOT_DONE}"}
+        effects = [*self.watch.effects]
+        if outcome.get("error"):
+            outcome["error"]["undone"] += effects
         outcome["effects"] = [*dict.fromkeys([*outcome.get("effects", ()), *effects])]
         return outcome
 

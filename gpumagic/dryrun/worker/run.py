@@ -24,7 +24,6 @@ import torch
 from gpumagic.dryrun import parts
 from gpumagic.dryrun.effects import CACHES
 from gpumagic.dryrun.worker import host, noted, sandbox
-from gpumagic.dryrun.worker.box import NOT_DONE
 from gpumagic.dryrun.worker.cell import Lines
 from gpumagic.dryrun.worker.guesses import Guesses
 from gpumagic.dryrun.worker.known import Known, Shown
@@ -135,12 +134,10 @@ class Run:
             sys.modules["numpy"].random.set_state(request["numpy_random"])
 
     def failed(self, error: BaseException) -> Outcome:
-        """Return the outcome of a cell that raised, as it may well have by what was not done for it."""
+        """Return the outcome of a cell that raised, with what was not done for it, of which that may come."""
         told, running = self.failure(error), lines_of(traceback.extract_tb(error.__traceback__))
-        is_denied = not self.box.has_files and "Permission denied" in told["text"]  # to C code, of which nobody hears
-        undone = [*self.effects, *(["writes a file"] if is_denied else [])]
-        if undone and not told["refused"] and not told.get("is_memory"):
-            told |= {"refused": True, "text": f"it {undone[0]}, {NOT_DONE}"}
+        is_unheard = not self.box.has_files and "Permission denied" in told["text"]  # it was C code that was refused
+        told["undone"] = [*self.effects, *(["writes a file"] if is_unheard else [])]
         return self.outcome(told, running)
 
     def _ring(self, _: int, frame: types.FrameType | None) -> None:
@@ -217,6 +214,10 @@ _TICK = 0.05
 """Seconds between two looks."""
 
 
+_DENIED = re.compile("Operation not permitted|Permission denied|Connection refused|not supported")
+"""How the system words what the kernel refuses; libraries written in C pass on the words alone."""
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(self, data: io.BytesIO, buffers: Iterable[Any], scopes: list[dict[str, Any]]) -> None:
         super().__init__(data, buffers=buffers)
@@ -236,7 +237,7 @@ def failure(error: BaseException, filename: str, line: int | None = None) -> dic
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename == filename:
             line = frame.lineno
-    related = frames.related_exceptions(error)  # libraries wrap what they are refused
+    related = [*frames.related_exceptions(error)]  # libraries wrap what they are refused
     cause = next((each for each in related if isinstance(each, parts.CannotDryRun)), None)
     refused, text = cause is not None, next(iter(str(cause or error).strip().splitlines()), "")
     without_shape = re.match(r"(\S+): attempted to run this operator with Meta tensors", text)
@@ -244,4 +245,5 @@ def failure(error: BaseException, filename: str, line: int | None = None) -> dic
         refused, text = True, f"what {without_shape[1]} returns depends on values"
     elif re.match(r"Could not run '\S+' with arguments from the 'Sparse(Csr)?dryrun' backend", text):
         refused, text = True, "it uses a sparse tensor on the device, and what its kernels take is not known"
-    return {"kind": type(error).__name__, "text": text, "line": line, "refused": refused}
+    is_denied = any(_DENIED.search(str(each)) for each in related)
+    return {"kind": type(error).__name__, "text": text, "line": line, "refused": refused, "is_denied": is_denied}

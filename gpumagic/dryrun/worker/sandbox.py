@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from gpumagic.dryrun import effects
+from gpumagic.dryrun.effects import NOT_DONE
 from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.dryrun.worker import box
-from gpumagic.dryrun.worker.box import NOT_DONE
 from gpumagic.dryrun.worker.modules import with_storages
 
 if TYPE_CHECKING:

@@ -24,8 +24,6 @@ from typing import NamedTuple
 from gpumagic.dryrun.effects import ASKS_THE_MACHINE, COMPILERS
 from gpumagic.dryrun.worker.box import files, seccomp
 
-NOT_DONE = "which a dry run does not do"
-
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _FILES, _SIGNALS = "files that C code removes or renames", "signals to other processes"
 _DEVICE_FILES = "device files that C code writes to"  # others than the administrator have hardly any
