@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -98,6 +96,11 @@ class _Tried:
     def saves(self) -> int:
         return self.trial.saves or 0
 
+    @property
+    def worth(self) -> int:
+        """The bytes that it saves, or gives back where it was not tried."""
+        return self.saves or self.advice.frees or 0
+
 
 def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
     """Return what is advised, the best first.
@@ -109,13 +112,16 @@ def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
         facts: of the failure, with what the cell needs where a dry run told.
         trials: tries them.
     """
-    if facts.need is not None and facts.need.fits and facts.need.certain:
-        return (_again(facts, facts.need),)
+    need = facts.need
+    if need is not None and need.fits and need.certain:
+        why = "from where the failure has left the device, a dry run of the whole cell fits"
+        first, trial = cleared(None, facts), EditTrial(True, True, need.needed, need.had)
+        return (Advice(AGAIN, None, True, first, why, cost="none", trial=trial, first=first),)
     proposals = [
-        _Proposed(tier, place, each, _is_too_little(facts.need, rule, each))
+        _Proposed(tier, place, each, _is_too_little(need, rule, each))
         for tier, rules in enumerate(TIERS)
         for place, rule in enumerate(rules)
-        if not (rule in OF_ACTIVATIONS and _is_short_of(facts.need, "optimizer state"))
+        if not (rule in OF_ACTIVATIONS and _is_short_of(need, "optimizer state"))
         for each in rule(facts)
     ]
     found = _try_all(facts, [each for each in proposals if each.tier < MONEY], trials)
@@ -127,18 +133,8 @@ def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
     if any(each.fits_here for each in found):
         found = [each for each in found if each.fits_here or (each.tier < DRASTIC and each.trial.needs is not None)]
     worth = [each for each in found if _is_worth_a_word(each, facts) and not each.is_exhausted]
-    most = max((_worth(each) for each in worth if each.tier < DRASTIC), default=0)
-    rank = functools.partial(_rank, most=most)
-    return tuple(_finished(facts, each) for each in sorted(worth, key=rank))
-
-
-def _again(facts: Facts, need: Need) -> Advice:
-    """Return the advice for a cell that fits from where the failure left the device."""
-    first = cleared(None, facts)
-    return Advice(
-        AGAIN, None, True, evidence="from where the failure has left the device, a dry run of the whole cell fits",
-        cost="none", trial=EditTrial(True, True, need.needed, need.had), first=first, edit=first,
-    )  # fmt: skip
+    most = max((each.worth for each in worth if each.tier < DRASTIC), default=0)
+    return tuple(_finished(facts, each) for each in sorted(worth, key=lambda each: _rank(each, most)))
 
 
 def _is_too_little(need: Need | None, rule: Rule, each: Proposal) -> bool:
@@ -158,12 +154,11 @@ def _is_short_of(need: Need | None, *without: str) -> bool:
 
 def _try_all(facts: Facts, proposals: Sequence[_Proposed], trials: Trials) -> list[_Tried]:
     """Return what came of the suggestions: of those that may fit alone first, of others where none of these does."""
-    found, edits, is_shown = list[_Tried](), set[tuple[object, ...]](), False
+    found, edits, shown = list[_Tried](), set[tuple[object, ...]](), list[_Tried]()
 
     def show(best: _Tried) -> None:
-        nonlocal is_shown
-        if not is_shown:
-            is_shown = True
+        if not shown:
+            shown.append(best)
             progress.known(known_early(_finished(facts, best)))
 
     with progress.counted(len(proposals), "trying") as tell:
@@ -175,18 +170,18 @@ def _try_all(facts: Facts, proposals: Sequence[_Proposed], trials: Trials) -> li
             if _is_enough(proposed, found, trials):
                 break
             each = proposed.each
-            edit = (each.changes, each.first) if isinstance(each, Advice) else ()
-            if any(edit) and edit in edits:
-                continue  # two rules come to the same
-            edits.add(edit)
             if isinstance(each, Choice):
                 tell(each.make(each.guess).title)
                 found.append(_chosen(proposed, each, trials, show, is_brief=best is not None))
-            elif not (each.gpu and any(other.advice.gpu for other in found)):
-                tell(each.title)
-                trial = trials.of(each) if each.changes or each.first or each.gpu else EditTrial()
-                if not (each.gpu and trial.fits is False):  # else the next is larger
-                    found.append(_Tried(proposed.tier, proposed.place, each, trial))
+                continue
+            edit = each.changes, each.first
+            if (any(edit) and edit in edits) or (each.gpu and any(other.advice.gpu for other in found)):
+                continue  # two rules come to the same, or a smaller GPU does
+            edits.add(edit)
+            tell(each.title)
+            trial = trials.of(each) if any(edit) or each.gpu else EditTrial()
+            if not (each.gpu and trial.fits is False):  # else the next is larger
+                found.append(_Tried(proposed.tier, proposed.place, each, trial))
     return found
 
 
@@ -225,11 +220,11 @@ def _cheapest_set(facts: Facts, found: Sequence[_Tried], trials: Trials) -> _Tri
     # What saves nothing alone may do so where others have lowered what needed more. Of optimizers the one first that
     # saves most.
     there.sort(key=lambda each: (not each.saves, each.tier >= DRASTIC, -each.saves if each.tier >= DRASTIC else 0))
-    with progress.counted(len(there), "trying together") as tell:
-        for members in itertools.chain.from_iterable(
-            _sets(facts, [each for each in there if each.tier < most]) for most in (DRASTIC, MONEY)
-        ):
-            tell("; ".join(each.advice.title for each in members))
+    cheap = [each for each in there if each.tier < DRASTIC]
+    sets = {"; ".join(each.advice.title for each in one): one for some in (cheap, there) for one in _sets(facts, some)}
+    with progress.counted(len(sets), "trying together") as tell:
+        for title, members in sets.items():
+            tell(title)
             trial = trials.of(*(each.advice for each in members))
             if trial.fits:
                 progress.known(known_early(_finished(facts, _joined(facts, members, trial))))
@@ -338,17 +333,13 @@ def _finished(facts: Facts, found: _Tried) -> Advice:
     )  # fmt: skip
 
 
-def _worth(found: _Tried) -> int:
-    return found.saves or found.advice.frees or 0
-
-
 def _rank(found: _Tried, most: int) -> tuple[int, int, int, int]:
     """Order suggestions: what fits, what may, a larger GPU, what does not fit, what was not tried.
 
     Within these they are ordered by what they cost. `most` is the largest number of bytes that any is worth: crumbs
     never stand above a leak.
     """
-    trial, is_crumb = found.trial, 0 < _worth(found) < CRUMB * most
+    trial, is_crumb = found.trial, 0 < found.worth < CRUMB * most
     if trial.fits:
         return (0 if trial.certain else 1), found.tier, 0, found.place
     if found.tier == MONEY:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from gpumagic.heap.branches import attributes_of, dict_of, mro_of, name_of_type
 from gpumagic.heap.storages import plain, undisturbed
@@ -104,8 +104,7 @@ def _with_notebook(facts: Facts, state: GuardState) -> Facts:
     """Return the facts with what lives in the notebook now, and what of it the cell uses."""
     import torch
 
-    device, namespace, bound, shell = facts.device, state.namespace, state.bound, state.shell
-    facts = replace(facts, fused_attention=Device.parse(device or "").backend in FUSED_ATTENTION)
+    device, namespace, shell = facts.device, state.namespace, state.shell
     if device is None:
         return facts
     owned = ownership.by_names(namespace, device, shell)
@@ -113,29 +112,30 @@ def _with_notebook(facts: Facts, state: GuardState) -> Facts:
     if facts.cell is not None:
         bound_first = facts.cell.bound_first
         used, read_first = (names_used(each, namespace) for each in (facts.cell.reads, facts.cell.reads - bound_first))
-    unchanged = {name for name, value in namespace.items() if bound.is_still(name, value)}
+    unchanged = {name for name, value in namespace.items() if state.bound.is_still(name, value)}
     outputs = {name for part in owned for name in part.names if name.startswith("Out[")}
-    free_elsewhere, others = other_devices(device)
-    first = Device.parse(device).backend if Device.parse(device).index == 0 else device  # "cuda" is "cuda:0" too
     kept = segments.workspace_bytes().get(device, 0)
     rows = [Holder(", ".join(sorted(each.names)), device, each.nbytes, each.kind) for each in owned]
     rows += [Holder(CUBLAS, device, kept, WORKSPACE)] if kept else []
-    unnamed = facts.after.allocated - kept - sum(part.nbytes for part in owned) if facts.after is not None else 0
+    now = facts.after.allocated if facts.after is not None else 0
+    unnamed = now - sum(each.nbytes for each in rows)
+    grew = now - (facts.before.allocated if facts.before is not None else 0)
     # What the cell leaves behind and makes anew when it runs again; of a graph a name holds no more than its end.
     left = {name for part in owned if max(part.nbytes, unnamed) >= LARGE for name in part.names}
     # Adams that failed in their first step, and what hooks have filled; the cell does not make them anew.
-    half_made = [
-        f"{each.name}.state" for each in facts.optimizers_there
+    half_made = {
+        each.name: f"{each.name}.state" for each in facts.optimizers_there
         if facts.stage == "step" and 0 < each.state < 2 * each.nbytes and each.kind in training.ADAMS and not each.local
-    ]  # fmt: skip
-    grew = facts.after.allocated - (facts.before.allocated if facts.before else 0) if facts.after is not None else 0
-    filled = [
-        name for part in owned if LARGE <= part.nbytes <= grew for name in part.names
+    }  # fmt: skip
+    filled = {
+        name: name for part in owned if LARGE <= part.nbytes <= grew for name in part.names
         if len(part.names) == 1 and name in unchanged - used and isinstance(namespace[name], dict | list)
-    ]  # fmt: skip
+    }  # fmt: skip
     removable = (unchanged | outputs) - used - bound_first - set(filled)
+    loaders, (free_elsewhere, others) = find_loaders(used, namespace), other_devices(device)
     cells = shell.user_ns.get("In") if shell is not None else None
     history = [each for each in cells if isinstance(each, str)] if isinstance(cells, list) else []
+    first = Device.parse(device).backend if Device.parse(device).index == 0 else device  # "cuda" is "cuda:0" too
     return replace(
         facts,
         holders=tuple(sorted(rows, key=lambda each: -each.nbytes)),
@@ -151,43 +151,43 @@ def _with_notebook(facts: Facts, state: GuardState) -> Facts:
         kept=_holders(owned, set(namespace), namespace, device),
         residue=tuple(sorted((bound_first - read_first) & left & namespace.keys())),
         emptied=tuple(
-            each for each in (*half_made, *filled)
-            if (name := each.partition(".")[0]) in namespace and name not in bound_first
+            code for name, code in {**half_made, **filled}.items() if name in namespace and name not in bound_first
         ),
         device_names=tuple(sorted(
             name for name in used
             if type(namespace[name]) in (str, torch.device) and str(namespace[name]) in (device, first)
         )),
-        loaders=find_loaders(used, namespace),
+        loaders=loaders,
         trainer=find_trainer(used | (bound_first & namespace.keys()), namespace, facts.text, history),
-        batches=_batches(facts, used, namespace),
+        batches=_batches(facts, used, namespace, loaders),
         free_elsewhere=free_elsewhere,
         other_processes=others,
+        fused_attention=Device.parse(device).backend in FUSED_ATTENTION,
     )  # fmt: skip
 
 
-def _batches(facts: Facts, used: set[str], namespace: Mapping[str, object]) -> tuple[BatchSize, ...]:
+def _batches(
+    facts: Facts, used: set[str], namespace: Mapping[str, object], loaders: Iterable[Loader]
+) -> tuple[BatchSize, ...]:
     """Return the batch sizes of the cell, and of the function in another cell that failed."""
     if facts.cell is None:
         return ()
-    text = facts.failing
-    elsewhere = batches_in(text.tree, text.cell) if text is not None and text.cell else ()
-    # Those that the cell writes, then those of variables that it uses
-    found = list(facts.cell.batches)
-    for name in sorted(used - {each.name for each in found}):
-        value = namespace[name]
-        if is_batch_name(name) and type(value) is int and value > 1:
-            found.append(BatchSize(name, value))
+    text, found = facts.failing, list(facts.cell.batches)  # those that the cell writes, then of what it uses
+    values = {name: namespace[name] for name in sorted(used - {each.name for each in found})}
+    found += [BatchSize(name, each) for name, each in values.items() if _is_batch(each, name)]
     if not found:
         of_objects = [
-            BatchSize(code, int(value))
-            for code, value in facts.numbers.items()
-            if "." in code and is_batch_name(code.rpartition(".")[2]) and type(value) is int and value > 1
+            BatchSize(code, int(each)) for code, each in facts.numbers.items()
+            if "." in code and _is_batch(each, code.rpartition(".")[2])
         ]  # fmt: skip
-        loaders = [BatchSize(each.name, each.batch_size, loader=True) for each in find_loaders(used, namespace)]
+        of_loaders = [BatchSize(each.name, each.batch_size, loader=True) for each in loaders]
         # A loader says no more than the number it was made with; one that the cell makes itself is made of another.
-        found = of_objects or loaders if "DataLoader" in facts.cell.attributes else loaders or of_objects
-    return (*found, *elsewhere)
+        found = of_objects or of_loaders if "DataLoader" in facts.cell.attributes else of_loaders or of_objects
+    return (*found, *(batches_in(text.tree, text.cell) if text is not None and text.cell else ()))
+
+
+def _is_batch(value: object, name: str) -> TypeGuard[int]:
+    return is_batch_name(name) and type(value) is int and value > 1
 
 
 def _holders(
@@ -291,21 +291,15 @@ def _bases(value: object) -> set[tuple[object, str]]:
 
 def _earlier(name: str, namespace: Mapping[str, object], kind: str, history: Sequence[str]) -> CellText | None:
     """Return the statements of earlier cells that made a trainer and its arguments, as one text."""
-    made = _last_made(name, history)
-    if made is None:
+    made = {  # the last statement outside of functions that bound a variable
+        target.id: (number, text.code(node))
+        for number, text in enumerate(map(texts.parse, history)) if text is not None
+        for node in text.tree.body if isinstance(node, ast.Assign)
+        for target in node.targets if isinstance(target, ast.Name)
+    }  # fmt: skip
+    if name not in made:
         return None
-    used = sorted(names_in(ast.parse(made[1])) - {name})
-    told = [_last_made(each, history) for each in used if name_of_type(type(namespace.get(each))) == kind]
-    both = dict.fromkeys(each for each in (*told, made) if each is not None)
+    used = sorted(names_in(ast.parse(made[name][1])) - {name})
+    told = [made[each] for each in used if each in made and name_of_type(type(namespace.get(each))) == kind]
+    both = dict.fromkeys((*told, made[name]))
     return texts.parse("\n".join(statement for _, statement in both), f"In [{next(iter(both))[0]}]")
-
-
-def _last_made(name: str, history: Sequence[str]) -> tuple[int, str] | None:
-    """Return the number of the last cell that bound a variable outside of functions, and the statement."""
-    for number in range(len(history) - 1, 0, -1):
-        text = texts.parse(history[number])
-        for node in reversed(text.tree.body) if text is not None else ():
-            targets = node.targets if isinstance(node, ast.Assign) else ()
-            if text is not None and any(isinstance(each, ast.Name) and each.id == name for each in targets):
-                return number, text.code(node)
-    return None

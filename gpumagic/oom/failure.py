@@ -82,22 +82,18 @@ def examine(error: Exception, state: GuardState) -> Failure | None:
     kind, numbers, device = event.kind, event.numbers, facts.device or ""
     requested, at_failure = _at_the_instant(event, figures.get(device), state.watch.refusals.get(device))
     now = devices.available_memory() if kind.memory == "host" else capacities.get(device)
+    free, capacity = now if now is not None else (None, numbers.capacity)
     cached = at_failure.reserved - at_failure.allocated if at_failure is not None else None
     settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
     can_expand = "expandable_segments" in event.text or "max_split_size_mb" in event.text
     facts = replace(
-        facts,
-        kind=kind.name,
-        memory=kind.memory,
-        requested=requested,
-        capacity=now[1] if now is not None else numbers.capacity,
-        free=numbers.free if numbers.free is not None or now is None else now[0],
+        facts, kind=kind.name, memory=kind.memory, requested=requested, capacity=capacity,
+        free=free if numbers.free is None else numbers.free,
         unallocated=cached if numbers.unallocated is None else numbers.unallocated,
-        before=state.before.get(device) or (NOT_IN_USE if at_failure is not None else None),
-        at_failure=at_failure,
+        before=state.before.get(device) or (NOT_IN_USE if at_failure is not None else None), at_failure=at_failure,
         from_allocator=kind.allocator,
         segments_can_expand=kind.allocator and can_expand and "expandable_segments:True" not in settings,
-    )
+    )  # fmt: skip
     return Failure(event, facts, notes)
 
 
@@ -161,16 +157,15 @@ def read_frames(facts: Facts, error: BaseException, state: GuardState) -> Facts:
     """Return the facts with where the error happened, what its frames worked with, and what is on the device."""
     stack = list(frames.frames_in(error, state.outside))
     facts = replace(facts, functions=frozenset(frame.f_code.co_name for frame, _ in stack))
-    users = [each for each in stack if frames.is_user_code(each[0])]
-    own = [each for each in stack if each[0].f_globals is state.namespace] or users
-    if own:
-        facts = _with_place(facts, own, *(users or own)[-1])
-    return _with_values(facts, stack, users, state) if users else facts
+    users = [each for each in stack if frames.is_user_code(each[0]) or each[0].f_globals is state.namespace]
+    return _with_values(_with_place(facts, users, state), stack, users, state) if users else facts
 
 
-def _with_place(facts: Facts, own: list[FrameLine], deepest: FrameType, its_line: int) -> Facts:
+def _with_place(facts: Facts, users: list[FrameLine], state: GuardState) -> Facts:
+    own = [each for each in users if each[0].f_globals is state.namespace] or users
     filename = own[0][0].f_code.co_filename
     frame, line = [each for each in own if each[0].f_code.co_filename == filename][-1]
+    deepest, its_line = users[-1]
     text = _source(frame)
     cell, inside = cell_code.read_cell(text) if text else None, None
     if deepest.f_code.co_filename != filename:
@@ -196,16 +191,14 @@ def _with_values(facts: Facts, stack: list[FrameLine], users: list[FrameLine], s
     import torch
 
     (outermost, _), (frame, line) = users[0], users[-1]
-    device = facts.device or "cpu"
+    device, names = facts.device or "cpu", list(state.namespace.items())
     text = _text(outermost, frame, line, state.shell)
     values = {**dict(_values(facts.text, outermost)), **dict(_values(text, frame))}
-    named = [(name, value, False) for name, value in list(state.namespace.items()) if not name.startswith("_")]
-    for each, _ in users:
-        if each.f_locals is not each.f_globals:
-            named += [(name, value, True) for name, value in list(each.f_locals.items())]
+    named = [(name, value, False) for name, value in names if not name.startswith("_")]
+    locals_of = (each.f_locals for each, _ in users if each.f_locals is not each.f_globals)
+    named += [(name, value, True) for variables in locals_of for name, value in list(variables.items())]
     # The deepest function of torch.nn.functional with its tensors
     inside = next((each for each, _ in reversed(stack) if each.f_code.co_filename.endswith(_FUNCTIONAL)), None)
-    criteria = (*((each[0], each[1]) for each in named), *values.items())
     # The module that `Module.to` or its like was moving
     moved = (each.f_locals.get("self") for each, _ in stack if each.f_code.co_name == "_apply")
     moving: Any = next((each for each in moved if issubclass(type(each), torch.nn.Module)), None)
@@ -218,7 +211,7 @@ def _with_values(facts: Facts, stack: list[FrameLine], users: list[FrameLine], s
         numbers={code: value for code, value in values.items() if type(value) in (int, float)},
         collections=_collections(values, device),
         sums=frozenset(
-            name for name, value in criteria
+            name for name, value in (*(each[:2] for each in named), *values.items())
             if ownership.kind_of(value) == "module" and attributes_of(value).get("reduction") == "sum"
         ),
         moving=sum(each.nbytes for each in weights if each.dtype == torch.float32),
@@ -301,14 +294,14 @@ def _values(text: CellText | None, frame: FrameType) -> Iterator[tuple[str, Any]
     for node in text.nodes() if text is not None else ():
         if isinstance(node, ast.Name) and node.id in variables:
             yield node.id, variables[node.id]
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in variables:
-            owner: Any = variables[node.value.id]
+        owner: Any = variables.get(getattr(getattr(node, "value", None), "id", ""))
+        if isinstance(node, ast.Attribute) and owner is not None:
             read = class_attribute if isinstance(owner, type) else stored_attribute
-            yield f"{node.value.id}.{node.attr}", read(owner, node.attr)
-        elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and text is not None:
-            owner, index = variables.get(node.value.id), node.slice
+            yield ast.unparse(node), read(owner, node.attr)
+        elif isinstance(node, ast.Subscript) and issubclass(type(owner), dict) and text is not None:
+            index = node.slice
             key: Any = variables.get(index.id) if isinstance(index, ast.Name) else getattr(index, "value", None)
-            if issubclass(type(owner), dict) and type(key) in (str, int):
+            if type(key) in (str, int):
                 yield text.code(node), dict.get(owner, key)  # not by its own methods: a defaultdict would grow
 
 

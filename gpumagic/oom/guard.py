@@ -69,7 +69,8 @@ class OomGuard(contextlib.ContextDecorator):
     """What is known of the last run that ran out of memory, until it is reported."""
     elsewhere: str = field(default="", init=False)
     """The device that the last run was sent to; empty where it ran as it is."""
-    _retries: int = field(default=0, init=False)
+    retries: int = field(default=0, init=False)
+    """How often the block was run again."""
     _recovered: bool = field(default=False, init=False)
     _traceback: LateTraceback | None = field(default=None, init=False)
 
@@ -81,7 +82,7 @@ class OomGuard(contextlib.ContextDecorator):
         """Read the allocator's figures and which names are bound; costs well under a millisecond."""
         self._state.watch.close()  # of a decorated function that calls itself
         try:
-            if not self._retries:  # a further try is measured against the state before the first
+            if not self.retries:  # a further try is measured against the state before the first
                 outside, names = frames.handled_exception_ids(), self._names
                 if self.shell is not None:
                     self._traceback = LateTraceback(self.shell, self._recognises, as_text=self.keep_going)
@@ -130,20 +131,18 @@ class OomGuard(contextlib.ContextDecorator):
 
         `result` is IPython's of the cell; its error is replaced by `OutOfMemory`, or by None to go on.
         """
-        if self.failure is None or self._recovered:
-            return self._conclude()
-        if self.seconds and self.failure.facts.memory == "device":
-            from gpumagic.oom.trials import start_worker
+        if self.failure is not None and not self._recovered:
+            if self.seconds and self.failure.facts.memory == "device":
+                from gpumagic.oom.trials import start_worker
 
-            start_worker(self.failure.facts.device or "")
-        if self.debug:
-            report = self._conclude()
-            result.error_in_exec = None if self.keep_going else result.error_in_exec
-            return report
-        release.clear_exception(result.error_in_exec, self.shell, self._state.outside)
-        # The result would keep what the error's arguments hold; and without a report the cell has failed as well.
-        result.error_in_exec = None if self.keep_going else self._in_a_line()
-        release.reclaim()
+                start_worker(self.failure.facts.device or "")
+            if not self.debug:
+                self.release_failure(result.error_in_exec)
+                # The result would keep what the error's arguments hold; without a report the cell has failed as well.
+                result.error_in_exec = self._in_a_line()
+                release.reclaim()
+            if self.keep_going:
+                result.error_in_exec = None
         return self._conclude()
 
     def __call__(self, function: Function) -> Function:
@@ -156,7 +155,7 @@ class OomGuard(contextlib.ContextDecorator):
 
     def reset(self) -> None:
         """Forget the last failure, before another block."""
-        self.report, self.failure, self._retries, self.elsewhere = None, None, 0, ""
+        self.report, self.failure, self.retries, self.elsewhere = None, None, 0, ""
 
     def __enter__(self) -> OomGuard:  # noqa: PYI034  # typing.Self is 3.11, and this class has no heirs
         if self.rerun is not None:
@@ -174,21 +173,19 @@ class OomGuard(contextlib.ContextDecorator):
         self.close(error)
         if self.failure is None:
             return False
-        if error is None or self.debug:
-            self._conclude()
-            return self.keep_going
-        raised = self._in_a_line()
-        release.clear_exception(error, self.shell, self._state.outside)
-        del error
-        release.reclaim()
+        raised = None
+        if error is not None and not self.debug:
+            raised = self._in_a_line()
+            self.release_failure(error)
+            del error
+            release.reclaim()
         self._conclude()
-        if not self.keep_going:
+        if raised is not None and not self.keep_going:
             raise_alone(raised)
-        return True
+        return self.keep_going
 
     def release_failure(self, error: BaseException) -> None:
-        """Release what a run pinned, before the next; `release.reclaim` is left to the caller."""
-        self._retries += 1
+        """Release what a run pinned; `release.reclaim` is left to the caller, who may hold the error."""
         release.clear_exception(error, self.shell, self._state.outside)
 
     def publish(self, report: OomReport) -> None:
@@ -223,7 +220,7 @@ class OomGuard(contextlib.ContextDecorator):
         found, self.failure = self.failure, None
         is_kept = self.debug and not self._recovered
         report = conclude(
-            found, self._state, is_kept=is_kept, retries=self._retries, recovered=self._recovered,
+            found, self._state, is_kept=is_kept, retries=self.retries, recovered=self._recovered,
             seconds=self.seconds, elsewhere=self.elsewhere,
         )  # fmt: skip
         self.publish(report)

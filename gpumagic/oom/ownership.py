@@ -75,14 +75,15 @@ def find_models_and_optimizers(
     having: dict[int, set[str]] = {}  # the names of the modules that have a parameter, by its id
     for name, value, local in known:
         if issubclass(type(value), torch.nn.Module):
-            registered = [kinds.registered(each, "_parameters") for _, each in kinds.modules_in(value)]
-            parameters = list({id(each): each for own in registered for _, each in own}.values())
-            for each in parameters:
-                having.setdefault(id(each), set()).add(name)
-            here = _on_device(parameters, device)
-            is_metric = branches.class_attribute(type(value), SAVING_METHODS[-1]) is not None  # it has no parameters
+            inside = list(kinds.modules_in(value))
+            parameters = {id(each): each for _, one in inside for _, each in kinds.registered(one, "_parameters")}
+            for key in parameters:
+                having.setdefault(key, set()).add(name)
+            here = _on_device(parameters.values(), device)
+            methods = tuple(each for each in SAVING_METHODS if branches.class_attribute(type(value), each) is not None)
+            is_metric = SAVING_METHODS[-1] in methods  # it has no parameters
             if (here or is_metric) and id(value) not in models:
-                models[id(value)] = _model(name, value, here, local=local)
+                models[id(value)] = _model(name, inside, here, methods, local=local)
     for name, value, local in known:
         optimizer = kinds.unwrapped(value) if issubclass(type(value), torch.optim.Optimizer) else None
         if optimizer is not None and id(optimizer) not in optimizers:
@@ -119,48 +120,56 @@ def _nbytes(tensors: Iterable[Any], dtype: object = None) -> int:
         return sum(int(plain(each, "nbytes")) for each in counted)
 
 
-def _model(name: str, module: Any, parameters: list[Any], *, local: bool) -> Model:
+def _model(
+    name: str, inside: list[tuple[str, Any]], parameters: list[Any], methods: tuple[str, ...], *, local: bool
+) -> Model:  # fmt: skip
+    """Return what is known of a module, which is the first of those `inside` it with their paths."""
     import torch
 
-    layers = {branches.name_of_type(type(each)) for _, each in kinds.modules_in(module)}
+    (_, module), layers = inside[0], {branches.name_of_type(type(each)) for _, each in inside}
     with undisturbed():
         frozen = not any(plain(each, "requires_grad") for each in parameters)
         gradients = [each for each in kinds.gradients_of(parameters) if each.layout is torch.strided]
+    weights = (
+        (path, [weight for label, weight in kinds.registered(each, "_parameters") if label == "weight"])
+        for path, each in inside
+        if issubclass(type(each), torch.nn.Embedding | torch.nn.EmbeddingBag)
+        and not branches.attributes_of(each).get("sparse")
+    )
     return Model(
         name, _nbytes(parameters), _nbytes(parameters, torch.float32), frozen=frozen, gradients=_nbytes(gradients),
-        training=bool(branches.attributes_of(module).get("training")), checkpoints=_checkpoints(module),
-        blocks=_blocks(name, module), embeddings=_embeddings(name, module),
-        sequential=issubclass(type(module), torch.nn.Sequential), local=local,
+        training=bool(branches.attributes_of(module).get("training")), checkpoints=_checkpoints(inside),
+        blocks=_blocks(name, inside), local=local, methods=methods,
+        embeddings=tuple(_code(name, path) for path, weight in weights if _nbytes(weight) >= LARGE),
+        sequential=issubclass(type(module), torch.nn.Sequential),
         uneven=tuple(word for part, word in UNEVEN if any(part in each for each in layers)),
-        methods=tuple(each for each in SAVING_METHODS if branches.class_attribute(type(module), each) is not None),
     )  # fmt: skip
 
 
-def _checkpoints(module: Any) -> bool | None:
+def _checkpoints(inside: list[tuple[str, Any]]) -> bool | None:
     """Return whether a module recomputes activations; None where neither a switch nor a wrapped forward tells."""
-    inside = [branches.attributes_of(each) for _, each in kinds.modules_in(module)]
-    forwards = [each.get("forward") for each in inside]
+    stored = [branches.attributes_of(each) for _, each in inside]
+    forwards = [each.get("forward") for each in stored]
     if any(type(each) is functools.partial and getattr(each.func, "__name__", "") == "checkpoint" for each in forwards):
         return True
     # The libraries' own switches lie in each module that can checkpoint; transformers and diffusers, then timm
     names = ("gradient_checkpointing", "grad_checkpointing")
-    switches = [each[name] for each in inside for name in names if type(each.get(name)) is bool]
+    switches = [each[name] for each in stored for name in names if type(each.get(name)) is bool]
     return any(switches) if switches else None
 
 
-def _blocks(name: str, module: Any) -> str | None:
+def _blocks(name: str, inside: list[tuple[str, Any]]) -> str | None:
     """Return code for the longest list of like children with layers of their own, or for all of the module's."""
     import torch
 
     best, longest = None, 1
-    for path, child in kinds.modules_in(module):
-        if not issubclass(type(child), torch.nn.ModuleList | torch.nn.Sequential):
-            continue
+    for path, child in inside:
         blocks = [each for _, each in kinds.registered(child, "_modules")]
-        is_of_one_kind = all(type(each) is type(blocks[0]) for each in blocks)
-        if len(blocks) > longest and is_of_one_kind and any(kinds.registered(blocks[0], "_modules")):
-            best, longest = _code(name, path), len(blocks)
-    children = [each for _, each in kinds.registered(module, "_modules")]
+        if len(blocks) > longest and issubclass(type(child), torch.nn.ModuleList | torch.nn.Sequential):
+            is_of_one_kind = all(type(each) is type(blocks[0]) for each in blocks)
+            if is_of_one_kind and any(kinds.registered(blocks[0], "_modules")):
+                best, longest = _code(name, path), len(blocks)
+    children = [each for _, each in kinds.registered(inside[0][1], "_modules")]
     if best is None and sum(any(kinds.registered(each, "_modules")) for each in children) > 1:
         return f"{name}.children()"
     return best
@@ -171,39 +180,19 @@ def _code(name: str, path: str) -> str:
     return name + "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in path.split(".") if part)
 
 
-def _embeddings(name: str, module: Any) -> tuple[str, ...]:
-    """Return code for the large embeddings whose gradients are as large as they are."""
-    import torch
-
-    found = []
-    for path, each in kinds.modules_in(module):
-        if issubclass(type(each), torch.nn.Embedding | torch.nn.EmbeddingBag):
-            weight = dict(kinds.registered(each, "_parameters")).get("weight")
-            is_sparse = branches.attributes_of(each).get("sparse")
-            found += [_code(name, path)] if weight is not None and not is_sparse and _nbytes([weight]) >= LARGE else []
-    return tuple(found)
-
-
 def _optimizer(
     name: str, optimizer: Any, parameters: list[Any], models: frozenset[str], *, local: bool
 ) -> Optimizer:  # fmt: skip
     import torch
 
-    own = {id(each) for each in parameters}
-    stored = branches.attributes_of(optimizer)
-    kept, defaults = stored.get("state"), stored.get("defaults")
-    items = dict.items(kept) if isinstance(kept, dict) else ()
-    states: list[Any] = [state for each, state in items if id(each) in own and isinstance(state, dict)]
-    defaults = defaults if isinstance(defaults, dict) else {}
+    own, stored = {id(each) for each in parameters}, branches.attributes_of(optimizer)
+    kept, defaults = (each if isinstance(each, dict) else {} for each in map(stored.get, ("state", "defaults")))
+    states: list[Any] = [state for each, state in dict.items(kept) if id(each) in own and isinstance(state, dict)]
+    tensors = (
+        value for state in states for value in dict.values(state)
+        if issubclass(type(value), torch.Tensor) and torch._C.TensorBase.numel(value) > 1
+    )  # fmt: skip
     return Optimizer(
-        name=name,
-        kind=branches.name_of_type(type(optimizer)),
-        nbytes=_nbytes(parameters),
-        state=_nbytes(
-            value for state in states for value in dict.values(state)
-            if issubclass(type(value), torch.Tensor) and torch._C.TensorBase.numel(value) > 1
-        ),
-        fused=dict.get(defaults, "fused"),
-        local=local,
-        models=models,
+        name, branches.name_of_type(type(optimizer)), _nbytes(parameters), state=_nbytes(tensors),
+        fused=dict.get(defaults, "fused"), local=local, models=models,
     )  # fmt: skip

@@ -125,16 +125,11 @@ class Numbers:
 
 
 _REQUESTED = (
-    rf"[Tt]ried to allocate\s+{_SIZE}",
-    rf"Requested\s*:\s*{_SIZE}",
-    r"Requested size: (\d[\d,]*)(?:\s*([KMGTP]i?B|bytes?|B)\b)?",
-    rf"[Oo]ut of memory (?:while trying to allocate|allocating) {_SIZE}",
-    rf"Failed to allocate request for [^(]*\({_SIZE}\)",
-    rf"Failed to allocate request for {_SIZE}",
-    rf"Unable to allocate {_SIZE}",
-    rf"calloc (?:async )?{_SIZE}",
-    rf"unable to (?:mmap|write|resize) {_SIZE}",
-    rf"allocate (?:about )?{_SIZE}",
+    rf"(?:[Tt]ried to allocate|Requested\s*:|[Oo]ut of memory (?:while trying to allocate|allocating))\s*{_SIZE}",
+    rf"Requested size: {_SIZE}",
+    r"Requested size: (\d[\d,]*)()",
+    rf"Failed to allocate request for (?:[^(]*\()?{_SIZE}",
+    rf"(?:Unable to allocate|calloc(?: async)?|unable to (?:mmap|write|resize)|allocate(?: about)?) {_SIZE}",
 )
 _CAPACITY = rf"total capacity of {_SIZE}", rf"Device limit\s*:\s*{_SIZE}"
 _FREE = rf"of which {_SIZE} is free", rf"Free \(according to CUDA\)\s*:\s*{_SIZE}"
@@ -145,26 +140,23 @@ _LIMIT = rf"max allowed: {_SIZE}", rf"limit set to: {_SIZE}"
 def read_numbers(text: str) -> Numbers:
     """Return the numbers of one error's text; what exceeds twice the capacity is a sentinel and left out."""
     capacity, limit, free = _size(text, *_CAPACITY), _size(text, *_LIMIT), _size(text, *_FREE)
-    allocated = _size(text, *_ALLOCATED)
     in_tensors = _size(text, rf"Of the allocated memory {_SIZE} is allocated by PyTorch")
     unallocated = _size(text, rf"{_SIZE} is reserved by PyTorch but unallocated")
-    others = _size(text, rf"other allocations: {_SIZE}")
     if capacity is None and limit is not None:  # MPS and CuPy name the cap that counts, not the device's size
-        capacity = limit
-        free = None if allocated is None else max(0, limit - allocated - (others or 0))
+        capacity, allocated = limit, _size(text, *_ALLOCATED)
+        free = None if allocated is None else limit - allocated - (_size(text, rf"other allocations: {_SIZE}") or 0)
     allowed = _size(text, rf"{_SIZE} allowed;")  # by `set_per_process_memory_fraction`
-    left = None if allowed is None else max(0, allowed - (in_tensors or 0) - (unallocated or 0))
+    left = None if allowed is None else allowed - (in_tensors or 0) - (unallocated or 0)
     capped = left is not None and free is not None and left < free
     index = re.search(r"(?:GPU|on device|device ordinal|device:GPU:)\s?(\d+)\b", text)
-    return Numbers(
-        requested=_size(text, *_REQUESTED),
-        index=int(index[1]) if index is not None else None,
-        capacity=capacity,
-        free=_credible(left if capped else free, capacity),
-        capped=capped,
-        allocated=_credible(in_tensors, capacity),
-        unallocated=_credible(unallocated, capacity),
+    free, in_tensors, unallocated = (
+        None if each is None or each > 2 * (capacity or each) or each >= 2**60 else max(0, each)
+        for each in (left if capped else free, in_tensors, unallocated)
     )
+    return Numbers(
+        _size(text, *_REQUESTED), int(index[1]) if index is not None else None,
+        capacity, free, in_tensors, unallocated, capped,
+    )  # fmt: skip
 
 
 def _size(text: str, *patterns: str) -> int | None:
@@ -172,14 +164,7 @@ def _size(text: str, *patterns: str) -> int | None:
     match = next(filter(None, (re.search(pattern, text) for pattern in patterns)), None)
     if match is None:
         return None
-    number, unit = match.groups()[-2:]
-    return int(float(number.replace(",", "")) * _UNITS[(unit or "b")[0].lower()])
-
-
-def _credible(value: int | None, capacity: int | None) -> int | None:
-    if value is None or (capacity is not None and value > 2 * capacity) or value >= 2**60:
-        return None
-    return value
+    return int(float(match[1].replace(",", "")) * _UNITS[(match[2] or "b")[0].lower()])
 
 
 NEARLY_FULL = 1024**3

@@ -71,15 +71,14 @@ class Rerun(guards.BodyRuns):
         plan.check()
         self._plan, self._guard, self._namespace, self._shell = plan, guard, namespace, shell
         self._function = function
-        self._setting: cell_code.Setting | None = None
         self._tries: list[Try] = []
-        self._size: int | None = None
         self._elsewhere: DeviceRun | None = None
         self._fits = False
 
     def begin(self, source: str) -> str:
         """Find the setting and remember the state; raises `OptionError` where there is no such int."""
         name, self._source = self._plan.shrink, source
+        self._setting: cell_code.Setting | None = None
         if name is not None and self._function is not None:
             self._setting = cell_code.find_in_arguments(name, self._namespace, "--shrink")
         elif name is not None:
@@ -95,10 +94,10 @@ class Rerun(guards.BodyRuns):
     def next(self, outcome: BodyOutcome) -> str | None:
         """Return the code to run next, once state and memory are restored; None if the outcome stands."""
         error, self._fits = outcome.error_in_exec, outcome.error_in_exec is None
-        facts = self._guard.failure.facts if self._guard.failure is not None else None
+        facts = self._guard.failure.facts if self._guard.failure is not None and not self._fits else None
         if not self._fits and facts is None:
             return None  # another error, or Ctrl-C
-        line = None if self._fits or facts is None else facts.line
+        line = facts.line if facts is not None else None
         last = Try(self._size, self._elsewhere.device if self._elsewhere is not None else None, self._fits, line)
         self._tries.append(last)
         if error is None or facts is None or self._elsewhere is not None:
@@ -117,6 +116,7 @@ class Rerun(guards.BodyRuns):
             self._size = self._setting.value if self._setting is not None else None
         outcome.error_in_exec = outcome.result = None
         self._guard.release_failure(error)
+        self._guard.retries += 1
         del error
         lost = self._rollback.undo()
         release.reclaim()
@@ -139,19 +139,15 @@ class Rerun(guards.BodyRuns):
 
     def finish(self, outcome: Outcome) -> list[tuple[Guard, object]]:
         """Return the report of the other device where there was one, and that of the runs with what helps."""
-        report = self._guard.settle(outcome)
+        report, setting = self._guard.settle(outcome), self._setting
         if report is None:
             return []
-        place, setting = "", self._setting
-        if self._fits and setting is not None and self._size is not None and self._size != setting.value:
-            place = setting.place(self._size)
+        is_smaller = self._fits and setting is not None and self._size != setting.value
+        place = setting.place(self._size) if is_smaller and setting is not None and self._size is not None else ""
         report = replace(report, tries=tuple(self._tries), shrunk=self._plan.shrink or "", place=place)
         self._guard.publish(report)
-        if self._guard.quiet:
-            return []
-        elsewhere = self._elsewhere
-        there = [(elsewhere, elsewhere.report)] if elsewhere is not None and elsewhere.report is not None else []
-        return [*there, (self._guard, report)]
+        reports = [(each, each.report) for each in (self._elsewhere,) if each is not None and each.report is not None]
+        return [] if self._guard.quiet else [*reports, (self._guard, report)]
 
 
 def _elsewhere(name: str | None, failed: str | None) -> str | None:
@@ -204,6 +200,10 @@ def decorate(plan: Plan, function: Function, guard: OomGuard) -> Function:
     return cast("Function", call)
 
 
+Versions = tuple[int, int | None]
+"""How often a tensor, and its gradient if it has one, was changed in place."""
+
+
 class Rollback:
     """The state before a run of `source`, which may bind variables of `namespace`; `undo` restores it, repeatedly.
 
@@ -215,15 +215,19 @@ class Rollback:
         self._namespace, self._shell = namespace, shell
         cell = cell_code.read_cell(source)
         self._remade = cell.bound_first if cell is not None else frozenset[str]()
-        mine, self._on_device = self._mine(), self._read_tensors()
+        self._tensors: dict[int, tuple[weakref.ref[Any], Versions]] = {}
+        self._reached: dict[str, set[int]] = {}  # which of them each variable reaches
+        self._on_device: set[str] = set()
+        if "torch" in sys.modules:
+            self._read_tensors()
+        mine = self._mine()
         self._bound = holders.Identities(mine)
         self._kept = {name: value for name, value in mine.items() if name not in self._on_device | self._remade}
         self._watched: dict[str, weakref.ref[Any]] = {}
         for name in mine.keys() - self._kept.keys():
             with contextlib.suppress(TypeError):  # not everything takes a weak reference
                 self._watched[name] = weakref.ref(mine[name])
-        sized: dict[str, Any] = {name: each for name, each in mine.items() if type(each) in (list, dict, set)}
-        self._lengths = {name: len(each) for name, each in sized.items()}
+        self._lengths = {name: len(each) for name, each in mine.items() if type(each) in (list, dict, set)}
         self._random = list(_random_states())
 
     def undo(self) -> tuple[str, ...]:
@@ -233,43 +237,38 @@ class Rollback:
             restore()
         return tuple(lost)
 
-    def _mine(self) -> dict[str, object]:
+    def _mine(self) -> dict[str, Any]:
         """Return the variables except the shell's own."""
         own = getattr(self._shell, "user_ns_hidden", {})
         return {name: value for name, value in list(self._namespace.items()) if name not in own}
 
-    def _read_tensors(self) -> set[str]:
-        """Remember the tensors that the variables reach, and return the variables that reach memory of a device."""
-        self._by_name: dict[str, set[int]] = {}
-        self._tensors: dict[int, weakref.ref[Any]] = {}
-        self._versions: dict[int, tuple[int, int | None]] = {}
-        if "torch" not in sys.modules:
-            return set()
+    def _read_tensors(self) -> None:
+        """Remember the tensors that the variables reach, and the variables that reach memory of a device."""
         graph = HeapGraph(holders.excluded_objects(self._namespace, self._shell))
         try:
             with undisturbed():
                 graph.explore(holders.variables(self._namespace, self._shell))
+                versions = _versions(graph.tensors.values())
+                self._tensors = {key: (weakref.ref(each), versions[key]) for key, each in graph.tensors.items()}
                 for key, names in graph.roots_of().items():
+                    is_there = plain(graph.tensors[key], "device").type not in ("cpu", "meta")
+                    self._on_device |= set(names) if is_there else set()
                     for name in names:
-                        self._by_name.setdefault(name, set()).add(key)
-                tensors = graph.tensors
-                self._tensors = {key: weakref.ref(each) for key, each in tensors.items()}
-                self._versions = _versions(tensors.values())
-                there = {key for key, each in tensors.items() if plain(each, "device").type not in ("cpu", "meta")}
-                return {name for name, reached in self._by_name.items() if reached & there}
+                        self._reached.setdefault(name, set()).add(key)
         finally:
             graph.release()
 
     def _changed_tensors(self) -> Iterator[str]:
         """Remove first gradients, and yield the variables whose tensors were changed, each under its first name."""
-        alive = {key: tensor for key, found in self._tensors.items() if (tensor := found()) is not None}
-        now = _versions(alive.values()) if alive else {}
-        for key, (version, gradient) in now.items():
-            if gradient is not None and self._versions[key][1] is None:
+        alive = {key: tensor for key, (found, _) in self._tensors.items() if (tensor := found()) is not None}
+        changed = set()
+        for key, (version, gradient) in (_versions(alive.values()) if alive else {}).items():
+            before = self._tensors[key][1]
+            if gradient is not None and before[1] is None:
                 sys.modules["torch"]._C.TensorBase.grad.__set__(alive[key], None)
-                now[key] = version, None
-        changed = {key for key, versions in now.items() if versions != self._versions[key]}
-        for name, reached in self._by_name.items():
+                gradient = None  # noqa: PLW2901
+            changed |= {key} if (version, gradient) != before else set()
+        for name, reached in self._reached.items():
             if changed & reached:
                 yield f"changes in place of {name}"
             changed -= reached
@@ -278,11 +277,10 @@ class Rollback:
         """Take away what was appended to lists, and yield what else has another length."""
         for name, before in self._lengths.items():
             value: Any = self._namespace.get(name)
-            if self._bound.is_still(name, value):
-                if type(value) is list:
-                    del value[before:]
-                if len(value) != before:
-                    yield f"changes in place of {name}"
+            if type(value) is list and self._bound.is_still(name, value):
+                del value[before:]
+            if self._bound.is_still(name, value) and len(value) != before:
+                yield f"changes in place of {name}"
 
     def _restore_names(self) -> Iterator[str]:
         for name in self._mine().keys() - set(self._bound):
@@ -299,8 +297,8 @@ class Rollback:
                 self._namespace.pop(name, None)
 
 
-def _versions(tensors: Collection[Any]) -> dict[int, tuple[int, int | None]]:
-    """Return how often each tensor, and its gradient if it has one, was changed in place, by the tensor's `id`."""
+def _versions(tensors: Collection[Any]) -> dict[int, Versions]:
+    """Return the versions of tensors by their `id`."""
     with undisturbed():
         leaves = kinds.leaves(tensors)
         gradients = {id(leaves[place]): _version(alias) for place, alias in kinds.peek_gradients(leaves) or ()}

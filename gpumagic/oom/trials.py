@@ -45,7 +45,6 @@ for _names in (Out, globals()):
         del _names[_name]"""
 """What `%xdel` does of which a dry run can tell: it unbinds every name of a value, those of the output cache too."""
 _IN_PIECES = "what is free lies in pieces that are too small"
-_NO_TIME = "there was no time: dry runs of advice may take"
 _ONDEVICE = re.compile(r"\A%%ondevice (\w+)(:(\d+))?\n")
 
 
@@ -85,17 +84,12 @@ class Trials:
         exhausted: a sentence of each number of which not even 1 fits.
     """
 
-    def __init__(
-        self, facts: Facts, namespace: Mapping[str, object], seconds: float, elsewhere: str = ""
-    ) -> None:  # fmt: skip
+    def __init__(self, facts: Facts, namespace: Mapping[str, object], seconds: float, elsewhere: str = "") -> None:
         self.reason = "" if seconds > 0 else "dry runs of advice are turned off"
         self.exhausted: list[str] = []
         self.took = 0.0
-        self._device, self._namespace, self._seconds = facts.device or "", namespace, seconds
-        self._source, self._facts, self._elsewhere = facts.source or "", facts, elsewhere
-        self._texts = {text.cell: text.source for text in facts.texts if text.cell}
-        held = facts.before.allocated if facts.before is not None else 0
-        self._unused = max(0, held - sum(each.nbytes for each in facts.brought))
+        self._facts, self._namespace, self._seconds, self._elsewhere = facts, namespace, seconds, elsewhere
+        self._device = facts.device or ""
         self._until: float | None = None
         self._lost = 0.0  # seconds that other processes took
         self._slowness = 1.0  # how many times as long the latest run took for them
@@ -110,7 +104,7 @@ class Trials:
         try:
             report = self._run(())
         except (Exception, KeyboardInterrupt) as error:  # the report matters more than what a dry run could add
-            self._stop(error)
+            self.reason = self._why_not(error)
             return None
         self._as_is, found = report, self._of_device(report)
         told = next((each for each in report.effects if each.startswith(effects.OF_OTHERS)), None)
@@ -119,11 +113,13 @@ class Trials:
         if report.error is not None or found is None or found.capacity is None:
             self.reason = report.error or "the memory of the device is not known"
             return None
+        held = self._facts.before.allocated if self._facts.before is not None else 0
+        unused = max(0, held - sum(each.nbytes for each in self._facts.brought))
+        parts = report.breakdown if report.device == self._device else {}
         self._need = Need(
-            found.peak, found.capacity, report.fits, report.certain, found.peak - min(found.before, self._unused),
-            sum(report.breakdown.get(part, 0) for part in _FIXED) if report.device == self._device else 0,
-            " and ".join(f"line {line}" for line, _ in report.open_on),
-            report.breakdown if report.device == self._device else {},
+            found.peak, found.capacity, report.fits, report.certain,
+            alone=found.peak - min(found.before, unused), fixed=sum(parts.get(part, 0) for part in _FIXED),
+            on=" and ".join(f"line {line}" for line, _ in report.open_on), parts=parts,
         )  # fmt: skip
         return self._need
 
@@ -134,8 +130,8 @@ class Trials:
         try:
             return self._trial(self._run(edits))
         except (Exception, KeyboardInterrupt) as error:  # edits that overlap, too
-            self._stop_if_over(error)
-            return self._untried() if self.reason else EditTrial(reason=str(error))
+            why = self._why_not(error)
+            return self._untried() if self.reason else EditTrial(reason=why)
 
     def choose(
         self, choice: Choice, *others: Advice, at: int | None = None,
@@ -149,7 +145,10 @@ class Trials:
             at: the number to begin with; by default one that fits if all memory goes with it.
             known: called with what `finish` makes of the first number that fits.
         """
-        runs, cut, at = dict[int, DryRunReport](), "", at or self._likely(choice)
+        runs, cut = dict[int, DryRunReport](), ""
+        if at is None:  # what fits if all memory goes with it
+            room = self._need.had / self._need.needed if self._need is not None else 0
+            at = max(1, min(choice.now - 1, int(room * choice.now)))
         is_finished = self._as_is is not None and choice.finish is not None and choice.finish(at) is not None
         first = 1 << (at.bit_length() - 1)
         if is_finished:
@@ -213,7 +212,7 @@ class Trials:
             if report.error is None and (report.fits or (report.fits is None and not is_finished)):
                 fitting.search(dry_run, choice.name, choice.now, known=runs)
         except (Exception, KeyboardInterrupt) as error:  # what was found by then counts
-            self._stop_if_over(error)
+            self._why_not(error)
             is_cut_short = isinstance(error, _CutShort) or self.reason
             return f"; the search was cut short, more may fit: {choice.goes_on}" if is_cut_short else ""
         return ""
@@ -230,11 +229,6 @@ class Trials:
         crossing = number - over / slope if slope > 0 else 0
         return max(1, min(number // 4, int(crossing * 3 / 4)) if crossing >= 1 else number // 8)
 
-    def _likely(self, choice: Choice) -> int:
-        """Return the number that fits if all memory goes with it."""
-        room = self._need.had / self._need.needed if self._need is not None else 0
-        return max(1, min(choice.now - 1, int(room * choice.now)))
-
     def _run(self, edits: Sequence[Advice], until: float | None = None) -> DryRunReport:
         """Return the dry run of the cell with edits made; it is given up when the time is up, or before that `until`.
 
@@ -242,8 +236,8 @@ class Trials:
             GpuMagicError: it cannot be dry-run, or there is no time left.
             ValueError: the edits are not of this text, or overlap.
         """
-        if self.reason or self._is_over():
-            raise DryRunUnavailable(self.reason or f"{_NO_TIME} {self._seconds:g} s")
+        if self.reason or self._left_seconds() <= 0:
+            raise DryRunUnavailable(self.reason or "there is no time")
         gpu = next((each.gpu for each in edits if each.gpu), None)
         number, names = next((each.ranks for each in edits if each.ranks), None), dict(self._namespace)
         ranks = None if number is None else Ranks(number, number)
@@ -270,14 +264,13 @@ class Trials:
     def _code(self, edits: Sequence[Advice]) -> tuple[list[str], str]:
         """Return the lines that are run first by a user who follows the advice, other cells included, and the cell."""
         changes = [change for each in edits for change in each.changes]
-        others = [
-            apply_changes(changes, self._texts[cell], cell) for cell in sorted({each.cell for each in changes} - {""})
-        ]
+        cells = {each.cell for each in changes} - {""}
+        others = [apply_changes(changes, text.source, text.cell) for text in self._facts.texts if text.cell in cells]
         said = "\n".join(dict.fromkeys(each.first for each in edits if each.first))
         is_here = not any(each.ranks for each in edits)
         first = _XDEL.sub(_UNBIND, cleared(said, self._facts) or "") if is_here else said
         magic = f"%%ondevice {self._elsewhere}" if self._elsewhere else ""  # in the place of %%oomguard
-        cell = _ONDEVICE.sub(_on_device, magic + apply_changes(changes, self._source))
+        cell = _ONDEVICE.sub(_on_device, magic + apply_changes(changes, self._facts.source or ""))
         return [line for each in (*others, first) for line in each.splitlines()], cell
 
     def _trial(self, report: DryRunReport) -> EditTrial:
@@ -302,15 +295,15 @@ class Trials:
 
         What a peak saves by the step becomes less, never more, where something else begins to need most.
         """
-        one, other = self._of_device(runs[number]), self._of_device(runs[now])
-        if runs[number].fits or one is None or other is None or other.peak <= (other.capacity or 0):
+        peaks = {value: found.peak for value, each in runs.items() if (found := self._of_device(each)) is not None}
+        missing = self._need.missing if self._need is not None else 0
+        if runs[number].fits or number not in peaks or missing <= 0:
             return False
-        larger = [self._of_device(report) for value, report in runs.items() if number < value < now]
-        if any(each is not None and each.peak <= one.peak < other.peak for each in larger):
+        if any(peak <= peaks[number] < peaks[now] for value, peak in peaks.items() if number < value < now):
             return True  # something else needs most
-        if one.peak > other.peak and 4 * number > now:
+        if peaks[number] > peaks[now] and 4 * number > now:
             return False  # parts, nearly all of it, beside what they are put together to
-        return (other.peak - one.peak) * now / (now - number) < (other.peak - (other.capacity or 0)) / 2
+        return (peaks[now] - peaks[number]) * now / (now - number) < missing / 2
 
     def _of_device(self, report: DryRunReport) -> DeviceNeed | None:
         device = self._device if report.world is None else report.device
@@ -327,21 +320,15 @@ class Trials:
     def _left_seconds(self) -> float:
         return FIRST if self._until is None else self._until - self._now()
 
-    def _is_over(self) -> bool:
-        return self._until is not None and self._now() >= self._until
-
-    def _stop_if_over(self, error: BaseException) -> None:
-        """Try no more after Ctrl-C, a fault of our own, or when the time is up."""
-        is_of_edit = isinstance(error, (GpuMagicError, ValueError, SyntaxError))
-        if not is_of_edit:
-            self._stop(error)
-        elif self._is_over():
-            self.reason = f"{_NO_TIME} {self._seconds:g} s"
-
-    def _stop(self, error: BaseException) -> None:
-        is_ours = not isinstance(error, (GpuMagicError, KeyboardInterrupt))
-        said = frames.summary_line(error) if is_ours else str(error)
-        self.reason = "interrupted" if isinstance(error, KeyboardInterrupt) else said
+    def _why_not(self, error: BaseException) -> str:
+        """Return why there is no dry run; none follows Ctrl-C, a fault of our own, or the end of the time."""
+        if isinstance(error, KeyboardInterrupt):
+            self.reason = "interrupted"
+        elif not isinstance(error, (GpuMagicError, ValueError, SyntaxError)):  # those are of an edit
+            self.reason = frames.summary_line(error)
+        elif self._left_seconds() <= 0:
+            self.reason = f"there was no time: dry runs of advice may take {self._seconds:g} s"
+        return self.reason or str(error)
 
 
 def _usual(choice: Choice, value: int, *, is_finished: bool) -> int:
