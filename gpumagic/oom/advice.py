@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 from gpumagic.oom.report import ON_THE_CPU, Advice, EditTrial, Need
 from gpumagic.oom.rules import batch, collected, expressions, kept, limits, loops, parts, training
@@ -67,25 +66,19 @@ LEAST_SHARE = 0.1
 AGAIN = "Run the cell again"
 
 
-class _Proposed(NamedTuple):
-    """A suggestion before it is tried."""
-
-    tier: int
-    place: int
-    """In the order of the tier's rules."""
-    each: Proposal
-    is_too_little: bool
-    """Whether it cannot fit alone."""
-
-
 @dataclass(frozen=True)
-class _Tried:
+class _Suggestion:
+    """What a rule suggests, and what came of it once it was tried."""
+
     tier: int
     place: int
     """In the order of the tier's rules."""
     advice: Advice
-    trial: EditTrial
     choice: Choice | None = None
+    """Where it has a number to be found; `advice` then has that one, or a guess before."""
+    is_too_little: bool = False
+    """Whether it cannot fit alone."""
+    trial: EditTrial = field(default_factory=EditTrial)
     is_exhausted: bool = False
 
     @property
@@ -118,7 +111,7 @@ def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
         first, trial = cleared(None, facts), EditTrial(True, True, need.needed, need.had)
         return (Advice(AGAIN, None, True, first, why, cost="none", trial=trial, first=first),)
     proposals = [
-        _Proposed(tier, place, each, _is_too_little(need, rule, each))
+        _suggested(need, tier, place, rule, each)
         for tier, rules in enumerate(TIERS)
         for place, rule in enumerate(rules)
         if not (rule in OF_ACTIVATIONS and _is_short_of(need, "optimizer state"))
@@ -137,14 +130,14 @@ def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
     return tuple(_finished(facts, each) for each in sorted(worth, key=lambda each: _rank(each, most)))
 
 
-def _is_too_little(need: Need | None, rule: Rule, each: Proposal) -> bool:
-    """Return whether a suggestion cannot fit alone, by what it can save at most."""
-    if rule in OF_ACTIVATIONS and _is_short_of(need):
-        return True
-    if need is None or isinstance(each, Choice):
-        return False
-    most = AT_MOST[rule](need) if rule in AT_MOST else each.frees
-    return most is not None and most < need.missing
+def _suggested(need: Need | None, tier: int, place: int, rule: Rule, each: Proposal) -> _Suggestion:
+    """Return a suggestion before it is tried, with what it can save at most in mind."""
+    too_little = rule in OF_ACTIVATIONS and _is_short_of(need)
+    if isinstance(each, Choice):
+        return _Suggestion(tier, place, each.make(each.guess), each, too_little)
+    most = AT_MOST[rule](need) if need is not None and rule in AT_MOST else each.frees
+    too_little |= need is not None and most is not None and most < need.missing
+    return _Suggestion(tier, place, each, is_too_little=too_little)
 
 
 def _is_short_of(need: Need | None, *without: str) -> bool:
@@ -152,40 +145,37 @@ def _is_short_of(need: Need | None, *without: str) -> bool:
     return need is not None and need.fixed - sum(need.parts.get(each, 0) for each in without) > need.had
 
 
-def _try_all(facts: Facts, proposals: Sequence[_Proposed], trials: Trials) -> list[_Tried]:
+def _try_all(facts: Facts, proposals: Sequence[_Suggestion], trials: Trials) -> list[_Suggestion]:
     """Return what came of the suggestions: of those that may fit alone first, of others where none of these does."""
-    found, edits, shown = list[_Tried](), set[tuple[object, ...]](), list[_Tried]()
+    found, edits, shown = list[_Suggestion](), set[tuple[object, ...]](), list[_Suggestion]()
 
-    def show(best: _Tried) -> None:
+    def show(best: _Suggestion) -> None:
         if not shown:
             shown.append(best)
             progress.known(known_early(_finished(facts, best)))
 
     with progress.counted(len(proposals), "trying") as tell:
-        for proposed in sorted(proposals, key=lambda one: (one.tier >= DRASTIC, one.is_too_little)):
+        for each in sorted(proposals, key=lambda one: (one.tier >= DRASTIC, one.is_too_little)):
             fitting = [each for each in found if each.fits_here and each.trial.certain]
             best = min(fitting, key=lambda each: (each.tier, each.place), default=None)
-            if best is not None and best.tier <= proposed.tier:
+            if best is not None and best.tier <= each.tier:
                 show(best)  # nothing that is tried from here on costs less
-            if _is_enough(proposed, found, trials):
+            if _is_enough(each, found, trials):
                 break
-            each = proposed.each
-            if isinstance(each, Choice):
-                tell(each.make(each.guess).title)
-                found.append(_chosen(proposed, each, trials, show, is_brief=best is not None))
-                continue
-            edit = each.changes, each.first
-            if (any(edit) and edit in edits) or (each.gpu and any(other.advice.gpu for other in found)):
-                continue  # two rules come to the same, or a smaller GPU does
-            edits.add(edit)
-            tell(each.title)
-            trial = trials.of(each) if any(edit) or each.gpu else EditTrial()
-            if not (each.gpu and trial.fits is False):  # else the next is larger
-                found.append(_Tried(proposed.tier, proposed.place, each, trial))
+            advice, edit = each.advice, (each.advice.changes, each.advice.first)
+            if each.choice is not None:
+                tell(advice.title)
+                found.append(_with_number(each, each.choice, trials, show, is_brief=best is not None))
+            elif not (any(edit) and edit in edits) and not (advice.gpu and any(one.advice.gpu for one in found)):
+                edits.add(edit)  # else two rules come to the same, or a smaller GPU does
+                tell(advice.title)
+                trial = trials.of(advice) if any(edit) or advice.gpu else EditTrial()
+                if not (advice.gpu and trial.fits is False):  # else the next is larger
+                    found.append(replace(each, trial=trial))
     return found
 
 
-def _is_enough(proposed: _Proposed, found: Sequence[_Tried], trials: Trials) -> bool:
+def _is_enough(proposed: _Suggestion, found: Sequence[_Suggestion], trials: Trials) -> bool:
     """Return whether nobody needs what is to be tried next: another method, a larger GPU, what helps only a little."""
     fits = [each for each in found if each.trial.fits and not each.is_exhausted]
     if trials.took > DEAR and fits and not trials.reason:
@@ -194,27 +184,25 @@ def _is_enough(proposed: _Proposed, found: Sequence[_Tried], trials: Trials) -> 
     return (proposed.tier >= DRASTIC or proposed.is_too_little) and any(each.tier < DRASTIC for each in fits)
 
 
-def _chosen(
-    proposed: _Proposed, choice: Choice, trials: Trials, show: Callable[[_Tried], None], *, is_brief: bool
-) -> _Tried:
-    """Return a suggestion with a number and what came of it; in brief where a plainer one fits: with its guess.
+def _with_number(
+    proposed: _Suggestion, choice: Choice, trials: Trials, show: Callable[[_Suggestion], None], *, is_brief: bool
+) -> _Suggestion:
+    """Return a suggestion with the number that was found; in brief where a plainer one fits: with its guess.
 
     One that makes the same result is shown before the largest number is known.
     """
 
-    def tried(chosen: Chosen) -> _Tried:
-        own = OTHER_RESULT if choice.changes_result and not chosen.is_finished else proposed.tier
-        return _Tried(own, proposed.place, chosen.advice, chosen.trial, choice, chosen.is_exhausted)
+    def tried(chosen: Chosen) -> _Suggestion:
+        tier = OTHER_RESULT if choice.changes_result and not chosen.is_finished else proposed.tier
+        return replace(proposed, tier=tier, advice=chosen.advice, trial=chosen.trial, is_exhausted=chosen.is_exhausted)
 
-    if is_brief:
-        advice = choice.make(choice.guess)
-        trial = trials.of(advice)
-        if trial.fits:
-            return tried(Chosen(advice, trial))
+    trial = trials.of(proposed.advice) if is_brief else EditTrial()
+    if trial.fits:
+        return tried(Chosen(proposed.advice, trial))
     return tried(trials.choose(choice, known=lambda early: show(tried(early))))
 
 
-def _cheapest_set(facts: Facts, found: Sequence[_Tried], trials: Trials) -> _Tried | None:
+def _cheapest_set(facts: Facts, found: Sequence[_Suggestion], trials: Trials) -> _Suggestion | None:
     """Return the suggestions that fit together, as one: the first that do, without those that are not needed."""
     there = [each for each in found if each.trial.fits is False and each.tier < MONEY]
     # What saves nothing alone may do so where others have lowered what needed more. Of optimizers the one first that
@@ -226,13 +214,19 @@ def _cheapest_set(facts: Facts, found: Sequence[_Tried], trials: Trials) -> _Tri
         for title, members in sets.items():
             tell(title)
             trial = trials.of(*(each.advice for each in members))
-            if trial.fits:
-                progress.known(known_early(_finished(facts, _joined(facts, members, trial))))
-                return _largest(facts, *_needed(members, trial, trials), trials)
+            if not trial.fits:
+                continue
+            progress.known(known_early(_finished(facts, _joined(facts, members, trial))))
+            (low, *others), trial = _needed(members, trial, trials)
+            if low.choice is not None:
+                chosen = trials.choose(low.choice, *(each.advice for each in others), at=low.choice.small)
+                if chosen.trial.fits:
+                    low, trial = replace(low, advice=chosen.advice), chosen.trial
+            return _joined(facts, [low, *others], trial)
     return None
 
 
-def _sets(facts: Facts, there: Sequence[_Tried]) -> Iterator[list[_Tried]]:
+def _sets(facts: Facts, there: Sequence[_Suggestion]) -> Iterator[list[_Suggestion]]:
     """Yield what may fit together, the likeliest first; of what has a number, with a small one and at the front."""
     missing = facts.need.missing if facts.need is not None else 0
     plain = _apart(facts, [each for each in there if each.choice is None])
@@ -251,19 +245,9 @@ def _sets(facts: Facts, there: Sequence[_Tried]) -> Iterator[list[_Tried]]:
         yield from [*pairs, *([[low, *members]] if len(members) > 1 else [])]
 
 
-def _largest(facts: Facts, members: Sequence[_Tried], trial: EditTrial, trials: Trials) -> _Tried:
-    """Return a set that fits as one suggestion: what has a small number with the largest that does."""
-    low, *others = members
-    if low.choice is not None:
-        chosen = trials.choose(low.choice, *(each.advice for each in others), at=low.choice.small)
-        if chosen.trial.fits:
-            low, trial = replace(low, advice=chosen.advice), chosen.trial
-    return _joined(facts, [low, *others], trial)
-
-
-def _apart(facts: Facts, found: Sequence[_Tried]) -> list[_Tried]:
+def _apart(facts: Facts, found: Sequence[_Suggestion]) -> list[_Suggestion]:
     """Return those of some suggestions that can be followed together, the first of any that cannot."""
-    apart, bound = list[_Tried](), set[str]()
+    apart, bound = list[_Suggestion](), set[str]()
     for each in found:
         changes = [change for other in (*apart, each) for change in other.advice.changes]
         name, is_bound, _ = (each.advice.first or "").partition(" = ")
@@ -278,7 +262,7 @@ def _apart(facts: Facts, found: Sequence[_Tried]) -> list[_Tried]:
     return apart
 
 
-def _needed(members: Sequence[_Tried], trial: EditTrial, trials: Trials) -> tuple[list[_Tried], EditTrial]:
+def _needed(members: Sequence[_Suggestion], trial: EditTrial, trials: Trials) -> tuple[list[_Suggestion], EditTrial]:
     """Return those of a set that fits without which it does not, the costliest left out first, and what came of it.
 
     What has a number stays.
@@ -294,7 +278,7 @@ def _needed(members: Sequence[_Tried], trial: EditTrial, trials: Trials) -> tupl
     return needed, trial
 
 
-def _joined(facts: Facts, members: Sequence[_Tried], trial: EditTrial) -> _Tried:
+def _joined(facts: Facts, members: Sequence[_Suggestion], trial: EditTrial) -> _Suggestion:
     """Return a set as one suggestion."""
     advice = [each.advice for each in members]
     titles = [advice[0].title, *(f"{each.title[:1].lower()}{each.title[1:]}" for each in advice[1:])]
@@ -306,10 +290,10 @@ def _joined(facts: Facts, members: Sequence[_Tried], trial: EditTrial) -> _Tried
         edit="\n".join(text.after(changes) for text in changed) or None, changes=changes,
         first="\n".join(dict.fromkeys(each.first for each in advice if each.first)) or None,
     )  # fmt: skip
-    return _Tried(max(each.tier for each in members), 0, joined, trial)
+    return _Suggestion(max(each.tier for each in members), 0, joined, trial=trial)
 
 
-def _is_worth_a_word(found: _Tried, facts: Facts) -> bool:
+def _is_worth_a_word(found: _Suggestion, facts: Facts) -> bool:
     """Return whether a suggestion works, may work, or saves a fair share of what is missing."""
     if found.advice.title == ON_THE_CPU and not found.trial.fits:
         return False  # a larger device is no worse
@@ -322,7 +306,7 @@ def _is_worth_a_word(found: _Tried, facts: Facts) -> bool:
     return found.saves > 0 and found.saves >= LEAST_SHARE * facts.need.missing
 
 
-def _finished(facts: Facts, found: _Tried) -> Advice:
+def _finished(facts: Facts, found: _Suggestion) -> Advice:
     advice, trial = found.advice, found.trial
     is_code = bool(advice.changes or advice.first)
     first = cleared(advice.first, facts) if is_code else advice.first
@@ -333,7 +317,7 @@ def _finished(facts: Facts, found: _Tried) -> Advice:
     )  # fmt: skip
 
 
-def _rank(found: _Tried, most: int) -> tuple[int, int, int, int]:
+def _rank(found: _Suggestion, most: int) -> tuple[int, int, int, int]:
     """Order suggestions: what fits, what may, a larger GPU, what does not fit, what was not tried.
 
     Within these they are ordered by what they cost. `most` is the largest number of bytes that any is worth: crumbs

@@ -125,7 +125,7 @@ def _at_the_instant(
     requested, allocated = event.numbers.requested, event.numbers.allocated
     if not event.kind.allocator:
         return requested, now
-    if refusal is not None and abs((requested or 0) - refusal.requested) <= 0.01 * refusal.requested:
+    if refusal is not None and abs((requested or 0) - refusal[0]) <= 0.01 * refusal[0]:
         return refusal
     if now is not None and allocated is not None and allocated > now.allocated * 1.01:
         now = now._replace(allocated=min(allocated, now.reserved))
@@ -257,11 +257,10 @@ def _collections(values: Mapping[str, Any], device: str) -> dict[str, Collected]
 
 def _collected(value: Any, device: str) -> Collected | None:
     members = list(value) if type(value) in (list, deque) else list(value.values()) if type(value) is dict else []
-    records = [each for each in members if _kind_of_record(each)]
-    first = [part for record in records[:8] for part in _parts(record)]
-    if not any(_fact(each) for each in (*members[:8], *first)):
+    if not any(_fact(part) for each in members[:8] for part in _parts(each)):
         return None  # do not read all of a long list of numbers
-    parts = {id(part): part for member in members for part in (_parts(member) if records else (member,))}
+    records = [each for each in members if _kind_of_record(each)]
+    parts = {id(part): part for each in members for part in _parts(each)}
     facts = [fact for fact in map(_fact, parts.values()) if fact is not None and fact.device == device]
     if not facts or 0 < len(records) < len(members):
         return None

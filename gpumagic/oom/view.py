@@ -32,13 +32,12 @@ NAMED_HOLDERS = 3
 def view_failure(report: OomReport) -> Document:
     """Return the verdict and the first suggestion, then the others and the memory; all else is folded away."""
     heading, failure = Heading(_headline(report)), list(_failure(report))
-    if not report.recovered:
-        before, after = report.allocated_at_failure, report.allocated_after
-        freed = before - after if before is not None and after is not None else 0
-        said = [report.verdict] if report.advice else []  # else it is in the first line
-        said += [f"Freed {size(freed)}."] if freed > 0 else []
-        return Document((heading, *([Paragraph(" ".join(said))] if said else []), *failure))
-    return Document((heading, Fold(f"Why it ran out at first: {report.verdict}", failure)))
+    if report.recovered:
+        return Document((heading, Fold(f"Why it ran out at first: {report.verdict}", failure)))
+    before, after = report.allocated_at_failure, report.allocated_after
+    said = [report.verdict] if report.advice else []  # else it is in the first line
+    said += [f"Freed {size(before - after)}."] if before is not None and after is not None and after < before else []
+    return Document((heading, *([Paragraph(" ".join(said))] if said else []), *failure))
 
 
 def _failure(report: OomReport) -> Iterator[Block]:
@@ -98,46 +97,46 @@ def _memory(report: OomReport) -> Table:
     bars += [
         (f"{number}. {each.title}", each.trial.needs, None, 0)
         for number, each in enumerate(report.advice[:SHOWN_ADVICE], 1)
-        if each.trial is not None and each.trial.needs is not None and not each.gpu and each.title != ON_THE_CPU
+        if _is_tried_here(each) and each.trial is not None and each.trial.needs is not None
     ]
     capacity = report.capacity or 0
     whole = max(capacity, *(max(allocated or 0, reserved or 0) + asked for _, allocated, reserved, asked in bars))
+
+    def allocated(bar: Bar) -> Cell:
+        """Return a cell whose ground is the device: the request, or what a change needs too much, sticks out of it."""
+        _, allocated, reserved, asked = bar
+        if allocated is None or not capacity:
+            return Cell(size(allocated))
+        cached, beyond = max(0, (reserved or 0) - allocated), max(0, allocated - capacity)
+        inside, request = Segment((allocated - beyond) / whole), Segment((beyond + asked) / whole, "other")
+        text = f"{size(allocated)} + {size(asked)}" if asked else size(allocated)
+        return Cell(text, (inside, Segment(cached / whole, "second"), request), ground=min(1.0, capacity / whole))
+
     columns: tuple[Column[Bar], ...] = (
         Column(report.device or "Memory", lambda bar: bar[0], shrinks=True),
-        Column(f"Allocated of {size(capacity)}" if capacity else "Allocated",
-               lambda bar: _allocated(bar, capacity, whole), "right"),
+        Column(f"Allocated of {size(capacity)}" if capacity else "Allocated", allocated, "right"),
         Column("Cached", lambda bar: size(bar[2] - bar[1]) if bar[1] is not None and bar[2] is not None else "",
                "right", priority=1),
     )  # fmt: skip
     return Table.of(bars, columns, "Memory before, at the failure, now, and with each suggestion that was tried")
 
 
-def _allocated(bar: Bar, capacity: int, whole: int) -> Cell:
-    """Return a cell whose ground is the device: the request, or what a suggestion needs too much, sticks out of it."""
-    _, allocated, reserved, asked = bar
-    if allocated is None or not capacity:
-        return Cell(size(allocated))
-    cached, beyond = max(0, (reserved or 0) - allocated), max(0, allocated - capacity)
-    parts = (
-        Segment((allocated - beyond) / whole),
-        Segment(cached / whole, "second"),
-        Segment((beyond + asked) / whole, "other"),
-    )
-    text = f"{size(allocated)} + {size(asked)}" if asked else size(allocated)
-    return Cell(text, parts, ground=min(1.0, capacity / whole))
+def _is_tried_here(advice: Advice) -> bool:
+    """Return whether a dry run was made of a suggestion for the device that failed."""
+    return advice.trial is not None and not advice.gpu and advice.title != ON_THE_CPU
 
 
 def _parts(report: OomReport) -> Iterator[Block]:
     """Say what the cell needs memory for at its peak, folded: the largest part in a line, the table behind it."""
-    parts = report.need.parts if report.need is not None else {}
-    rows = sorted(((what, each) for what, each in parts.items() if each >= LARGE), key=lambda row: -row[1])
-    if rows and report.need is not None:
+    need = report.need
+    rows = sorted((each for each in need.parts.items() if each[1] >= LARGE), key=lambda row: -row[1]) if need else []
+    if rows and need is not None:
         columns: tuple[Column[tuple[str, int]], ...] = (
             Column("At the peak", lambda row: row[0]),
             Column("Size", lambda row: size(row[1]), "right", bar=lambda row: {row[0]: row[1]}),
         )
-        table = Table.of(rows, columns, "What the cell needs memory for at its peak", whole=report.need.needed)
-        yield Fold(f"At its peak: {rows[0][0]} {size_of(rows[0][1], report.need.needed)}", [table])
+        table = Table.of(rows, columns, "What the cell needs memory for at its peak", whole=need.needed)
+        yield Fold(f"At its peak: {rows[0][0]} {size_of(rows[0][1], need.needed)}", [table])
 
 
 def _holders(report: OomReport) -> Iterator[Block]:
@@ -159,15 +158,14 @@ def _holders(report: OomReport) -> Iterator[Block]:
 
 
 def _advice(report: OomReport) -> Iterator[Block]:
-    advice = report.advice
-    if not advice:
+    if not report.advice:
         return
-    first, *others = advice
+    first, *others = report.advice
     yield from _how(first)
-    tried = [each for each in advice if each.trial is not None and not each.gpu and each.title != ON_THE_CPU]
+    needs_more, tried = report.need is not None and report.need.fits is False, filter(_is_tried_here, report.advice)
     if report.untried:
         yield Paragraph(f"None of it was tried: {report.untried}.", muted=True)
-    elif report.need is not None and report.need.fits is False and all(each.covers is False for each in tried):
+    elif needs_more and all(each.covers is False for each in tried):
         yield Paragraph(f"Nothing that was tried fits on {report.device}.")
     for number, each in enumerate(others[: SHOWN_ADVICE - 1], 2):
         yield Fold(f"{number}. {each.title}{_worth(each)}", list(_how(each)))

@@ -15,9 +15,9 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpumagic.dryrun import effects
 from gpumagic.memory import allocator
@@ -37,11 +37,8 @@ _of_cells: set[str] = set()
 """Files that guarded cells have made: what they do to these is their own business."""
 
 
-class Refusal(NamedTuple):
-    """What torch's allocator said when it gave up: the bytes asked for, and the figures at that instant."""
-
-    requested: int
-    figures: AllocatorStats
+Refusal = tuple[int, AllocatorStats]
+"""What torch's allocator said when it gave up: the bytes asked for, and the figures at that instant."""
 
 
 class CellWatch:
@@ -97,14 +94,12 @@ class CellWatch:
 
 def _effect(event: str, args: tuple[Any, ...], frame: FrameType) -> str | None:
     """Return in words what an event changes outside of the cell's own processes and files; None if nothing."""
+    what = effects.of_event(event, args)
+    if effects.path_of(event, args) is not None:
+        return what if _changes_others(event, args) else None
     if event == "open" and isinstance(args[0], int):
         what = "starts a process" if frame.f_globals.get("__name__", "").endswith(_SPAWNS) else None
-    elif effects.path_of(event, args) is not None:
-        return effects.of_event(event, args) if any(list(_changed(event, args))) else None
-    else:
-        what = effects.of_event(event, args)
-    program = effects.program_of(event, args)
-    if what is None or program in effects.ASKS_THE_MACHINE or effects.COMPILERS.fullmatch(program):
+    if what is None or effects.COMPILERS.fullmatch(effects.program_of(event, args)):
         return None
     is_local = event.startswith("socket.") and not any(isinstance(each, tuple) for each in args)
     return None if any(_is_harmless(each, is_local=is_local) for each in frames.stack(frame)) else what
@@ -120,17 +115,16 @@ def _is_harmless(frame: FrameType, *, is_local: bool) -> bool:
     )
 
 
-def _changed(event: str, args: tuple[Any, ...]) -> Iterator[bool]:
-    """Yield for each file of an event that was there whether no guarded cell has made it."""
+def _changes_others(event: str, args: tuple[Any, ...]) -> bool:
+    """Return whether an event changes a file that was there and that no guarded cell has made."""
     is_in_folder = event in effects.CHANGES - {"os.truncate"} and args[-1] != -1  # `rmtree`, which names that as well
-    for each in {"os.rename": args[:2], "os.link": args[1:2], "os.symlink": args[1:2]}.get(event, args[:1]):
-        path = os.path.abspath(os.fsdecode(each))  # noqa: PTH100
-        if is_in_folder or any(part in path for part in effects.CACHES):
-            continue
-        if not os.path.lexists(path):
-            _of_cells.add(path)
-        elif event != "os.mkdir":  # which fails then
-            yield path not in _of_cells
+    found = {"os.rename": args[:2], "os.link": args[1:2], "os.symlink": args[1:2]}.get(event, args[:1])
+    paths = [os.path.abspath(os.fsdecode(each)) for each in found if not is_in_folder]  # noqa: PTH100
+    paths = [each for each in paths if not any(part in each for part in effects.CACHES)]
+    there = {each for each in paths if os.path.lexists(each)}
+    of_others = there - _of_cells
+    _of_cells.update({*paths} - there)
+    return event != "os.mkdir" and bool(of_others)  # which fails where there is one
 
 
 _watching: list[CellWatch] = []
@@ -165,4 +159,4 @@ def _observe(index: int, requested: int, _total: int, _free: int) -> None:
         refusals.pop(device, None)
         figures = allocator.device_stats(device)
         if figures is not None:
-            refusals[device] = Refusal(requested, figures)
+            refusals[device] = requested, figures
