@@ -200,7 +200,7 @@ def recognise(error: BaseException, free: int | None = None, outside: Collection
     """
     probable = None
     for each in frames.related_exceptions(error, outside):
-        text = _text(each)
+        text = frames.text_of(each)
         kind = _kind_of(each, text)
         if kind is None:
             continue
@@ -228,13 +228,6 @@ def _kind_of(error: BaseException, text: str) -> Kind | None:
     if kind is None and isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return Kind("operating system", "", memory="host")  # fork, mmap
     return kind or next((BY_CLASS[each.__name__] for each in cls.__mro__ if each.__name__ in BY_CLASS), None)
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # a foreign __str__ must not replace the user's error
-        return ""
 
 
 def __getattr__(name: str) -> object:

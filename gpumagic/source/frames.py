@@ -176,13 +176,17 @@ def traceback_steps(traceback: TracebackType | None) -> Iterator[TracebackType]:
         traceback = traceback.tb_next
 
 
-def summary_line(error: BaseException) -> str:
-    """Return ``"Type: the first line of its text"``, as tracebacks end, even where `str` itself fails."""
+def text_of(error: BaseException) -> str:
+    """Return the text of an error; nothing where `str` itself fails."""
     try:
-        text = str(error).strip()
+        return str(error)
     except Exception:  # a foreign __str__ must not replace the user's error
-        text = ""
-    line = text.splitlines()[0].strip() if text else ""
+        return ""
+
+
+def summary_line(error: BaseException) -> str:
+    """Return ``"Type: the first line of its text"``, as tracebacks end."""
+    line = next(iter(text_of(error).strip().splitlines()), "").strip()
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
