@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from stages import examples
 
+from gpumagic.dryrun.worker.fake.calls import Call
 from gpumagic.dryrun.worker.fake.scratch import scratch
 
 aten = torch.ops.aten
@@ -47,9 +47,7 @@ def asked(work: Any) -> list[int]:
 
 def told(op: Any, **given: Any) -> list[int]:
     """Return what the engine says that an operator allocates besides its results, in whole blocks."""
-    named = [(SimpleNamespace(name=name), value) for name, value in given.items()]
-    call: Any = SimpleNamespace(op=op, named=lambda: named, tensors=lambda: named)
-    return [_rounded(nbytes) for nbytes in scratch(call)]
+    return [_rounded(nbytes) for nbytes in scratch(Call(op, (), given, "cuda"))]
 
 
 def _rounded(nbytes: int) -> int:

@@ -57,6 +57,10 @@ with torch.autocast("cuda", dtype=torch.bfloat16):
     assert layer(x).dtype == torch.bfloat16
 layer(x).sum().backward()
 optimizer.step()
+assert (layer(x).sum().bfloat16() * 0.5).dtype == torch.bfloat16
+lazy = torch.nn.LazyLinear(2)
+lazy.weight.tag = "mine"
+assert lazy.to("cuda")(x).is_cuda and lazy.weight.shape == (2, 4) and lazy.weight.tag == "mine"
 assert optimizer.state[weight]["exp_avg"].device.type == "cuda"
 assert torch.cuda.max_memory_allocated() >= torch.cuda.memory_allocated() > 0
 """
@@ -136,11 +140,11 @@ z = torch.rand(1000, device="cuda", generator=g).normal_(generator=g)
 
 
 def test_what_cudas_kernels_take_by_rules_that_are_not_known_is_said_and_makes_it_uncertain() -> None:
-    plain, sorting, reducing = (
+    plain, sorting, summing = (
         gpumagic.dry_run(f"import torch\nx = torch.ones(1000, 1000, device='cuda')\ny = x.{what}", {}, gpu="T4")
-        for what in ("exp()", "sort()", "scatter_reduce(0, x.long(), x, 'mean')")
+        for what in ("exp()", "sort()", "cumsum(0)")
     )
     assert plain.certain
-    for report, name in ((sorting, "sort"), (reducing, "scatter_reduce")):
+    for report, name in ((sorting, "sort"), (summing, "cumsum")):
         assert not report.certain
         assert f"what CUDA's kernels take for themselves in {name}" in report.unknown

@@ -156,16 +156,13 @@ class Stream(contextlib.nullcontext[None]):
 # ---- Autocast: torch's own lists of which operators run in which precision
 
 # They are those of `ATen/autocast_mode.h`, which torch gives to CUDA and to out-of-tree devices alike; an out-of-tree
-# device has to apply them itself. What torch lists for CUDA and is in none of these runs in float32.
+# device has to apply them itself. What torch lists for CUDA and is in none of these runs in float32; what may be told
+# the type of its result is told that.
 LOWER = """
     _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
     conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm
     baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell
     rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention
-"""
-FLOAT32_RESULT = """
-    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
-    linalg_matrix_norm.str_ord sum sum.dim_IntList
 """
 WIDEST = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add stack cat
@@ -192,18 +189,18 @@ class Autocast:
         rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         listed = torch.library.Library("aten", "IMPL")
         self._libraries += [rest, listed]
-        ours = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
-        in_float32 = functools.partial(self._in, torch.float32)
-        policies = {name.removeprefix("aten::"): in_float32 for name in ours if not name.startswith("aten::cudnn")} | {
-            name: policy
-            for names, policy in ((LOWER, self._in_lower), (FLOAT32_RESULT, self._to_float32),
-                                  (WIDEST, self._in_widest), ("binary_cross_entropy", _refuse))
-            for name in names.split()
+        policies = {
+            **dict.fromkeys(LOWER.split(), self._in_lower), **dict.fromkeys(WIDEST.split(), self._in_widest),
+            "binary_cross_entropy": _refuse,
         }  # fmt: skip
-        for name, policy in policies.items():
+        in_float32 = functools.partial(self._in, torch.float32)
+        for registered in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"):
+            name = registered.removeprefix("aten::")
             base, _, overload = name.partition(".")
-            op = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
-            if op is not None:  # torch's lists grow; this torch may be older
+            op = getattr(getattr(torch.ops.aten, base), overload or "default")
+            if not base.startswith("cudnn"):
+                has_dtype = any(argument.name == "dtype" for argument in op._schema.arguments)
+                policy = policies.get(name, self._to_float32 if has_dtype else in_float32)
                 listed.impl(op, functools.partial(_under_autocast, policy, op), "AutocastPrivateUse1")
         clear = torch.clear_autocast_cache
 

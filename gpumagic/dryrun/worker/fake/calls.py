@@ -8,8 +8,7 @@ a new key.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +22,12 @@ _TAKE_HOST_INDICES = frozenset({
     "aten::_unsafe_index.Tensor", "aten::_unsafe_index_put", "aten::_unsafe_masked_index",
     "aten::_unsafe_masked_index_put_accumulate",
 })  # fmt: skip
+_LIKE = {
+    **dict.fromkeys(("multi_margin_loss_backward", "multilabel_margin_loss_backward", "fractional_max_pool3d_backward",
+                     "_logcumsumexp"), "self"),
+    "_ctc_loss_backward": "log_probs",
+}  # fmt: skip
+"""Operators for which torch has no meta kernel, and the operand that the result is like."""
 
 
 class Call:
@@ -38,50 +43,34 @@ class Call:
         RuntimeError: operands on different devices, in torch's words.
     """
 
-    def __init__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> None:
+    def __init__(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], device_type: str) -> None:
         self.op = op
-        # torch made a tensor of a Python number, and that arrives here as the number again.
-        self.args = [
-            torch.tensor(value, device="cpu")
-            if str(argument.type) == "Tensor" and isinstance(value, int | float | complex)
-            else value
-            for argument, value in zip(op._schema.arguments, args, strict=False)
-        ]
-        self.kwargs = kwargs
+        self.name: str = op._schema.name.removeprefix("aten::").rstrip("_")
+        """The operator's, in place or not, without its overload."""
+        self.given: dict[str, Any] = {}
+        """Every argument, by name."""
+        like = next((each for each in args if isinstance(each, torch.Tensor) and each.dtype != torch.bool), None)
+        for place, argument in enumerate(op._schema.arguments):
+            value = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+            if str(argument.type) == "Tensor" and isinstance(value, int | float | complex):
+                # torch made a tensor of a Python number, and that arrives here as the number again.
+                value = torch.tensor(
+                    value, dtype=None if like is None else torch.result_type(like, value), device="cpu"
+                )
+            self.given[argument.name] = value
         self._type = device_type
         self._twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.by_twin: dict[int, torch.Tensor] = {}
         """What each stand-in stands for, by its identity."""
         self.owners: dict[int, torch.Tensor] = {}
         """The same by the stand-in's storage."""
-        self.asked_for: torch.device | None = next(
-            (value for _, value in self.named() if isinstance(value, torch.device)), None
-        )
+        self.asked_for: torch.device | None = self.given.get("device")
         self.is_indexing = op._name in _TAKE_HOST_INDICES
         self.device = self._common_device()
 
-    def named(self) -> Iterator[tuple[Any, Any]]:
-        """Yield (schema argument, value) of every argument that was given."""
-        schema = self.op._schema.arguments
-        for position, argument in enumerate(schema):
-            if position < len(self.args):
-                yield argument, self.args[position]
-            elif argument.name in self.kwargs:
-                yield argument, self.kwargs[argument.name]
-
-    def set(self, name: str, value: Any) -> bool:
-        """Replace an argument, a list of tensors; return whether it is what it was."""
-        names = [argument.name for argument in self.op._schema.arguments]
-        place = names.index(name)
-        if place < len(self.args):
-            before, self.args[place] = self.args[place], value
-        else:
-            before, self.kwargs = self.kwargs[name], {**self.kwargs, name: value}
-        return len(before) == len(value) and all(map(operator.is_, before, value))
-
     def tensors(self) -> Iterator[tuple[Any, torch.Tensor]]:
         """Yield (schema argument, tensor) of every tensor, those in lists included."""
-        for argument, value in self.named():
+        for argument, value in zip(self.op._schema.arguments, self.given.values(), strict=True):
             for each in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(each, torch.Tensor):
                     yield argument, each
@@ -90,10 +79,9 @@ class Call:
         """Return whether it writes one number where a mask says, for which CUDA lays out no positions."""
         if not self.is_indexing or not any(argument.is_write for argument in self.op._schema.arguments):
             return False
-        given = {argument.name: value for argument, value in self.named()}
-        masks = [each for each in given["indices"] if each is not None]
+        masks = [each for each in self.given["indices"] if each is not None]
         is_one = len(masks) == 1 and masks[0].dtype in {torch.bool, torch.uint8}
-        return is_one and not given.get("accumulate") and given["values"].dim() == 0
+        return is_one and not self.given["accumulate"] and self.given["values"].dim() == 0
 
     def written(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (tensor, stand-in) of every argument that the operator writes to."""
@@ -103,8 +91,19 @@ class Call:
 
     def on_meta(self) -> Any:
         """Return what torch's meta kernel returns for stand-ins."""
-        kwargs = {name: None if name == "generator" else self._meta(value) for name, value in self.kwargs.items()}
-        return self.op.redispatch(META, *(self._meta(value) for value in self.args), **kwargs)
+        stand_ins = {name: self._meta(value) for name, value in self.given.items()}
+        if "generator" in stand_ins:
+            stand_ins["generator"] = None
+        returns = self.op._schema.returns
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(self.op._name, "Meta"):
+            if self.name in _LIKE:
+                return torch.empty_like(stand_ins[_LIKE[self.name]])
+            if not returns:  # it writes to what it is given
+                return None
+        returned = self.op.redispatch(META, **stand_ins)
+        if len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write:
+            return next(twin for _, twin in self.written())  # of which some kernels in Python return a copy
+        return returned
 
     def _common_device(self) -> int | None:
         found: torch.device | None = None

@@ -38,7 +38,7 @@ def refuse(call: Call, is_cuda: bool) -> None:
         call: the call.
         is_cuda: whether the device stands for CUDA's.
     """
-    name = call.op._schema.name.removeprefix("aten::").rstrip("_")
+    name = call.name
     dtypes = {each.dtype for _, each in call.tensors()}
     if is_cuda and name in _MULTIPLIES and not any(each.is_floating_point or each.is_complex for each in dtypes):
         raise RuntimeError(f'"{name}_cuda" not implemented for {" and ".join(map(str, dtypes))}')
@@ -63,8 +63,7 @@ def refuse(call: Call, is_cuda: bool) -> None:
 
 def _tried(call: Call, keeps_halves: bool) -> Exception | None:
     """Return what the CPU's kernel raises of operands like a call's, but small."""
-    given = {argument.name: value for argument, value in call.named()}
-    weight: Any = given.get("weight")
+    weight: Any = call.given.get("weight")
 
     def small(name: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -77,7 +76,7 @@ def _tried(call: Call, keeps_halves: bool) -> Exception | None:
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
     try:
-        call.op.redispatch(CPU, **{name: small(name, value) for name, value in given.items()})
+        call.op.redispatch(CPU, **{name: small(name, value) for name, value in call.given.items()})
     except (RuntimeError, IndexError) as error:
         if "Could not run" not in str(error):  # which says that the CPU has no such kernel
             return error.with_traceback(None)  # whose frames would keep the operands alive

@@ -17,8 +17,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gpumagic.dryrun.parts import CannotDryRun
+from gpumagic.dryrun.worker.fake import attention
 from gpumagic.dryrun.worker.fake.backend import OURS, FakeModule, Stream
-from gpumagic.dryrun.worker.fake.scratch import attention
 from gpumagic.memory.devices import Device
 
 
@@ -82,6 +82,8 @@ class Names(TorchFunctionMode):
             return self._refuse_recurrent
         if name == "scaled_dot_product_attention" and self._known == "cuda":
             return lambda composite, args, kwargs: _attending(composite)(*args, **kwargs)
+        if name == "group_norm" and self._known == "cuda":  # CUDA's takes no image with its channels last
+            return lambda norm, args, kwargs: norm(args[0].contiguous(), *args[1:], **kwargs)
         return None
 
     def _known_device(self, get: Any, args: tuple[Any, ...], _: dict[str, Any]) -> torch.device:
@@ -116,6 +118,7 @@ class Names(TorchFunctionMode):
         """Make the names hold for the rest of the process."""
         _share(getattr(torch, self._known), module)
         torch.__future__.set_swap_module_params_on_conversion(True)  # a module keeps its parameters' identity on CUDA
+        torch.utils.swap_tensors = functools.partial(_swap, torch.utils.swap_tensors)
         autocast = torch.amp.autocast_mode.autocast
         begin = autocast.__init__
 
@@ -163,9 +166,17 @@ _DEVICE = torch.Tensor.device.__get__
 
 def _attending(composite: Callable[..., Any]) -> Callable[..., Any]:
     def attend(query: Any, *args: Any, **kwargs: Any) -> Any:
-        return attention(composite, query, *args, **kwargs) if _is_here(query) else composite(query, *args, **kwargs)
+        chosen = functools.partial(attention.attend, composite) if _is_here(query) else composite
+        return chosen(query, *args, **kwargs)
 
     return attend
+
+
+def _swap(swap: Callable[..., None], one: Any, other: Any) -> None:
+    """Swap two tensors, each of which keeps its class and attributes, as a module's parameter does on CUDA."""
+    swap(one, other)
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
 
 
 def _is_here(value: Any) -> bool:

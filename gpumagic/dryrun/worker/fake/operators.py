@@ -20,7 +20,7 @@ from gpumagic.dryrun.worker.fake import dtypes
 from gpumagic.dryrun.worker.fake.allocator import FakeLedger
 from gpumagic.dryrun.worker.fake.backend import FakeModule
 from gpumagic.dryrun.worker.fake.calls import MOST, Call, Operands, Operator, Plan
-from gpumagic.dryrun.worker.fake.scratch import as_left, scratch
+from gpumagic.dryrun.worker.fake.scratch import as_left, is_unknown, scratch
 from gpumagic.dryrun.worker.fake.storages import CPU, Form, Storages
 from gpumagic.dryrun.worker.reading import FakeReading
 
@@ -35,7 +35,7 @@ VIEWS = ("as_strided", "view", "view.dtype", "_reshape_alias", "alias", "unfold"
 _FINITE = "gradients are taken to be finite, so that a gradient scaler steps"
 WHOLE = ("record_stream", "equal", "convolution_overrideable", "convolution_backward_overrideable", "native_layer_norm",
          "native_group_norm", "_fused_rms_norm", "native_channel_shuffle", "silu_backward", "mish_backward", "all.dims",
-         "all.dims_out", "any.dims", "any.dims_out", "linalg__powsum", "conj_physical_", "mode.values",
+         "all.dims_out", "any.dims", "any.dims_out", "linalg__powsum", "conj_physical_", "addr", "mode.values",
          "_linalg_solve_ex", "index.Tensor", "mse_loss", "smooth_l1_loss")  # fmt: skip
 """Operators that devices run as one kernel and that torch would else take apart."""
 
@@ -75,7 +75,7 @@ class Operators:
             "aten::_fused_sdp_choice": (lambda *_, **__: 0) if is_cuda else attention,  # `names` has chosen
             "aten::_thnn_fused_gru_cell": gru_cell,
             "aten::_thnn_fused_gru_cell_backward": gru_cell_backward,
-            "aten::_thnn_fused_lstm_cell_backward_impl": lstm_cell_backward,
+            "aten::_thnn_fused_lstm_cell": lstm_cell,
             "aten::nonzero": contents.positions,
             "aten::masked_select": contents.masked,
             "aten::_unique2": contents.unique,
@@ -102,6 +102,11 @@ class Operators:
         for lazy in ("Conjugate", "Negative"):  # which torch resolves by copying: the copy must take them as they are
             self._each.impl("_copy_from", torch.library.fallthrough_kernel, lazy)
 
+    def unknown(self) -> list[str]:
+        """Return the operators that were answered and of which CUDA's kernels have more than is known."""
+        found = {name.partition(".")[0] for name in self.seen if is_unknown(name)}
+        return sorted(found) if self._is_cuda else []
+
     def _fallback(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Answer an operator for the first time; from then on torch finds its kernel, which is quicker."""
         if op.namespace not in {"aten", "prims"}:
@@ -121,6 +126,7 @@ class Operators:
     def _answer(self, name: str, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._one_at_a_time, torch._C.DisableTorchFunction():
             self.is_running = True
+            self.seen.add(name)
             self._ledger.begin_operator(name)
             try:
                 return kernel(*args, **kwargs)
@@ -191,15 +197,15 @@ class Operators:
         self, operator: Operator, operands: Operands, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         op = operator.op
-        self.seen.add(operator.name)
         call = Call(op, args, kwargs, self._name)
         dtypes.refuse(call, self._is_cuda)
         is_like_others = True
         """Whether another call of the same metadata does the same."""
         fills = self._is_cuda and call.fills_by_mask()
         if call.is_indexing and not fills:
-            indices = self._contents.indices(call, torch.device(self._name, call.device))
-            is_like_others = call.set("indices", indices)
+            indices, before = self._contents.indices(call, torch.device(self._name, call.device)), call.given["indices"]
+            is_like_others = len(indices) == len(before) and all(a is b for a, b in zip(indices, before, strict=True))
+            call.given["indices"] = indices
         device = call.device if call.device is not None else self._device(call.asked_for)
         if fills:
             returned = args[0]
@@ -261,12 +267,9 @@ def gru_cell_backward(grad: Any, _workspace: Any, has_bias: bool) -> tuple[Any, 
     return (*gates, torch.empty_like(grad), *biases)
 
 
-def lstm_cell_backward(dhy: Any, dcy: Any, cx: Any, _cy: Any, workspace: Any, has_bias: bool) -> Any:
-    """Return the gradients of gates, cell and bias."""
-    if dhy is None and dcy is None:
-        return None, None, None
-    gates = torch.empty_like(workspace)
-    return gates, torch.empty_like(cx), workspace.new_empty(workspace.shape[1]) if has_bias else None
+def lstm_cell(input_gates: Any, _hidden_gates: Any, cx: Any, *_: Any) -> tuple[Any, ...]:
+    """Return the new state and cell, and what backward needs."""
+    return torch.empty_like(cx), torch.empty_like(cx), torch.empty_like(input_gates)
 
 
 def attention(*args: Any, **kwargs: Any) -> int:

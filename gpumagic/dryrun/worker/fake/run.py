@@ -16,7 +16,6 @@ from gpumagic.dryrun.worker.fake import backend
 from gpumagic.dryrun.worker.fake.allocator import Allocator, FakeAccount, FakeLedger
 from gpumagic.dryrun.worker.fake.names import Names, generators
 from gpumagic.dryrun.worker.fake.operators import Operators
-from gpumagic.dryrun.worker.fake.scratch import UNKNOWN
 from gpumagic.dryrun.worker.fake.storages import Form, Storages, key_of
 from gpumagic.dryrun.worker.reading import FakeReading
 from gpumagic.dryrun.worker.run import Outcome, Run, failure
@@ -44,10 +43,10 @@ class FakeRun(Run):
         self.ledger.settle = self._storages.settle
         self._contents = FakeReading(name, self._storages, key_of, self.guesses)
         self.known = self._contents.known
-        self._operators = Operators(
+        self.operators = Operators(
             module, self._storages, self.ledger, self._contents, self.assumed.setdefault, known == "cuda"
         )
-        self._operators.register()
+        self.operators.register()
         backend.Autocast(name).register()
         torch.Generator = generators(known)
         if known in IN_TREE:
@@ -73,7 +72,7 @@ class FakeRun(Run):
             self.ledger.hold(device)
         self.ledger.start()
         self._before = self.ledger.figures()
-        self._operators.give_up = lambda error: self.send(self.failed(error))
+        self.operators.give_up = lambda error: self.send(self.failed(error))
         self.execute(
             lambda mark, *args: mark(self.ledger, *args),
             lambda tensor: key_of(tensor) if tensor.device.type == self._name else 0,
@@ -85,7 +84,7 @@ class FakeRun(Run):
 
     def out_of_time(self, frame: FrameType | None) -> None:
         """Tell how far it came; an operator that runs ends first."""
-        if self._operators.is_running:
+        if self.operators.is_running:
             signal.setitimer(signal.ITIMER_REAL, _LATER)
         else:
             super().out_of_time(frame)
@@ -106,8 +105,7 @@ class FakeRun(Run):
         self.ledger.where = Place
         if not self.is_brief:
             self.names = self.modules.look_around(self.namespace)
-        seen = self._operators.seen if self.request["backend"] == "cuda" else ()
-        unknown = sorted({name.partition(".")[0] for name in seen if name.startswith(UNKNOWN)})
+        unknown = self.operators.unknown()
         if unknown:
             self.unknown.setdefault(f"what CUDA's kernels take for themselves in {', '.join(unknown)}")
         devices = [
