@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,18 +28,16 @@ class Script:
     filename: str
 
     def names(self) -> list[str]:
-        """Return the global names it may use."""
-        return [] if self.source is None else list(dict.fromkeys(_names(self.source)))
-
-
-def _names(source: str) -> Iterator[str]:
-    """Yield the global names that code may use, also the code that `%time` and `%%capture` get as text."""
-    yield from names_looked_up(_compiled(source))
-    for each in ast.walk(ast.parse(source)):
-        match each:
-            case ast.Call(ast.Attribute(), [ast.Constant("time" | "capture"), *_, ast.Constant(str(text))]):
-                with contextlib.suppress(OptionError):  # not Python: the dry run says so where it comes there
-                    yield from script_of(text).names()
+        """Return the global names it may use, also in code that `%time` and `%%capture` get as text."""
+        if self.source is None:
+            return []
+        found = dict.fromkeys(names_looked_up(_compiled(self.source)))
+        for each in ast.walk(ast.parse(self.source)):
+            match each:
+                case ast.Call(ast.Attribute(), [ast.Constant("time" | "capture"), *_, ast.Constant(str(text))]):
+                    with contextlib.suppress(OptionError):  # not Python: the dry run says so where it comes there
+                        found |= dict.fromkeys(script_of(text).names())
+        return list(found)
 
 
 def script_of(what: str | Callable[[], object]) -> Script:

@@ -2,7 +2,8 @@
 
 On 2026-11-25, 2 cores that did nothing else, torch 2.13, as root with namespaces, Landlock and seccomp: 4.1 to 4.4 ms
 in the median of 60, of which the namespaces take 0.9, the file system 1.8 (28 mounts 0.6), Landlock 0.45, seccomp 0.5
-and the network 0.3; before mounts were read once and the filter was packed as bytes, 4.4 to 5.6 ms.
+and the network 0.3; before mounts were read once and the filter was packed as bytes, 4.4 to 5.6 ms. On
+2026-11-27, beside work for seven times as many cores, 4.9 to 5.5 ms of a processor, and 30 ms on the clock.
 """
 
 from __future__ import annotations
@@ -25,20 +26,25 @@ pytestmark = [
 
 
 def test_a_run_is_closed_in_within_five_milliseconds() -> None:
+    """Processor time, which other work of the machine hardly changes."""
     gc.freeze()  # as the worker does
     plain, boxed = [], []
     try:
-        for _ in range(60):  # in turns, so that other work on the machine meets both
-            plain.append(_until_a_fork_answers(is_boxed=False))
-            boxed.append(_until_a_fork_answers(is_boxed=True))
+        for _ in range(60):
+            plain.append(_cost_of_a_fork(is_boxed=False))
+            boxed.append(_cost_of_a_fork(is_boxed=True))
     finally:
         gc.unfreeze()
-    cost = statistics.median(boxed) - statistics.median(plain)
-    print(f"\n{1e3 * cost:.2f} ms in the median of {len(boxed)}, {1e3 * (min(boxed) - min(plain)):.2f} ms at least")
+    cost, wall = (
+        statistics.median(each[which] for each in boxed) - statistics.median(each[which] for each in plain)
+        for which in (0, 1)
+    )
+    print(f"\n{1e3 * cost:.2f} ms of a processor in the median of {len(boxed)}, {1e3 * wall:.2f} ms on the clock")
     assert cost < 5e-3
 
 
-def _until_a_fork_answers(*, is_boxed: bool) -> float:
+def _cost_of_a_fork(*, is_boxed: bool) -> tuple[float, float]:
+    """Return the seconds of processor time that a fork takes, and those until it answers."""
     reading, writing = os.pipe()
     start = time.perf_counter()
     pid = os.fork()
@@ -53,6 +59,6 @@ def _until_a_fork_answers(*, is_boxed: bool) -> float:
     answer = os.read(reading, 1)
     seconds = time.perf_counter() - start
     os.close(reading)
-    os.waitpid(pid, 0)
+    _, _, usage = os.wait4(pid, 0)
     assert answer == b"x"
-    return seconds
+    return usage.ru_utime + usage.ru_stime, seconds

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
+from unittest import mock
 
 from gpumagic import fakecuda
 from gpumagic.dryrun import parts
@@ -141,15 +142,10 @@ def _devices_that_nobody_asks_for(count: int) -> Iterator[None]:
         (torch._C, "_cuda_getDeviceCount", count), (torch.cuda, "_device_count_nvml", count),
         (torch._C, "_show_config", ""),  # a text; to make it, torch asks for the devices
     ]  # fmt: skip
-    torchs = [(owner, name, getattr(owner, name)) for owner, name, _ in answers if hasattr(owner, name)]
-    for owner, name, answer in answers:  # of which a CPU build has only some
-        if hasattr(owner, name):
-            setattr(owner, name, lambda answer=answer: answer)
-    try:
+    with contextlib.ExitStack() as stack:
+        for owner, name, answer in answers if fakecuda.is_enabled() else ():
+            stack.enter_context(mock.patch.object(owner, name, lambda answer=answer: answer))
         yield
-    finally:
-        for owner, name, function in torchs:
-            setattr(owner, name, function)
 
 
 def _serve(request: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> None:

@@ -246,9 +246,9 @@ def block(note: Callable[[str], object], assume: Callable[[str], object], watche
         socket.send_fds(watcher, [b"."], [made.listener])
         os.close(made.listener)
     watcher.close()
-    if made.has_files:
-        _save_privately()
-    else:
+    sys.dont_write_bytecode = True
+    _save(note, made.has_files)
+    if not made.has_files:
         _write_nowhere(note)
     sys.addaudithook(_hook(note, made))
     sleep = time.sleep
@@ -257,12 +257,14 @@ def block(note: Callable[[str], object], assume: Callable[[str], object], watche
     return made
 
 
-def _save_privately() -> None:
-    """Let `torch.save` write into the files of the process's own, of large contents as much room as they take."""
-    sys.dont_write_bytecode = True
+def _save(note: Callable[[str], object], has_files: bool) -> None:
+    """Let `torch.save` write of large contents as much room as they take, and nothing where there are no own files."""
     save = torch.save
 
     def saved(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        if not has_files and isinstance(f, str | os.PathLike):
+            note(f"writes the file {os.fspath(f)}")  # what does it is C++, which no hook of Python's sees
+            return
         whole = obj.state_dict() if isinstance(obj, torch.nn.Module) else obj
         large = sum(each.nbytes for each in tree_leaves(whole) if isinstance(each, torch.Tensor)) > _LARGE
         is_skipped = large and hasattr(torch.serialization, "skip_data")
@@ -275,19 +277,13 @@ def _save_privately() -> None:
 
 def _write_nowhere(note: Callable[[str], object]) -> None:
     """Let no file be written, where the process has none of its own."""
-    real, save = io.open, torch.save
+    real = io.open
 
     def open_(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if isinstance(file, int) or not set(mode) & set("wax+"):
             return real(file, mode, *args, **kwargs)
         note(f"writes the file {os.fspath(file)!s}")
         return real(os.devnull, mode.replace("x", "w"), *args, **kwargs)
-
-    def saved(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(f, str | os.PathLike):
-            note(f"writes the file {os.fspath(f)}")
-        else:
-            save(obj, f, *args, **kwargs)
 
     def skip(name: str, /, *args: Any, **_: Any) -> None:
         note(f"calls {name}({', '.join(map(str, args[:2]))})")
@@ -297,7 +293,6 @@ def _write_nowhere(note: Callable[[str], object]) -> None:
         for name in names:
             if hasattr(module, name):
                 setattr(module, name, functools.partial(skip, f"{module.__name__}.{name}"))
-    torch.save = saved  # torch's own writer of files is C++, which no hook of Python's sees
 
 
 _REFUSED_HERE = frozenset({"os.fork", "os.forkpty", "os.system"})

@@ -37,6 +37,7 @@ _STAGE = "/dev/shm"  # noqa: S108
 """The machine's shared memory, where what is written is kept; an overlay hides it there from the cell."""
 _ROOT_NAME = "root"
 _ROOT = f"{_STAGE}/{_ROOT_NAME}"
+_ESCAPED = re.compile(r"\\(\d{3})")  # here, and so once for all forks
 _SHARE_OF_MEMORY = 8
 """What is written may take one of so many parts of the memory."""
 
@@ -81,7 +82,7 @@ def _mounts() -> dict[str, str]:
     found = {}
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
         fields, _, kind = line.partition(" - ")
-        path = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), fields.split()[4])
+        path = _ESCAPED.sub(lambda code: chr(int(code[1], 8)), fields.split()[4])
         found[path] = kind.split()[0]
     return found
 

@@ -15,7 +15,6 @@ import fcntl
 import functools
 import itertools
 import os
-import platform
 import socket
 import struct
 from collections.abc import Mapping, Sequence
@@ -145,13 +144,14 @@ def install(rules: Sequence[Rule]) -> int | None:
     Raises:
         OSError: this system or processor has no such filter, or this process may still be given rights.
     """
-    if platform.machine() not in _ARCHITECTURES:
-        raise OSError(errno.ENOSYS, f"no table of system calls for {platform.machine()}")
+    if os.uname().machine not in _ARCHITECTURES:
+        raise OSError(errno.ENOSYS, f"no table of system calls for {os.uname().machine}")
     libc = ctypes.CDLL(None, use_errno=True)
-    number = _ARCHITECTURES[platform.machine()][2]
+    number = _ARCHITECTURES[os.uname().machine][2]
     listens = any(rule.answer == NOTIFY for rule in rules)  # of all filters of a process one may have a listener
+    program = _Program.of(rules)
     for flags in (_WITH_LISTENER | _ONLY_KILLED, _WITH_LISTENER) if listens else ():
-        descriptor = libc.syscall(number, _SET_FILTER, flags | _NO_SPECULATION_GUARD, ctypes.byref(_Program.of(rules)))
+        descriptor = libc.syscall(number, _SET_FILTER, flags | _NO_SPECULATION_GUARD, ctypes.byref(program))
         if descriptor >= 0:
             os.set_inheritable(descriptor, False)
             return int(descriptor)
@@ -200,7 +200,7 @@ def answer(listener: int, call: Refused, error: int | None) -> None:
 @functools.cache
 def _names() -> dict[int | None, str]:
     """Return the names of all calls that may be refused, by their numbers here."""
-    column, every = _ARCHITECTURES[platform.machine()][0], rules(has_files=False, has_network=False)
+    column, every = _ARCHITECTURES[os.uname().machine][0], rules(has_files=False, has_network=False)
     return {numbers[column]: name for rule in every for name, numbers in rule.calls.items()}
 
 
@@ -216,7 +216,7 @@ class _Program(ctypes.Structure):
 
     @classmethod
     def of(cls, rules: Sequence[Rule]) -> _Program:
-        column, architecture, _ = _ARCHITECTURES[platform.machine()]
+        column, architecture, _ = _ARCHITECTURES[os.uname().machine]
         code = [
             (_LOAD, 0, 0, _ARCHITECTURE),
             (_EQUAL, 1, 0, architecture),
