@@ -171,19 +171,10 @@ def _with_place(facts: Facts, users: list[FrameLine], state: GuardState) -> Fact
     if deepest.f_code.co_filename != filename:
         code = frames.code_at(deepest, its_line)
         inside = f"{deepest.f_code.co_name}(), line {its_line}" + (f": {code}" if code else "")
-    # A cell's locals are the whole notebook, of which only the names in its text concern this failure. IPython
-    # compiles each statement separately, so the frame's own code has too few of them.
-    named = sorted(cell.names) if cell is not None else ()
-    bound = {
-        name: _fact(each.f_locals.get(name))
-        for each, _ in own
-        for name in (named if each.f_locals is each.f_globals else each.f_code.co_varnames)
-    }
     return replace(
         facts, line=line, code=frames.code_at(frame, line), source=text or None, cell=cell, inside=inside,
         calls_backward=any("backward" in frame.f_code.co_names for frame, _ in own),
         autocast=any("autocast" in frame.f_code.co_names for frame, _ in own),
-        graph_names=tuple(name for name, fact in bound.items() if fact is not None and fact.graph),
     )  # fmt: skip
 
 

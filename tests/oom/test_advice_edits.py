@@ -161,10 +161,11 @@ def facts(source: str, line: int, *, trains: bool) -> Facts:
     return Facts(
         "cuda allocator", device="cuda:0", requested=2 * GIB, capacity=8 * GIB, free=GIB, before=FIGURES,
         at_failure=FIGURES, after=AllocatorStats(GIB, GIB, GIB), from_allocator=True, cell=cell,
-        line=line, source=source, functions=frozenset({"forward"}), calls_backward=trains, graph_names=("loss", "x"),
+        line=line, source=source, functions=frozenset({"forward"}), calls_backward=trains,
         models=(model,), free_elsewhere={"cuda:1": 80 * GIB},
         batches=cell.batches,
-        failing=at, tensors={"x": TENSOR, "y": TENSOR, "total": replace(TENSOR, graph=True)}, collections=LISTS,
+        failing=at, collections=LISTS,
+        tensors={"y": TENSOR, **dict.fromkeys(("loss", "x", "total"), replace(TENSOR, graph=True))},
         models_there=(model,),
     )  # fmt: skip
 

@@ -40,7 +40,7 @@ EVALUATING = replace(
     cell=cell_code.read_cell("net.eval()\nfor x in data: out = net(x)"),
     line=2,
     functions=frozenset({"forward"}),
-    graph_names=("out",),
+    tensors={"out": TensorFact((8,), "float32", 32, "cuda:0", graph=True)},
     models=(Model("net", GIB, GIB, training=False, checkpoints=None),),
 )
 
@@ -189,7 +189,7 @@ def test_evaluation_with_a_graph_is_put_under_no_grad() -> None:
 @pytest.mark.parametrize(
     "facts",
     [
-        replace(EVALUATING, graph_names=(), functions=frozenset()),
+        replace(EVALUATING, tensors={}, functions=frozenset()),
         replace(EVALUATING, calls_backward=True),
         replace(EVALUATING, models=TRAINING.models),
         replace(EVALUATING, cell=cell_code.read_cell("with torch.no_grad(): out = net(x)")),

@@ -184,8 +184,6 @@ class Facts:
     """Whether a function of the user's on the failing stack calls `backward`."""
     autocast: bool = False
     """Whether one of them mentions `autocast`."""
-    graph_names: tuple[str, ...] = ()
-    """Variables of the failing frames that carry an autograd graph."""
     failing: CellText | None = None
     """The text of the deepest code of the user's own, with the line that ran, the cell's or another's."""
     tensors: Mapping[str, TensorFact] = field(default_factory=dict)
@@ -245,6 +243,11 @@ class Facts:
         """The texts that an edit may change: the cell's, then that of the function in another cell that failed."""
         found = [each for each in (self.text, self.failing) if each is not None]
         return tuple(found[1:] if len(found) == 2 and found[0].cell == found[1].cell else found)
+
+    @property
+    def graph_names(self) -> list[str]:
+        """The variables that carry an autograd graph."""
+        return [name for name, fact in self.tensors.items() if fact.graph and name.isidentifier()]
 
     @property
     def stage(self) -> str:
