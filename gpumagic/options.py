@@ -22,6 +22,8 @@ _COMMENT = re.compile(r"""(?P<quoted>"[^"]*"|'[^']*')|(?:^|\s)#.*""", re.DOTALL)
 _SPACED_COMMA = re.compile(r"""(?P<quoted>"[^"]*"|'[^']*')|,\s+(?!-)""")
 """What stands between the names of a list, `--move model, x`; an option may follow it."""
 
+_SPACED_UNIT = re.compile(r"(?<!\S)(--capacity[\s=]+[\d.]+)\s+(?=[a-z])", re.IGNORECASE)
+
 
 def device_memory(text: str) -> int:
     """Return the bytes of a device's memory, or raise `OptionError` for less than any device has."""
@@ -163,6 +165,7 @@ class Parser(argparse.ArgumentParser):
         """
         line = _COMMENT.sub(lambda found: found["quoted"] or "", line).strip().removesuffix(";")
         line = _SPACED_COMMA.sub(lambda found: found["quoted"] or ",", line)
+        line = _SPACED_UNIT.sub(r"\1", line)
         try:
             words = shlex.split(line)
         except ValueError as error:

@@ -70,6 +70,12 @@ def test_a_bad_line_is_one_line_that_says_what_would_be_right(magic: str, line: 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["16GiB", "16 GiB", "16 gb", "16G", "=16 GiB"])
+def test_a_capacity_may_have_a_space_before_its_unit(text: str) -> None:
+    options = PARSERS["dryrun"].parse_line(f"--capacity {text} --fit n".replace(" =", "="))
+    assert (options.capacity, options.fit) == (2**34, "n")
+
+
 def test_a_comment_and_a_semicolon_are_not_arguments() -> None:
     assert PARSERS["devices"].parse_line("cuda:1 # the second").devices == ["cuda:1"]
     assert PARSERS["devices"].parse_line("# all of them").devices == []

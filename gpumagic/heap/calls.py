@@ -1,4 +1,4 @@
-"""What types written in C hold: functions and their calls, numpy's arrays, iterators.
+"""What types written in C hold: functions and their calls, numpy's arrays, tables, iterators.
 
 Of a call that is closures, defaults, the variables of frames, generators and failed calls. Of what has no attributes to
 read, the gc shows what it holds, and no expression reaches it.
@@ -12,6 +12,7 @@ import itertools
 import sys
 import threading
 import types
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ from gpumagic.heap.branches import (
     dict_of,
     flags_of,
     is_heap_type,
+    key_code,
     mro_of,
 )
 from gpumagic.source import frames
@@ -171,12 +173,41 @@ def read_opaque(value: object, reader: Reader) -> Iterator[Branch]:
 
 def read_array(value: Any, reader: Reader) -> Iterator[Branch]:
     """Read an array of objects, by their indices."""
+    for place, each in _objects_in(value):
+        code = f"[{', '.join(map(str, place)) or '()'}]" if reader.is_indexed else None
+        yield Branch("in", CONTAINED, [(Inside("array", code=code), each)])
+    yield Branch(".", CONTAINED, attributes(value, reader.fields))
+
+
+def _objects_in(array: Any) -> Iterator[tuple[tuple[int, ...], object]]:
+    """Yield what an array of objects has, by its place, but for numbers and texts."""
     import numpy as np
 
-    if np.ndarray.dtype.__get__(value).kind == "O":
-        places = itertools.product(*map(range, np.ndarray.shape.__get__(value)))
-        for place, each in zip(places, np.ndarray.flatten(value).tolist(), strict=True):
+    if issubclass(type(array), np.ndarray) and np.ndarray.dtype.__get__(array).kind == "O":
+        places = itertools.product(*map(range, np.ndarray.shape.__get__(array)))
+        for place, each in zip(places, np.ndarray.flatten(array).tolist(), strict=True):
             if type(each) not in (str, int, float, bool, type(None)):
-                code = f"[{', '.join(map(str, place)) or '()'}]" if reader.is_indexed else None
-                yield Branch("in", CONTAINED, [(Inside("array", code=code), each)])
-    yield Branch(".", CONTAINED, attributes(value, reader.fields))
+                yield place, each
+
+
+def read_frame(value: Any, reader: Reader) -> Iterator[Branch]:
+    """Read a DataFrame or a Series of pandas: its objects by column and row, then its attributes."""
+    own = attributes(value, reader.fields)
+    manager = dict(own).get("_mgr")  # it has all columns of a type in one array
+    axes = getattr(manager, "axes", ())
+    columns = _typed_columns(value, list(axes[0])) if len(axes) > 1 else []
+    for block in getattr(manager, "blocks", ()):
+        for place, each in _objects_in(block.values):
+            column = columns[block.mgr_locs.as_array[place[0]]] if columns else ""
+            yield Branch("in", CONTAINED, [(Inside("cell", code=f"{column}.iloc[{place[-1]}]"), each)])
+    yield Branch(".", CONTAINED, own)
+
+
+def _typed_columns(table: Any, labels: list[Any]) -> list[str]:
+    """Return how each column of a DataFrame is typed: by its label, or by its position where that is not certain."""
+    import pandas as pd
+
+    times, is_plain = Counter(labels), type(table) is pd.DataFrame  # else `__getitem__` may be another
+    are_tuples = any(type(each) is tuple for each in labels)  # of which a part is a key, too
+    typed = [key_code(each) if is_plain and not are_tuples and times[each] == 1 else None for each in labels]
+    return [f"[{code}]" if code else f".iloc[:, {place}]" for place, code in enumerate(typed)]

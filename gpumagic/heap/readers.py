@@ -102,9 +102,11 @@ def _bases() -> Iterator[tuple[type, Read]]:
     yield BaseException, calls.read_exception
     yield type, _class
     yield types.ModuleType, _module_of_variables
-    array = getattr(sys.modules.get("numpy"), "ndarray", None)
-    if array is not None:
-        yield array, calls.read_array
+    for module, name, read in (
+        ("numpy", "ndarray", calls.read_array), ("pandas.core.generic", "NDFrame", calls.read_frame)
+    ):  # fmt: skip
+        if kind := getattr(sys.modules.get(module), name, None):
+            yield kind, read
 
 
 def read_node(value: object, reader: Reader) -> Iterator[Branch]:

@@ -11,7 +11,6 @@ import threading
 import weakref
 from types import SimpleNamespace
 
-import pandas as pd
 import pytest
 import torch
 import torch.utils.data
@@ -55,7 +54,6 @@ HOLDERS = {
     "_local mine": lambda t: {"mine": thread_local_of_another(t)},
     "_local own": lambda t: {"own": thread_local([t])},
     "Context context": lambda t: {"context": context_with(t)},
-    "BlockManager frame._mgr": lambda t: {"frame": pd.DataFrame({"emb": [None, t]})},
     "DataLoaderLike cfg['loader']": lambda t: {"cfg": {"loader": DataLoaderLike(t)}},
 }
 """What no expression reaches is said to be inside what it is in."""

@@ -9,6 +9,7 @@ import types
 import weakref
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -97,6 +98,12 @@ WAYS = {
     },
     "net._modules['0'].weight": lambda t: {"net": module(**{"0": module(weight=torch.nn.Parameter(t))})},
     "net._parameters['shadowed']": lambda t: {"net": Shadowing(t)},
+    "frame['emb'].iloc[1]": lambda t: {"frame": pd.DataFrame({"n": [1, 2], "emb": [None, t]})},
+    "frame[3].iloc[0]['k']": lambda t: {"frame": pd.DataFrame({3: [{"k": t}]})},
+    "twice.iloc[:, 1].iloc[0]": lambda t: {"twice": pd.DataFrame([[0, t]], columns=["x", "x"])},
+    "parts.iloc[:, 0].iloc[0]": lambda t: {"parts": pd.DataFrame({("a", "x"): [t]})},
+    "own.iloc[:, 0].iloc[0]": lambda t: {"own": type("Own", (pd.DataFrame,), {})({"x": [t]})},
+    "series.iloc[1]": lambda t: {"series": pd.Series([None, t], index=["a", "b"])},
     "top.data[0]": lambda t: {"top": collections.UserList([t])},
 }
 
