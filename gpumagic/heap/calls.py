@@ -194,7 +194,7 @@ def read_frame(value: Any, reader: Reader) -> Iterator[Branch]:
     """Read a DataFrame or a Series of pandas: its objects by column and row, then its attributes."""
     own = attributes(value, reader.fields)
     manager = dict(own).get("_mgr")  # it has all columns of a type in one array
-    axes = getattr(manager, "axes", ())
+    axes: Any = getattr(manager, "axes", ())
     columns = _typed_columns(value, list(axes[0])) if len(axes) > 1 else []
     for block in getattr(manager, "blocks", ()):
         for place, each in _objects_in(block.values):

@@ -15,7 +15,7 @@ import re
 import textwrap
 import threading
 import tokenize
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, TracebackType
 from typing import Any
@@ -338,16 +338,19 @@ def failing_node(step: TracebackType, lines: Sequence[str] = ()) -> ast.expr | a
     return next((head for head in heads if isinstance(head, ast.expr)), statement)
 
 
-def expression_at(code: CodeType, instruction: int, source: Sequence[str] | None = None) -> ast.expr | None:
+def expression_at(
+    code: CodeType, instruction: int, source: Sequence[str] | None = None, likely: Collection[str] = ()
+) -> ast.expr | None:
     """Return the expression that an instruction was compiled from, by its own lines alone; None where none is known.
 
-    ``source`` has the lines of code whose file cannot be read.
+    Before Python 3.11, which does not say, it is the only call or index of the line, or the only one that is ``likely``
+    by its name. ``source`` has the lines of code whose file cannot be read.
     """
     span = span_at(code, instruction)
-    if span is None:
-        return None
-    first, last, start, end = span
     read = linecache.getlines(code.co_filename) if source is None else source
+    if span is None:
+        return _only_call(code, instruction, read, likely)
+    first, last, start, end = span
     lines = [line.rstrip("\n").encode() for line in read[first - 1 : last]]
     if not lines:
         return None
@@ -357,6 +360,14 @@ def expression_at(code: CodeType, instruction: int, source: Sequence[str] | None
         return ast.parse(b"(" + b"\n".join(lines) + b")", mode="eval").body
     except SyntaxError:
         return None
+
+
+def _only_call(code: CodeType, instruction: int, lines: Sequence[str], likely: Collection[str]) -> ast.expr | None:
+    line = next((line for start, end, line in code.co_lines() if start <= instruction < end), None)
+    tree = parse_tree(lines[line - 1].strip()) if line is not None and line <= len(lines) else None
+    found = [] if tree is None else [each for each in ast.walk(tree) if isinstance(each, ast.Call | ast.Subscript)]
+    found = [each for each in found if called_name(each) in likely] or found
+    return found[0] if len(found) == 1 else None
 
 
 def span_at(code: CodeType, instruction: int) -> Span | None:

@@ -2,8 +2,8 @@
 
 It is a subclass of the context that `with torch.device(...)` enters, so torch treats it as one everywhere
 (`torch.get_default_device`, `torch.compile`, checkpointing, nesting). A function without a handler costs one dictionary
-lookup. A handler makes one call: it gives a constructor the default device, counts what is created, or notes who asks
-for copies, which `operators` counts.
+lookup. A handler makes one call: it gives a constructor the default device, and counts what is created; copies are
+counted by `operators`.
 
 Torch 2.4 puts a device context on top of the function modes, where the next exit removes it (pytorch#133666); torch 2.5
 puts it below them (PR#133729) and fails on leaving two; since 2.6 an inner one replaces the outer one at the bottom
@@ -12,7 +12,6 @@ until it exits. Imports torch at its top, so it is imported only when a cell run
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -23,7 +22,6 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils import _device as device_state
 from torch.utils._device import DeviceContext, _device_constructors
 
-from gpumagic.transfers import causes
 from gpumagic.transfers.recorder import Function, Recorder, device_context, is_real
 
 
@@ -82,12 +80,9 @@ class RecordingContext(NestingContext):
         __tracebackhide__ = True  # IPython leaves such frames out of the user's traceback
         if func not in self._handlers:  # most calls, and so first
             return func(*args, **kwargs) if kwargs else func(*args)
-        handler = self._handlers[func]
-        if handler is ask_to_read and args and args[0].is_cpu:
-            return func(*args, **kwargs) if kwargs else func(*args)
         if torch.compiler.is_compiling():  # a graph has torch's own context, and no counting in it
             return super().__torch_function__(func, types, args, kwargs)
-        return handler(self.recorder, (func, args, kwargs or {}, sys._getframe(1)))
+        return self._handlers[func](self.recorder, func, args, kwargs or {})
 
     def __enter__(self) -> RecordingContext:  # noqa: PYI034  # as in DeviceRun
         # Checkpointing re-enters the context of its forward in backward, which torch's own does not support.
@@ -120,90 +115,45 @@ class RecordingContext(NestingContext):
         return None
 
 
-# ---- What is done with the functions that the mode has to know: those that create, and those that ask for copies
+# ---- What is done with the functions that the mode has to know: those that create
 
-Handler = Callable[[Recorder, causes.Call], Any]
+Handler = Callable[[Recorder, Function, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def construct(recorder: Recorder, call: causes.Call) -> Any:
+def construct(recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a constructor with the default device, unless it is given another, or a generator."""
-    __tracebackhide__ = True
-    kwargs = call[2]
     if kwargs.get("device") is None:  # a generator works on its own device only; DataLoader's sampler relies on it
         generator = kwargs.get("generator")
         kwargs["device"] = recorder.device if generator is None else generator.device
-    return create(recorder, call)
+    return create(recorder, func, args, kwargs)
 
 
-def create(recorder: Recorder, call: causes.Call) -> Any:
+def create(recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function that makes a new tensor."""
-    __tracebackhide__ = True
-    func, args, kwargs, _ = call
     result = func(*args, **kwargs)
-    if type(result) is torch.Tensor or is_real(result):
+    if not (args and result is args[0]) and (type(result) is torch.Tensor or is_real(result)):
         recorder.add_created(result)
     return result
 
 
-def construct_from_host(recorder: Recorder, call: causes.Call) -> Any:
+def construct_from_host(recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a constructor that copies Python data, an array or another tensor."""
-    __tracebackhide__ = True
-    _, args, kwargs, _ = call
     # as_tensor(x, dtype, device) takes it by position
     if kwargs.get("device") is None and (len(args) == 1 or not any(isinstance(each, torch.device) for each in args)):
         kwargs["device"] = recorder.device
-    return create_from_host(recorder, call)
+    return create(recorder, func, args, kwargs)
 
 
-def create_from_host(recorder: Recorder, call: causes.Call) -> Any:
-    """Call what makes a tensor of Python data, an array or another tensor."""
-    __tracebackhide__ = True
-    result, args = ask(recorder, call), call[1]
-    if result is not (args[0] if args else None) and (type(result) is torch.Tensor or is_real(result)):
-        recorder.add_created(result)
-    return result
-
-
-def ask(recorder: Recorder, call: causes.Call, function: Function | None = None) -> Any:
-    """Call a function by which a line asks for copies; where another one is given, that is called in its place."""
-    __tracebackhide__ = True
-    outer, recorder.request = recorder.request, call
-    try:
-        return (function or call[0])(*call[1], **call[2])
-    finally:
-        recorder.request = outer
-
-
-def ask_to_read(recorder: Recorder, call: causes.Call) -> Any:
-    """Call a function that reads a tensor, of which something is copied only if that is on a device."""
-    __tracebackhide__ = True
-    return ask(recorder, call)
-
-
-def format_(recorder: Recorder, call: causes.Call) -> Any:
-    """Format one value by a format specification, and other tensors as `print` does."""
-    __tracebackhide__ = True
-    func, args, kwargs, frame = call
-    like = func if args[0].dim() == 0 else torch.Tensor.__repr__
-    return ask(recorder, (like, args, kwargs, frame), func)
+_CREATORS = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "normal")
+_METHOD_CREATORS = ("new_tensor", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
 
 
 @cache
 def handlers() -> dict[Function, Handler]:
     """Return the handler of each function that the mode has to know."""
-    tensor = torch.Tensor
-    from_host = {torch.tensor, torch.as_tensor, torch.asarray}
     return {
-        **dict.fromkeys(causes.requests(), ask),
-        **dict.fromkeys(causes.reading(), ask_to_read),
         **dict.fromkeys(_device_constructors(), construct),
-        **dict.fromkeys(from_host, construct_from_host),
+        **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), construct_from_host),
         **dict.fromkeys((getattr(torch, name) for name in _CREATORS), create),
-        **dict.fromkeys((getattr(tensor, name) for name in _METHOD_CREATORS), create),
-        tensor.new_tensor: create_from_host,
-        tensor.__format__: format_,
+        **dict.fromkeys((getattr(torch.Tensor, name) for name in _METHOD_CREATORS), create),
     }
-
-
-_CREATORS = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "normal")
-_METHOD_CREATORS = ("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpumagic.heap import kinds, storages
 from gpumagic.heap.storages import nbytes_of
@@ -22,9 +22,6 @@ from gpumagic.report.base import Holder
 from gpumagic.report.units import LARGE
 from gpumagic.transfers.report import TransferRow
 from gpumagic.transfers.sites import CallSites
-
-if TYPE_CHECKING:
-    from gpumagic.transfers.causes import Call
 
 PINNABLE = frozenset({"cuda", "xpu"})
 """Backends that copy from pinned memory directly, while the host continues; MPS shares the host's memory."""
@@ -108,16 +105,15 @@ class TransferLog:
         total[1] += nbytes
 
     def add_move(
-        self, request: Call | None, asks: str, source: Any, target: Any, nbytes: int, seconds: float, waits: bool,
-        found: object, is_copy: bool = False,
+        self, asks: str, source: Any, target: Any, nbytes: int, seconds: float, waits: bool, found: object,
+        is_copy: bool = False,
     ) -> None:  # fmt: skip
         """Count one transfer at the line that is running now, and a sync if the host waits for it.
 
-        The line asks for it by ``request``, or by what is called ``asks`` without one; torch was given ``found`` to
-        copy, or to read.
+        It is called ``asks`` where the line does not say it; torch was given ``found`` to copy, or to read.
         """
         __tracebackhide__ = True  # Ctrl-C may come here
-        site, subject, name = self.sites.find(request, asks, found)
+        site, subject, name = self.sites.find(asks, found)
         total = site.sums.get((source, target, name))
         if total is None:
             way, ends = direction(str(source), str(target)), (str(source), str(target))

@@ -168,12 +168,16 @@ def _copying(kernel: Function) -> Function:
         if here == there:
             return kernel(keyset, target, source, non_blocking)
         compiling, tracing = set_eval_frame(None), _get_tracing_state()
+        recorder, outer = None, None
         try:
             if tracing is not None:
                 _set_tracing_state(None)
             recorder = current_recorder()
             if recorder is None:
                 return kernel(keyset, target, source, non_blocking)
+            outer = recorder.copied
+            if outer is None:
+                recorder.copied = source
             before, start = recorder.counted, perf_counter()
             result = kernel(keyset, target, source, non_blocking)
             seconds = perf_counter() - start
@@ -181,6 +185,8 @@ def _copying(kernel: Function) -> Function:
                 recorder.add_move(source, target, here, there, seconds, non_blocking)
             return result
         finally:
+            if recorder is not None:
+                recorder.copied = outer
             if tracing is not None or compiling is not None:
                 _count_no_more(compiling, tracing)
 

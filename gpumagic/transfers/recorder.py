@@ -28,12 +28,12 @@ Function = Callable[..., Any]
 
 @dataclass(eq=False)
 class Recorder:
-    """One run in one thread: its default device, its log, and the call that is being made."""
+    """One run in one thread: its default device, its log, and the copy that is being made."""
 
     device: torch.device
     log: TransferLog
-    request: causes.Call | None = None
-    """The function that asks for copies and is being called, with its arguments."""
+    copied: torch.Tensor | None = None
+    """What the outermost of the kernels that run is given to copy: they may copy further tensors to that end."""
     counted: int = 0
     """Number of copies counted so far."""
     thread: int = field(default_factory=get_ident)
@@ -73,13 +73,13 @@ class Recorder:
             # After a copy from or to the host, CUDA waits for the stream; one between devices is only queued.
             waits = not non_blocking and from_host is not to_host
             self.counted += 1
-            self.log.add_move(self.request, causes.COPY, here, there, nbytes, seconds, waits, source, True)
+            self.log.add_move(causes.COPY, here, there, nbytes, seconds, waits, self.copied, True)
 
     def add_read(self, tensor: torch.Tensor, nbytes: int, seconds: float, asks: str) -> None:
         """Count what the host reads of a device tensor, a value or a size: a copy to the host, and a sync."""
         if nbytes:
             self.counted += 1
-            self.log.add_move(self.request, asks, tensor.device, _HOST, nbytes, seconds, True, tensor)
+            self.log.add_move(asks, tensor.device, _HOST, nbytes, seconds, True, tensor)
 
 
 _HOST = torch.device("cpu")

@@ -7,21 +7,19 @@ then looked up. Where a library's code lies between the line and the copy, the f
 from __future__ import annotations
 
 import ast
+import dis
 import linecache
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from threading import get_ident
-from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from types import CodeType, FrameType, ModuleType
+from typing import Any
 
 from gpumagic.source import frames
 from gpumagic.source.frames import cell_file, lines_above, lines_of
-from gpumagic.source.text import expression_at, names_in
+from gpumagic.source.text import called_name, expression_at, names_in
 from gpumagic.transfers.advice import CHECK
-
-if TYPE_CHECKING:
-    from gpumagic.transfers.causes import Call
 
 _MODULE_MOVES = frozenset({"to", "cuda", "cpu", "xpu", "to_empty"})
 _DISPATCHERS = frozenset({"__torch_function__", "__torch_dispatch__"})
@@ -86,64 +84,62 @@ class CallSites:
         frame, above, _ = self._own_frame(self._innermost(1))
         return None if frame is None else frame.f_lineno + above
 
-    def find(self, request: Call | None, asks: str, found: object) -> tuple[Site, object, str | None]:
+    def find(self, asks: str, found: object) -> tuple[Site, object, str | None]:
         """Return who asks for what torch copies now, what is copied, and its variable.
 
         Args:
-            request: the function that the cell's thread is calling, if that is one by which lines ask for copies.
             asks: what is called ``".to"`` and so on where the code does not say it.
             found: the tensor that torch was given.
         """
-        if request is None:
-            function, frame = None, self._causes.asking_frame(sys._getframe(3))  # from the kernel's on
-        else:
-            function, frame = request[0], request[3]
+        frame, is_called = self._causes.asking_frame(sys._getframe(3))  # from the kernel's on
         if frame is None:
-            return self._through_a_library(frame, request, asks, found)
-        key = id(frame.f_code), frame.f_lasti, function, asks
+            return self._through_a_library(frame, is_called, asks, found)
+        key = id(frame.f_code), frame.f_lasti, asks
         site = self._instructions.get(key)
-        if site is not None and site.name is not None:  # of a tensor that torch makes of a list there is nothing to say
-            return site, None if request is None else request[1][0], site.name
-        subject = found if request is None else self._causes.subject_of(request, found, asks)
         if site is None:
             if not self.is_own(frame) or get_ident() != self._thread:
-                return self._through_a_library(frame, request, asks, found)
+                return self._through_a_library(frame, is_called, asks, found)
             if len(self._instructions) > _MOST:
                 self._instructions.clear()
-            site = self._instructions[key] = self._instruction(frame, request, asks, subject)
-        return site, subject, site.name or _name(frame, site, subject)
+            site = self._instructions[key] = self._instruction(frame, asks, found)
+        return site, found, site.name or _name(frame, site, found)
 
-    def _instruction(self, frame: FrameType, request: Call | None, asks: str, subject: object) -> Site:
+    def _instruction(self, frame: FrameType, asks: str, found: object) -> Site:
         """Return what an instruction of the cell's own asks for."""
-        causes = self._causes
         above = self._lines_above(frame) or 0
         source, line = lines_of(self.filename)[max(above, 0) :], frame.f_lineno + above
-        cause = causes.of_request(request, asks) or causes.of_frames(frame, asks, None, source)[0]
-        node = expression_at(frame.f_code, frame.f_lasti, source)
-        if isinstance(node, ast.Subscript) and request is None:
-            site = self._site(frame, line, cause, tuple(sorted(names_in(node))))
-            parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-            (index, *others) = [each for each in parts if not isinstance(each, ast.Constant | ast.Slice)] or parts
-            if asks == causes.COPY and not others and isinstance(_value(frame, index), list | tuple | range):
-                site.name = ast.unparse(index)  # torch copies a tensor that it makes of the list
-            return site
-        if not isinstance(node, ast.Call):  # of an assignment to `x[0]`, it is only the target
+        cause, _ = self._causes.of_frames(frame, True, asks, found, source)
+        node = expression_at(frame.f_code, frame.f_lasti, source, self._causes.ASKING)
+        is_target = dis.opname[frame.f_code.co_code[frame.f_lasti]] == "STORE_SUBSCR"  # what is assigned is not in it
+        if is_target or not isinstance(node, ast.Call | ast.Subscript):
             return self._site(frame, line, cause)
         site = self._site(frame, line, cause, tuple(sorted(names_in(node))))
-        if request is not None and isinstance(node.func, ast.Attribute) and _value(frame, node.func.value) is subject:
-            site.name = ast.unparse(node.func.value)
+        site.name = self._certain_name(frame, node, cause, asks)
         return site
 
+    def _certain_name(self, frame: FrameType, node: ast.Call | ast.Subscript, cause: str, asks: str) -> str | None:
+        """Return the tensor's variable whose method is called, or the list's of which torch makes what it copies."""
+        if isinstance(node, ast.Subscript):
+            parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            (index, *others) = [each for each in parts if not isinstance(each, ast.Constant | ast.Slice)] or parts
+            is_list = isinstance(_value(frame, index), list | tuple | range)
+            return ast.unparse(index) if asks == self._causes.COPY and not others and is_list else None
+        is_from_host = called_name(node) in self._causes.FROM_HOST
+        given = node.args[0] if node.args else None
+        if isinstance(node.func, ast.Attribute) and not isinstance(_value(frame, node.func.value), ModuleType):
+            given = node.func.value
+        kind = object if is_from_host else sys.modules["torch"].Tensor
+        is_certain = is_from_host or cause.startswith(".")
+        is_it = is_certain and isinstance(given, ast.Name) and isinstance(_value(frame, given), kind)
+        return ast.unparse(given) if given is not None and is_it else None
+
     def _through_a_library(
-        self, innermost: FrameType | None, request: Call | None, asks: str, found: object
+        self, innermost: FrameType | None, is_called: bool, asks: str, found: object
     ) -> tuple[Site, object, str | None]:
-        causes = self._causes
         if innermost is None or innermost.f_code.co_name == "_engine_run_backward":
-            cause, subject = causes.BACKWARD, found
-        elif request is None:
-            cause, subject = causes.of_frames(innermost, asks, found)
+            cause, subject = self._causes.BACKWARD, found
         else:
-            cause, subject = causes.of_request(request, asks) or asks, causes.subject_of(request, found, asks)
+            cause, subject = self._causes.of_frames(innermost, is_called, asks, found)
         if innermost and cause == "bool()" and frames.module_of(innermost).startswith("torch.distributions"):
             cause = CHECK
         is_here = get_ident() == self._thread

@@ -6,6 +6,8 @@ import ondevice_corpus as corpus
 import pytest
 from ondevice_corpus import CorpusCell
 
+from gpumagic.source import text
+
 pytestmark = pytest.mark.usefixtures("two_devices")
 
 CELLS = [cell for cell in corpus.cells() if cell.needs is None]
@@ -34,6 +36,18 @@ def test_the_report_is_what_the_copy_counters_say(cell: CorpusCell) -> None:
 def test_a_known_gap_is_still_one(cell: CorpusCell) -> None:
     """Fails once the report is right: then the `gap` line goes, and its moves get their variable and cause."""
     assert disagreement(cell), f"the gap is closed ({cell.gap}): remove its line"
+
+
+SIMPLE_NAMES = ("basic_cpu_then_numpy", "basic_item", "read_nonzero", "basic_tensor_of_a_list")
+SIMPLE = [cell for cell in EXACT if cell.name in SIMPLE_NAMES]
+
+
+@pytest.mark.parametrize("cell", SIMPLE, ids=lambda cell: cell.name)
+def test_a_line_with_one_such_call_says_what_is_copied_where_python_does_not_tell_columns(
+    cell: CorpusCell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "span_at", lambda code, instruction: None)
+    assert disagreement(cell) == ""
 
 
 def test_the_corpus_is_large_enough() -> None:
