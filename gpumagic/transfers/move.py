@@ -9,9 +9,7 @@ that other references keep the old one.
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from functools import partial
 from typing import Any
 
 from gpumagic import notebook
@@ -19,10 +17,7 @@ from gpumagic.errors import GpuMagicError, OptionError, nearest
 from gpumagic.heap import branches, kinds
 from gpumagic.memory.devices import room
 from gpumagic.report.units import size
-from gpumagic.transfers.log import direction
-from gpumagic.transfers.report import TransferRow
-
-CAUSE = "--move"
+from gpumagic.transfers.sites import MOVE, CallSites
 
 
 def check_names(names: Iterable[str], namespace: Mapping[str, Any]) -> None:
@@ -31,8 +26,8 @@ def check_names(names: Iterable[str], namespace: Mapping[str, Any]) -> None:
         _parts(name, namespace)
 
 
-def relocate(names: Iterable[str], namespace: MutableMapping[str, Any], device: str) -> tuple[TransferRow, ...]:
-    """Move variables to a device and return what moved, one row per variable and source device.
+def relocate(names: Iterable[str], namespace: MutableMapping[str, Any], device: str, sites: CallSites) -> None:
+    """Move variables to a device.
 
     A tensor's name is bound to its copy; a module stays the object it is and its optimizers, found in the namespace,
     follow with their state; lists, tuples and dicts are rebuilt around what moved. Two names of one object stay two
@@ -42,6 +37,7 @@ def relocate(names: Iterable[str], namespace: MutableMapping[str, Any], device: 
         names: variables of the namespace.
         namespace: where they are looked up and bound.
         device: a full torch name, such as ``"cuda:1"``.
+        sites: of the run that counts the copies: it is told which variable is being moved.
 
     Raises:
         OptionError: a name is missing, or holds nothing that could move. Nothing has changed then.
@@ -51,7 +47,7 @@ def relocate(names: Iterable[str], namespace: MutableMapping[str, Any], device: 
 
     names = list(dict.fromkeys(names))
     if device == "meta" and names:
-        raise OptionError(f"{CAUSE}: meta tensors have no values, so moving {', '.join(names)} there would lose them")
+        raise OptionError(f"{MOVE}: meta tensors have no values, so moving {', '.join(names)} there would lose them")
     parts = [(name, part) for name in names for part in _parts(name, namespace)]
     optimizers = _optimizers([part for _, part in parts], namespace)
     _check_room([*(part for _, part in parts), *optimizers.values()], names, device)
@@ -60,29 +56,33 @@ def relocate(names: Iterable[str], namespace: MutableMapping[str, Any], device: 
         whole = [(name, _as_module(part)) for name, part in parts if not issubclass(type(part), torch.Tensor)]
         of_modules = {id(each) for _, module in whole for each in _tensors_of(module)}
         for name, part in parts:
+            sites.moving = name
             if id(part) not in of_modules:
-                moves.moved(name, part)  # where it runs out of memory for them, nothing has changed
+                moves.moved(part)  # where it runs out of memory for them, nothing has changed
         # Those that may refuse, as quantized ones do, come first.
         for name, module in sorted(whole, key=lambda each: type(each[1]).to is torch.nn.Module.to):
-            moves.move_module(name, module)
+            sites.moving = name
+            moves.move_module(module)
+            moves.modules.append(name)
         for name in names:
-            value = namespace[name]
+            sites.moving, value = name, namespace[name]
             if id(value) not in values:
-                values[id(value)] = _rebuilt(value, partial(moves.moved, name))
+                values[id(value)] = _rebuilt(value, moves.moved)
         for name, optimizer in optimizers.items():
-            moves.move_optimizer(name, optimizer)
+            sites.moving = name
+            moves.move_optimizer(optimizer)
         namespace.update({name: values[id(namespace[name])] for name in names})
     except Exception as error:  # from torch, a module or an optimizer: our error has its text
         failure = str(error).partition("\n")[0] or type(error).__name__
     finally:
+        sites.moving = None
         moves.copies.clear()  # an interrupt's traceback keeps this frame
         values.clear()
     if failure is not None:  # out here: raised inside, it would keep that error, its frames and their tensors
         done_by_now = (
             f"{', '.join(dict.fromkeys(moves.modules))} had been moved" if moves.modules else "nothing was moved"
         )
-        raise GpuMagicError(f"{CAUSE}: {', '.join(names)} cannot go to {device}, and {done_by_now}: {failure}")
-    return tuple(moves.rows())
+        raise GpuMagicError(f"{MOVE}: {', '.join(names)} cannot go to {device}, and {done_by_now}: {failure}")
 
 
 # ---- What there is to move
@@ -97,14 +97,14 @@ def _parts(name: str, namespace: Mapping[str, Any]) -> list[Any]:
     if name not in namespace:
         near = nearest(name, notebook.names_of_users(namespace))
         hint = f"did you mean {near}?" if near else "write names of variables, such as --move model,x"
-        raise OptionError(f"{CAUSE}: there is no variable {name!r}; {hint}")
+        raise OptionError(f"{MOVE}: there is no variable {name!r}; {hint}")
     import torch
 
     value = namespace[name]
     try:
         leaves = _flat(value)[0]
     except RecursionError:
-        raise OptionError(f"{CAUSE}: {name!r} cannot be moved: it holds itself") from None
+        raise OptionError(f"{MOVE}: {name!r} cannot be moved: it holds itself") from None
     movable = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
     # type(), not isinstance(): a proxy's __class__ may evaluate or raise
     found = {id(each): each for each in leaves if issubclass(type(each), movable)}
@@ -113,7 +113,7 @@ def _parts(name: str, namespace: Mapping[str, Any]) -> list[Any]:
         hint = "it looks into lists, tuples and dicts only"
         if branches.class_attribute(type(value), "to") is not None:
             hint = f"it has a .to() of its own: {name} = {name}.to(...)"
-        raise OptionError(f"{CAUSE}: {name!r} ({kind}) holds no tensor, module or optimizer that could move; {hint}")
+        raise OptionError(f"{MOVE}: {name!r} ({kind}) holds no tensor, module or optimizer that could move; {hint}")
     return list(found.values())
 
 
@@ -192,7 +192,7 @@ def _check_room(parts: Iterable[Any], names: list[str], device: str) -> None:
     nbytes, free = sum(_nbytes(each) for each in found.values() if str(each.device) != device), room(device)
     if free is not None and nbytes > free:
         need = f"{', '.join(names)} need{'s' if len(names) == 1 else ''} {size(nbytes)}"
-        raise GpuMagicError(f"{CAUSE}: {need} on {device}, which has {size(free)} free; nothing was moved")
+        raise GpuMagicError(f"{MOVE}: {need} on {device}, which has {size(free)} free; nothing was moved")
 
 
 def _nbytes(tensor: Any) -> int:
@@ -213,72 +213,48 @@ class _Moves:
         self.modules: list[str] = []
         """Their names."""
         self._device = device
-        self._sums: dict[tuple[str, str], tuple[int, int, float]] = {}
 
-    def moved(self, name: str, part: Any) -> Any:
+    def moved(self, part: Any) -> Any:
         """Return the copy of a tensor; all else stays the object it is."""
         import torch
 
         if not issubclass(type(part), torch.Tensor):
             return part
         if id(part) not in self.copies:
-            self.copies[id(part)] = part, self._copy(name, part)
+            self.copies[id(part)] = part, self._copy(part)
         return self.copies[id(part)][1]
 
-    def _copy(self, name: str, tensor: Any) -> Any:
+    def _copy(self, tensor: Any) -> Any:
         import torch
 
-        source, start = str(tensor.device), time.perf_counter()
-        if source == self._device:
+        if str(tensor.device) == self._device:
             return tensor
         # A tensor that a graph made stays in the graph, as with `x = x.to(...)`; a leaf has a leaf for a copy.
         with torch.set_grad_enabled(tensor.grad_fn is not None):
             made = tensor.to(self._device)
-        self._add(name, source, _nbytes(tensor), time.perf_counter() - start)
         if tensor.is_leaf and tensor.requires_grad:
             made = torch.nn.Parameter(made) if isinstance(tensor, torch.nn.Parameter) else made.requires_grad_()
-            made.grad = None if tensor.grad is None else self.moved(name, tensor.grad)
+            made.grad = None if tensor.grad is None else self.moved(tensor.grad)
         return made
 
-    def move_module(self, name: str, module: Any) -> None:
+    def move_module(self, module: Any) -> None:
         """Move a module by its own `to`."""
-        slots = [(*slot, str(slot[2].device)) for slot in _slots_of(module)]
-        gradients = [None if not tensor.is_leaf else tensor.grad for _, _, tensor, _ in slots]
-        start, counted = time.perf_counter(), set()
+        slots = list(_slots_of(module))
         module.to(self._device)
-        self.modules.append(name)
-        for (kept, key, old, source), gradient in zip(slots, gradients, strict=True):
-            new = kept[key]
-            if source != self._device and id(new) not in counted:
-                counted.add(id(new))
-                self._add(name, source, _nbytes(new), time.perf_counter() - start)
-                if gradient is not None:
-                    self._add(name, source, _nbytes(gradient), 0.0)
-                start = time.perf_counter()
+        for kept, key, old in slots:
             # A tied weight stays one where torch makes new parameters, as on PrivateUse1.
-            kept[key] = self.copies.setdefault(id(old), (old, new))[1]
+            kept[key] = self.copies.setdefault(id(old), (old, kept[key]))[1]
 
-    def move_optimizer(self, name: str, optimizer: Any) -> None:
+    def move_optimizer(self, optimizer: Any) -> None:
         """Give an optimizer its parameters, and move their state, in its own dictionaries."""
         for kept, key, value in list(_state_of(optimizer)):
-            kept[key] = _rebuilt(value, partial(self.moved, name))
+            kept[key] = _rebuilt(value, self.moved)
         for group in optimizer.param_groups:
-            parameters = [self.moved(name, each) for each in group["params"]]
+            parameters = [self.moved(each) for each in group["params"]]
             for old, new in zip(group["params"], parameters, strict=True):
                 if new is not old and old in optimizer.state:
                     optimizer.state[new] = optimizer.state.pop(old)
             group["params"][:] = parameters
-
-    def _add(self, name: str, source: str, nbytes: int, seconds: float) -> None:
-        if nbytes:
-            count, total, spent = self._sums.get((name, source), (0, 0, 0.0))
-            self._sums[name, source] = count + 1, total + nbytes, spent + seconds
-
-    def rows(self) -> Iterator[TransferRow]:
-        """Yield what was copied."""
-        for (name, source), figures in self._sums.items():
-            way = direction(source, self._device)
-            yield TransferRow(way, source, self._device, *figures, line=None, code=None, name=name, cause=CAUSE)
 
 
 def _flat(value: Any) -> tuple[list[Any], Any]:

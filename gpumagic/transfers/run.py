@@ -99,7 +99,6 @@ class DeviceRun:
         from gpumagic.transfers.recording import Recording
 
         self._clock = _Clock()
-        self._moved = move.relocate(self._move, self._namespace, self.device) if self._move else ()
         self._sites = CallSites(self._namespace, self._filename)
         self._sites.start()
         self._log = log.TransferLog(self._sites)
@@ -114,6 +113,8 @@ class DeviceRun:
             if self._previous is not None:
                 _make_current(self.device)
             self._recording.open()
+            if self._move:
+                move.relocate(self._move, self._namespace, self.device, self._sites)
             if self._trace:
                 from gpumagic.transfers.tracing import Trace
 
@@ -144,7 +145,7 @@ class DeviceRun:
         self._code.filename = self._code.filename or self._sites.filename
         variables = self._code.variables(self._frame)
         loader = sys.modules["torch"].utils.data.DataLoader
-        moves, syncs = (*self._moved, *self._log.rows()), self._log.syncs()
+        moves, syncs = self._log.rows(), self._log.syncs()
         lines = self._code.lines()
         has_loader = any("DataLoader" in text for _, text in lines)
         has_loader = has_loader or any(issubclass(type(value), loader) for value in variables.values())

@@ -23,6 +23,8 @@ from gpumagic.transfers.advice import CHECK
 
 _MODULE_MOVES = frozenset({"to", "cuda", "cpu", "xpu", "to_empty"})
 _DISPATCHERS = frozenset({"__torch_function__", "__torch_dispatch__"})
+MOVE = "--move"
+"""The cause of what is moved before a cell."""
 _MOST = 10_000
 """Pieces of code and instructions that are remembered: `exec` in a loop makes new ones."""
 
@@ -62,6 +64,8 @@ class CallSites:
         from gpumagic.transfers import causes  # which imports torch
 
         self._causes = causes
+        self.moving: str | None = None
+        """The variable that `--move` moves now."""
         self.namespace = namespace
         self.filename = filename
         self._file_may_change = filename is None
@@ -91,6 +95,8 @@ class CallSites:
             asks: what is called ``".to"`` and so on where the code does not say it.
             found: the tensor that torch was given.
         """
+        if self.moving is not None:
+            return Site(cause=MOVE), found, self.moving
         frame, is_called = self._causes.asking_frame(sys._getframe(3))  # from the kernel's on
         if frame is None:
             return self._through_a_library(frame, is_called, asks, found)

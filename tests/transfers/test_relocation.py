@@ -17,7 +17,7 @@ import gpumagic
 from gpumagic import simgpu
 from gpumagic.errors import GpuMagicError, OptionError
 from gpumagic.transfers import move
-from gpumagic.transfers.move import relocate
+from gpumagic.transfers.run import DeviceRun
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 THERE = "simgpu:0"
@@ -26,6 +26,15 @@ THERE = "simgpu:0"
 class Pair(NamedTuple):
     inputs: Any
     labels: Any
+
+
+def relocate(names: list[str], namespace: dict[str, Any], device: str) -> tuple[Any, ...]:
+    """Run nothing on a device, with variables that are moved there first, and return the rows of these."""
+    run = DeviceRun(device, namespace=namespace, move=names, filename=__file__)
+    run.open()
+    run.close(None)
+    assert run.report is not None
+    return run.report.moves
 
 
 def copied() -> tuple[int, int]:
