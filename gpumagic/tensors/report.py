@@ -139,7 +139,7 @@ class TensorReport(Report[TensorRow]):
 
     def leaks(self) -> LeakReport:
         """Return what no variable reaches, with what keeps each tensor and the line that frees it."""
-        leaks = (row for row in self.tensors if not row.is_reached())
+        leaks = (row for row in self.tensors if not row.is_reached() and row.nbytes != 0)  # nothing is lost by those
         return LeakReport(tuple(leaks), self.limit, self.notes)
 
     def narrowed(self, only: Sequence[str]) -> TensorReport:

@@ -92,7 +92,7 @@ def _amount(report: TensorReport) -> str:
 
 def _largest(report: TensorReport) -> Iterator[Block]:
     wholes = {row.device: row.in_rows for row in report.by_device}
-    lines, limit = fold(report.tensors), report.limit
+    lines, limit = fold([row for row in report.tensors if row.is_reached() or row.nbytes != 0]), report.limit
     small = {id(line) for line in lines if line.nbytes < _SMALL * wholes.get(line.row.device, 0)}
     if len(lines) <= _FEW_LINES or limit is None or limit > SHOWN or len(small) > len(lines) - 3:
         small = set()

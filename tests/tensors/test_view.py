@@ -193,3 +193,12 @@ def test_the_report_has_all_rows_whatever_is_shown() -> None:
     frame = dataclasses.replace(REPORT, limit=1).to_pandas()
     assert len(frame) == len(ROWS)
     assert {"device", "nbytes", "shape", "dtype", "kind", "name", "holder", "views"} <= set(frame.columns)
+
+
+def test_what_occupies_nothing_and_has_no_name_is_neither_listed_nor_a_leak() -> None:
+    """Libraries keep such tensors: torch's nested ones have some on meta."""
+    nothing = TensorRow("meta", 0, (7, 3), "float32", "plain", None)
+    report = dataclasses.replace(REPORT, tensors=(*REPORT.tensors, nothing), limit=None)
+    assert "[7, 3]" not in to_text(report)
+    assert nothing in report.rows
+    assert nothing not in report.leaks().rows
