@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import loops
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import (
@@ -21,9 +19,11 @@ from gpumagic.oom.rules.proposal import (
     failed,
     find,
     loop_around,
+    numbered,
     prepare,
-    propose,
     read_tensors,
+    together,
+    written,
 )
 from gpumagic.report.units import count, size
 from gpumagic.source.cell_code import BatchSize, ints_named, is_batch_name
@@ -40,19 +40,17 @@ def smaller(facts: Facts) -> Iterator[Choice]:
     found = facts.batches[0]
     if facts.stage not in ("forward", "backward") and not _goes_with(facts, found):
         return
+    where = f"line {found.line}{f' of {found.cell}' if found.cell else ''}"
+    said = f"the cell uses {found.name}, which is" if found.line is None else f"{where} says {found.name} ="
+    said = f"{found.name} is a DataLoader of batches of" if found.loader else said
 
     def edit(value: int, steps: int) -> dict[str, Any]:
-        size = _edit(facts, found, value)
-        if steps == 1:
-            return size
-        passes = loops.accumulating(facts, found, steps)
-        first = "\n".join(each["first"] for each in (size, passes) if "first" in each)
-        text, changes = passes.get("text") or size.get("text"), (*size.get("changes", ()), *passes.get("changes", ()))
-        return {"text": text, "changes": changes, "first": first or None} if passes else {}
+        lower, passes = _edit(facts, found, value), loops.accumulating(facts, found, steps) if steps > 1 else {}
+        return together(lower, passes) if passes or steps == 1 else {}
 
     yield loops.lowered(
-        facts, found.name, found.value, f"{found.name}'s batch_size" if found.loader else found.name, _evidence(found),
-        edit, is_setting=not found.loader and not found.cell, least=found.value // MOST_PARTS,
+        facts, found.name, found.value, f"{found.name}'s batch_size" if found.loader else found.name,
+        f"{said} {found.value}", edit, is_setting=not found.loader and not found.cell, least=found.value // MOST_PARTS,
     )  # fmt: skip
 
 
@@ -68,79 +66,54 @@ def _goes_with(facts: Facts, found: BatchSize) -> bool:
     return found.name.partition(".")[0] in names or bool(lengths & {found.value, 2 * found.value})  # two views of each
 
 
+def _edit(facts: Facts, found: BatchSize, value: int) -> dict[str, Any]:
+    if found.loader:
+        return {"first": f"{found.name}.batch_sampler.batch_size = {value}"}
+    for text in (each for each in facts.texts if each.cell == found.cell):
+        numbers = [each for name, each in ints_named(text.tree) if (name, each.value) == (found.name, found.value)]
+        if numbers:
+            return written(text, numbers)(value)
+    code = f"{found.name} = {value}"
+    owner, dot, _ = found.name.partition(".")
+    return prepare(facts, owner, code) if dot else {"first": code}
+
+
 IMAGE, CHANNELS = 3, (1, 3, 4)
 """How many dimensions one image has, and how long its first may be: no rows."""
 _MADE_UP = ("randn", "rand", "ones", "zeros", "empty", "full")
-_MAKERS = (*_MADE_UP, "randint")
 
 
 def unnamed(facts: Facts) -> Iterator[Choice]:
     """Lower the number of rows where the cell has written it into each call that makes a tensor."""
-    text = facts.cell.text if facts.cell is not None else None
-    if facts.batches or text is None or not facts.may_take_less:
+    text = facts.text
+    if facts.batches or text is None or not facts.may_take_less or not (facts.trains or facts.stage == "forward"):
         return
-    if not facts.trains and facts.stage != "forward":
-        return  # no model's batch
     at_work = {each.shape[0] for each in (*facts.tensors.values(), *facts.operands.values()) if each.shape}
-    written = [(rows, literal) for node in text.nodes() for rows, literal in _rows(node) if rows in at_work]
-    times = Counter(rows for rows, _ in written)
+    found = [(call, *each) for _, call in calls([text], *_MADE_UP, "randint") for each in _rows(call)]
+    times = Counter(rows for _, rows, _ in found if rows in at_work)
     now = max(times, key=lambda rows: (times[rows], rows), default=1)
     if now < 2:
         return
-    literals = [literal for rows, literal in written if rows == now]
-    makes_up = any(rows == now and called_name(node) in _MADE_UP for node in text.nodes() for rows, _ in _rows(node))
+    literals = [literal for _, rows, literal in found if rows == now]
     lines = sorted({each.lineno for each in literals})
     where = f"lines {', '.join(map(str, lines))} make" if lines[1:] else f"line {lines[0]} makes"
-
-    told = {
-        "evidence": f"{where} tensors of {now} rows",
-        "cost": "a different gradient" if facts.trains else "fewer rows, or more passes by hand",
-    }
-    make = functools.partial(_written, text, literals, f"Lower the batch from {now}", told)
-    # Of data that the cell makes up nothing is lost by making less.
-    is_other = facts.trains and not makes_up
-    yield Choice("batch", now, make, now // 2, changes_result=is_other, least=now // MOST_PARTS)
+    makes_up = any(rows == now and called_name(call) in _MADE_UP for call, rows, _ in found)
+    yield numbered(
+        "batch", now, "Lower the batch", written(text, literals), evidence=f"{where} tensors of {now} rows",
+        cost="a different gradient" if facts.trains else "fewer rows, or more passes by hand",
+        changes_result=facts.trains and not makes_up,  # of data that the cell makes up nothing is lost by making less
+        least=now // MOST_PARTS,
+    )  # fmt: skip
 
 
-def _written(text: CellText, literals: Sequence[ast.expr], title: str, told: dict[str, Any], value: int) -> Advice:
-    """Return the suggestion to write another number in the place of some that are there."""
-    changes = [text.replace(each, str(value)) for each in literals]
-    return propose(f"{title} to {value}", text=text, changes=changes, **told)
-
-
-def _rows(node: ast.AST) -> Iterator[tuple[int, ast.expr]]:
+def _rows(call: ast.Call) -> Iterator[tuple[int, ast.expr]]:
     """Yield the number of rows in a call that makes a tensor: its first number, or the first of its shape."""
-    if isinstance(node, ast.Call) and called_name(node) in _MAKERS:
-        shapes = [each.elts for each in node.args if isinstance(each, ast.Tuple | ast.List)]
-        sizes = shapes[0] if shapes else node.args if called_name(node) != "randint" else []
-        first = sizes[0].value if sizes and isinstance(sizes[0], ast.Constant) else None
-        is_image = len(sizes) == IMAGE and first in CHANNELS
-        if isinstance(first, int) and not is_image:
-            yield first, sizes[0]
-
-
-def _edit(facts: Facts, found: BatchSize, value: int) -> dict[str, Any]:
-    if found.loader:
-        return {"first": f"{found.name}.batch_sampler.batch_size = {value}"}
-    for text in facts.texts:
-        written = [
-            number for name, number in ints_named(text.tree) if name == found.name and number.value == found.value
-        ]
-        changes = [text.replace(number, str(value)) for number in written] if text.cell == found.cell else []
-        if changes:
-            return {"text": text, "changes": changes}
-    owner, dot, _ = found.name.partition(".")
-    code = f"{found.name} = {value}"
-    return prepare(facts, owner, code) if dot else {"first": code}
-
-
-def _evidence(found: BatchSize) -> str:
-    if found.loader:
-        return f"{found.name} is a DataLoader of batches of {found.value}"
-    if found.line is not None:
-        where = f"line {found.line}" + (f" of {found.cell}" if found.cell else "")
-        return f"{where} says {found.name}={found.value}"
-    return f"the cell uses {found.name}, which is {found.value}"
+    shapes = [each.elts for each in call.args if isinstance(each, ast.Tuple | ast.List)]
+    sizes = shapes[0] if shapes else call.args if called_name(call) != "randint" else []
+    first = sizes[0].value if sizes and isinstance(sizes[0], ast.Constant) else None
+    is_image = len(sizes) == IMAGE and first in CHANNELS
+    if isinstance(first, int) and not is_image:
+        yield first, sizes[0]
 
 
 MOST_DOUBLINGS = 6
@@ -163,47 +136,32 @@ def accumulate(facts: Facts) -> Iterator[Choice]:
     rest = [each for each in statements if each not in cleared]
     if not all(isinstance(each, ast.Assign) or each is region.backward for each in rest):
         return  # a sum or a step in between would be made once for each part
-    if any(_mixes_rows(node) for each in rest for node in ast.walk(each)):
-        return
     names, made = _divisible(facts, region), set[str]().union(*map(bound_in, rest))
     if not names or made & {each.id for each in read_tensors(region)} - set(names):
         return  # a hidden state, from which the next part would go on
-    if any(_counts_rows(node, names) for each in rest for node in ast.walk(each)) or not _loop(
-        facts, region, names, 2, cleared
-    ):
+    is_whole = not any(_is_of_some(node, names) for each in rest for node in ast.walk(each))
+    if not is_whole or not _loop(facts, region, names, 2, cleared):
         return
     rows = facts.tensors[names[0]].shape[0]
-    doublings = min(MOST_DOUBLINGS, rows.bit_length() - 1)
-
-    def divided(left: int) -> Advice:
-        parts = 1 << (doublings + 1 - left)
-        return propose(
-            f"Train on {parts} parts of {', '.join(names)}, one after the other", text=region.text,
-            changes=_loop(facts, region, names, parts, cleared),
-            evidence=f"{names[0]} has {count(rows, 'row')}, all in one step",
-            cost=f"the same gradient{loops.but(facts.models)}; {', '.join(sorted(made))} of the last part is left",
-        )  # fmt: skip
-
-    yield Choice("halvings to spare", doublings + 1, divided, doublings, is_rounded=False)
-
-
-def _mixes_rows(node: ast.AST) -> bool:
-    """Return whether an operation may compare rows with one another, so that parts of the data have another loss."""
-    if isinstance(node, ast.BinOp):
-        return isinstance(node.op, ast.MatMult)
-    if isinstance(node, ast.Attribute):
-        return node.attr in ("T", "mT")
-    return called_name(node) in ("t", "transpose", "matmul", "mm", "bmm", "einsum", "cdist", "zero_grad", "step")
+    # Batch norm takes no single row
+    least = 1 + any("batch norm" in each.uneven for each in facts.models if each.training)
+    most = 1 << min(MOST_DOUBLINGS, (rows // least).bit_length() - 1)
+    yield numbered(
+        "halvings to spare", most.bit_length(),
+        lambda left: f"Train on {2 * most >> left} parts of {', '.join(names)}, one after the other",
+        lambda left: {"text": region.text, "changes": _loop(facts, region, names, 2 * most >> left, cleared)},
+        evidence=f"{names[0]} has {count(rows, 'row')}, all in one step",
+        cost=f"the same gradient{loops.but(facts.models)}; {', '.join(sorted(made))} of the last part is left",
+        guess=most.bit_length() - 1, is_rounded=False,
+    )  # fmt: skip
 
 
-def _counts_rows(node: ast.AST, names: Sequence[str]) -> bool:
-    """Return whether code takes some of the rows of a tensor, or asks how many there are."""
-    if isinstance(node, ast.Subscript):
-        first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
-        return getattr(node.value, "id", "") in names and ast.unparse(first) not in (":", "...")
-    if isinstance(node, ast.Attribute):
-        return node.attr in ("shape", "size", "numel") and getattr(node.value, "id", "") in names
-    return called_name(node) == "len" and bool(names_in(node) & set(names))
+def _is_of_some(node: ast.AST, names: Sequence[str]) -> bool:
+    """Return whether code takes some of the rows of a tensor."""
+    if not isinstance(node, ast.Subscript) or getattr(node.value, "id", "") not in names:
+        return False
+    first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
+    return ast.unparse(first) not in (":", "...")
 
 
 def _divisible(facts: Facts, region: Region) -> list[str]:
@@ -244,14 +202,14 @@ LEAST_LENGTH = 16
 
 def numbers(facts: Facts) -> Iterator[Choice]:
     """Lower a number written under a name: of layers where a model does not fit, else of what tensors are long."""
-    told = {"evidence": f"its parameters take {size(facts.moving)}",
-            "cost": "a smaller model; training it takes its size again for gradients, and twice for Adam"}  # fmt: skip
     moving = facts.texts if facts.stage == "move" and facts.moving else ()
     for text, name, literal in ((each, *named) for each in moving for named in ints_named(each.tree)):
         if _DEPTH.match(name) and literal.value > 1:
-            title = f"Make the model smaller: {name} from {literal.value}"
-            make = functools.partial(_written, text, [literal], title, told)
-            yield Choice(name, literal.value, make, literal.value // 2, is_rounded=False)
+            yield numbered(
+                name, literal.value, f"Make the model smaller: {name}", written(text, [literal]),
+                evidence=f"its parameters take {size(facts.moving)}", is_rounded=False,
+                cost="a smaller model; training it takes its size again for gradients, and twice for Adam",
+            )  # fmt: skip
             return
     if facts.memory != "device" or facts.trainer is not None or facts.text is None:
         return
@@ -260,9 +218,10 @@ def numbers(facts: Facts) -> Iterator[Choice]:
     for name, literal in dict(ints_named(facts.text.tree)).items():
         now = literal.value
         if now >= LEAST_LENGTH and now in lengths and not is_batch_name(name):
-            told = {"evidence": f"tensors at work are {now} long", "cost": "another result"}
-            make = functools.partial(_written, facts.text, [literal], f"Lower {name} from {now}", told)
-            yield Choice(name, now, make, now // 2, changes_result=True, is_setting=True, least=now // 8)
+            yield numbered(
+                name, now, f"Lower {name}", written(facts.text, [literal]), evidence=f"tensors at work are {now} long",
+                cost="another result", changes_result=True, is_setting=True, least=now // 8,
+            )  # fmt: skip
 
 
 VMAP = frozenset({"vmap_impl", "_flat_vmap"})
@@ -281,17 +240,17 @@ def mapped(facts: Facts) -> Iterator[Choice]:
         names = [text.code(each) for each in (told if dims else call.args)]
         rows = next((facts.tensors[name].shape[0] for name in names if name in facts.tensors), 0)
         if rows > 1:
-            yield Choice("chunk_size", rows, functools.partial(_in_chunks, facts, text, made, rows), rows // 2)
+            yield _in_chunks(facts, text, made, rows)
             return
 
 
-def _in_chunks(facts: Facts, text: CellText, call: ast.Call, rows: int, number: int) -> Advice:
-    changes = [text.add_argument(call, f"chunk_size={number}")]
+def _in_chunks(facts: Facts, text: CellText, call: ast.Call, rows: int) -> Choice:
     statement = text.statement_at(call.lineno)
-    if statement is not None and not facts.trains:
-        changes += text.wrap([statement], "with torch.no_grad():")  # what vmap differentiates has graphs of its own
-    return propose(
-        f"Map over {count(number, 'row')} at a time", text=text, changes=changes,
-        cost="a little time" + ("; its results have no autograd graph" if changes[1:] else ""),
+    # What vmap differentiates has graphs of its own
+    without = text.wrap([statement], "with torch.no_grad():") if statement is not None and not facts.trains else ()
+    return numbered(
+        "chunk_size", rows, lambda number: f"Map over {count(number, 'row')} at a time",
+        lambda number: {"text": text, "changes": [text.add_argument(call, f"chunk_size={number}"), *without]},
         evidence=f"vmap has all {count(rows, 'row')} in memory at once",
+        cost=f"a little time{'; its results have no autograd graph' if without else ''}",
     )  # fmt: skip

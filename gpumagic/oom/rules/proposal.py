@@ -217,6 +217,44 @@ def propose(
     return Advice(title, frees, None, changes=tuple(changes), first=first, **{"edit": edit, **more})
 
 
+Edit = dict[str, Any]
+"""What `propose` is told of an edit: a `text` with its `changes`, and code to run `first`."""
+
+
+def written(text: CellText, numbers: Sequence[ast.expr]) -> Callable[[int], Edit]:
+    """Return the edit that writes another number in the place of some that are there."""
+    return lambda number: {"text": text, "changes": [text.replace(each, str(number)) for each in numbers]}
+
+
+def argued(text: CellText, call: ast.Call, **arguments: str) -> list[Change]:
+    """Return the changes that give a call keyword arguments, each in the place of one that it has."""
+    given = {name: keyword(call, name) for name in arguments}
+    changes = [text.replace(each.value, arguments[name]) for name, each in given.items() if each is not None]
+    new = ", ".join(f"{name}={code}" for name, code in arguments.items() if given[name] is None)
+    return [*changes, *([text.add_argument(call, new)] if new else [])]
+
+
+def together(*edits: Edit) -> Edit:
+    """Return several edits as one."""
+    first = "\n".join(each["first"] for each in edits if each.get("first"))
+    texts = [each["text"] for each in edits if each.get("text")]
+    changes = [change for each in edits for change in each.get("changes", ())]
+    return {"text": texts[-1] if texts else None, "changes": changes, "first": first or None}
+
+
+def numbered(
+    name: str, now: int, title: str | Callable[[int], str], edit: Callable[[int], Edit], *, evidence: str, cost: str,
+    **more: Any,
+) -> Choice:  # fmt: skip
+    """Return the choice of a smaller number, half of it where none can be tried; `more` are other fields."""
+
+    def make(number: int) -> Advice:
+        said = f"{title} from {now} to {number}" if isinstance(title, str) else title(number)
+        return propose(said, evidence=evidence, cost=cost, **edit(number))
+
+    return Choice(name, now, make, **{"guess": now // 2, **more})
+
+
 def cleared(first: str | None, facts: Facts) -> str | None:
     """Return what to run first, with what the failed cell left taken away: its next run would stand beside it."""
     said = set(re.findall(r"\w+", first or ""))
@@ -283,10 +321,10 @@ class Remedy:
             given = keyword(call, name)
             known = (facts, text, call, text.code(given.value) if given is not None else "")
             if self.of(*known):
-                change = text.replace(given.value, value) if given is not None else text.add_argument(call, argument)
+                changes = argued(text, call, **{name: value})
                 if self.by_default and len(call.args) + len(call.keywords) == 1:
-                    change = text.replace(call, f"{text.code(call.func)}()")
-                yield self._proposed(known, text=text, changes=[change])
+                    changes = [text.replace(call, f"{text.code(call.func)}()")]
+                yield self._proposed(known, text=text, changes=changes)
                 return
 
     def _proposed(self, known: tuple[Any, ...], **more: Any) -> Advice:

@@ -6,13 +6,14 @@ import ast
 import itertools
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import loops
 from gpumagic.oom.rules.facts import Facts, Model, Optimizer
 from gpumagic.oom.rules.proposal import (
+    Edit,
     Remedy,
+    argued,
     backend,
     calls,
     does,
@@ -22,6 +23,7 @@ from gpumagic.oom.rules.proposal import (
     loop_around,
     prepare,
     propose,
+    together,
 )
 from gpumagic.report.units import LARGE, size
 from gpumagic.source.text import CellText, keyword
@@ -33,18 +35,32 @@ SHARED = ("lr", "weight_decay")
 
 def one_by_one(facts: Facts) -> Iterator[Advice]:
     """Update one parameter at a time, or fused, where the batched form of Adam makes copies of all parameters."""
-    batched = sorted(name for name in facts.functions if name.startswith("_multi_tensor_adam"))
-    adam = next((each for each in facts.optimizers if each.kind in ADAMS and not each.fused), None)
-    kinds = [adam.kind] if adam is not None else [name for name in ADAMS if any(calls(facts.texts, name))]
     fused = backend(facts) == "cuda"
-    argument = "fused=True" if fused else "foreach=False"
-    edit = _switched(facts, adam, kinds[0], argument) if kinds else {"edit": argument} if batched else {}
-    if batched or (edit and facts.trains and in_a_pass(facts)):
+    edit = _switched(facts, "fused" if fused else "foreach", "True" if fused else "False")
+    if edit and (_fails_in_copies(facts) or (facts.trains and in_a_pass(facts))):
         yield propose(
             "Let the optimizer update in place, fused" if fused else "Let the optimizer update one parameter at a time",
             evidence="its step makes copies of all parameters at once",
             cost="none" if fused else "a step of many small parameters takes longer", **edit,
         )  # fmt: skip
+
+
+def _fails_in_copies(facts: Facts) -> bool:
+    return any(name.startswith("_multi_tensor_adam") for name in facts.functions)
+
+
+def _switched(facts: Facts, name: str, value: str) -> Edit:
+    """Return the edit that gives Adam's constructor an argument, or sets it on the optimizer that is there."""
+    found = next((each for each in facts.optimizers if each.kind in ADAMS and not each.fused), None)
+    for text, call in calls(facts.texts, *([found.kind] if found is not None else ADAMS)):
+        flag = keyword(call, name)
+        if flag is not None and text.code(flag.value) == value:
+            return {}
+        other = {"foreach": "False"} if name == "fused" and keyword(call, "foreach") is not None else {}
+        return {"text": text, "changes": argued(text, call, **{name: value}, **other)}
+    if found is not None and not found.local:
+        return {"first": f'for group in {found.name}.param_groups:\n    group["foreach"] = False'}
+    return {"edit": f"{name}={value}"} if found is not None or _fails_in_copies(facts) else {}
 
 
 def leaner(facts: Facts) -> Iterator[Advice]:
@@ -74,21 +90,7 @@ def leaner(facts: Facts) -> Iterator[Advice]:
         )  # fmt: skip
 
 
-def _switched(facts: Facts, found: Optimizer | None, kind: str, argument: str) -> dict[str, Any]:
-    """Return the edit that gives the optimizer's constructor an argument, or sets it on the one that is there."""
-    name, _, value = argument.partition("=")
-    for text, call in calls(facts.texts, kind):
-        flag, other = keyword(call, name), keyword(call, "foreach") if name == "fused" else None
-        if flag is not None and text.code(flag.value) == value:
-            return {}
-        change = text.replace(flag.value, value) if flag is not None else text.add_argument(call, argument)
-        return {"text": text, "changes": [change, *([text.replace(other.value, "False")] if other else [])]}
-    if found is None or found.local:
-        return {"edit": argument}
-    return {"first": f'for group in {found.name}.param_groups:\n    group["foreach"] = False'}
-
-
-def _constructed(facts: Facts, found: Optimizer, constructor: str) -> dict[str, Any]:
+def _constructed(facts: Facts, found: Optimizer, constructor: str) -> Edit:
     """Return the edit that makes another optimizer where the cell makes this one, else before it."""
     for text, call in calls(facts.texts, found.kind):
         shared = [f"{each.arg}={text.code(each.value)}" for each in call.keywords if each.arg in SHARED]
@@ -101,19 +103,15 @@ def _constructed(facts: Facts, found: Optimizer, constructor: str) -> dict[str, 
     return {"first": f"{found.name} = {constructor}({models[0].name}.parameters())"}
 
 
-def _sparse(facts: Facts, found: Optimizer) -> dict[str, Any]:
+def _sparse(facts: Facts, found: Optimizer) -> Edit:
     """Return the edit by which large embeddings have sparse gradients, with an optimizer that takes them."""
     edit = _constructed(facts, found, "torch.optim.SGD")
     told = [
         prepare(facts, model.name, "\n".join(f"{each}.sparse = True" for each in model.embeddings))
         for model in facts.models if model.embeddings and model.name in found.models and not model.local
     ]  # fmt: skip
-    if not edit or not told or len({each["text"].cell for each in (edit, *told) if "text" in each}) > 1:
-        return {}
-    changes = [change for each in (edit, *told) for change in each.get("changes", ())]
-    first = "\n".join(each["first"] for each in (*told, edit) if each.get("first"))
-    text = next((each["text"] for each in (edit, *told) if "text" in each), None)
-    return {"text": text, "changes": changes, "first": first or None}
+    cells = {each["text"].cell for each in (edit, *told) if "text" in each}
+    return together(*told, edit) if edit and told and len(cells) < 2 else {}
 
 
 def _autocast(facts: Facts) -> str:
@@ -233,22 +231,21 @@ def settings(facts: Facts) -> Iterator[Advice]:
             yield propose(title.format(name=model.name), cost=cost, evidence=why, **told)
 
 
-def _switch(facts: Facts, model: Model) -> dict[str, Any]:
+def _switch(facts: Facts, model: Model) -> Edit:
     """Return the edit that has a model recompute its activations, or a large part of them."""
     methods = [each for each in model.methods if "checkpointing" in each]
     if model.checkpoints is False and methods:
         return prepare(facts, model.name, f"{model.name}.{methods[0]}()")
     if model.blocks is not None:
         return prepare(facts, model.name, _WRAP.format(blocks=model.blocks))
-    for text, call in calls(facts.texts, model.name) if model.sequential else ():
-        if len(call.args) == 1:
-            arguments = f"{model.name}, min(4, len({model.name})), {text.code(call.args[0])}, use_reentrant=False"
-            changes = [text.replace(call, f"torch.utils.checkpoint.checkpoint_sequential({arguments})")]
-            return {"text": text, "changes": changes, "first": "import torch.utils.checkpoint"}
     for text, call in calls(facts.texts, model.name):
-        loop = loop_around(text, call.lineno)
-        if loop is not None and not any(does(each, "backward") for each in loop.body):  # of several calls one at a time
-            arguments = text.code(call)[len(text.code(call.func)) + 1 : -1]
-            code = f"torch.utils.checkpoint.checkpoint({model.name}, {arguments}, use_reentrant=False)"
-            return {"text": text, "changes": [text.replace(call, code)], "first": "import torch.utils.checkpoint"}
+        loop, inner = loop_around(text, call.lineno), text.code(call)[len(text.code(call.func)) + 1 : -1]
+        if model.sequential and len(call.args) == 1:
+            run = f"checkpoint_sequential({model.name}, min(4, len({model.name})), {inner}"
+        elif loop is not None and not any(does(each, "backward") for each in loop.body):  # of several one at a time
+            run = f"checkpoint({model.name}, {inner}"
+        else:
+            continue
+        changes = [text.replace(call, f"torch.utils.checkpoint.{run}, use_reentrant=False)")]
+        return {"text": text, "changes": changes, "first": "import torch.utils.checkpoint"}
     return {}
