@@ -9,8 +9,8 @@ import pytest
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.oom import advice as advising
 from gpumagic.oom.report import Need
-from gpumagic.oom.rules import batch, collected, kept, limits, training, verdict
-from gpumagic.oom.rules.facts import Collection, Facts, Model, Ownership, TensorFact
+from gpumagic.oom.rules import batch, collected, kept, limits, proposal, training, verdict
+from gpumagic.oom.rules.facts import Collection, Facts, Model, Optimizer, Ownership, TensorFact
 from gpumagic.oom.rules.verdict import explain
 from gpumagic.oom.trials import Trials
 from gpumagic.report.base import Holder
@@ -287,6 +287,77 @@ def test_the_foreach_form_of_adam_is_named_by_the_function_that_failed() -> None
     assert advice.edit == "fused=True"
     assert one(training.one_by_one, replace(facts, device="mps:0")).edit == "foreach=False"
     assert not list(training.one_by_one(TRAINING))
+
+
+EMBEDDING = replace(
+    TRAINING, cell=cell_code.read_cell("opt = torch.optim.Adam(net.parameters(), lr=0.1)\nnet(x).backward()"), line=2,
+    models=(replace(TRAINING.models[0], embeddings=("net.users", "net.films")),),
+    optimizers=(Optimizer("opt", "Adam", GIB, models=frozenset({"net"})),),
+)  # fmt: skip
+
+
+def test_gradients_of_large_embeddings_are_sparse_with_an_optimizer_that_takes_them() -> None:
+    """Adam refuses sparse gradients, and its state has all rows of the table."""
+    *_, advice = training.leaner(EMBEDDING)
+    assert advice.title == "Replace Adam by SGD, with sparse gradients of embeddings"
+    assert advice.first == "net.users.sparse = True\nnet.films.sparse = True"
+    assert advice.edit == "opt = torch.optim.SGD(net.parameters(), lr=0.1)"
+
+
+def test_embeddings_that_the_cell_makes_are_told_where_it_has_made_them() -> None:
+    cell = "net = Net().cuda()\n" + EMBEDDING.cell.text.source
+    *_, advice = training.leaner(replace(EMBEDDING, cell=cell_code.read_cell(cell), line=3))
+    assert advice.first is None
+    assert advice.apply(cell).splitlines()[:4] == [
+        "net = Net().cuda()", "net.users.sparse = True", "net.films.sparse = True",
+        "opt = torch.optim.SGD(net.parameters(), lr=0.1)",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        replace(EMBEDDING, models=(replace(EMBEDDING.models[0], embeddings=()),)),
+        replace(EMBEDDING, models=(replace(EMBEDDING.models[0], local=True),)),
+        replace(EMBEDDING, optimizers=(replace(EMBEDDING.optimizers[0], models=frozenset({"other"})),)),
+        replace(EMBEDDING, cell=cell_code.read_cell(
+            "opt = torch.optim.Adam(net.parameters(), 0.1, (0.9, 0.99))\nnet(x).backward()")),
+    ],
+    ids=["none are large", "no name reaches the model", "the optimizer is of another model", "who knows its arguments"],
+)  # fmt: skip
+def test_gradients_stay_as_they_are_where_no_line_can_make_them_sparse(facts) -> None:
+    assert not any("sparse" in each.title for each in training.leaner(facts))
+
+
+WITH_GRADIENTS = replace(
+    TRAINING, cell=cell_code.read_cell("opt.zero_grad()\nnet(x).backward()"),
+    models=(replace(TRAINING.models[0], gradients=GIB),),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("facts", "first"),
+    [
+        (WITH_GRADIENTS, "net.zero_grad()"),
+        (replace(WITH_GRADIENTS, residue=("x", "loss"), emptied=("opt.state",)),
+         "del x, loss\nopt.state.clear()\nnet.zero_grad()"),
+        (replace(WITH_GRADIENTS, residue=("net",)), "del net"),
+        (replace(WITH_GRADIENTS, cell=TRAINING.cell), None),
+        (replace(WITH_GRADIENTS, models=(replace(WITH_GRADIENTS.models[0], local=True),)), None),
+        (replace(WITH_GRADIENTS, models=(replace(WITH_GRADIENTS.models[0], gradients=512),)), None),
+    ],
+    ids=["gradients", "variables before gradients", "the cell makes the model anew", "gradients that the cell adds up",
+         "no name reaches the model", "small ones"],
+)  # fmt: skip
+def test_gradients_of_the_failed_pass_are_cleared_before_the_cell_runs_again(facts, first) -> None:
+    """Where the cell clears them itself, they are of no use; before that they stand beside what it makes."""
+    assert proposal.cleared(None, facts) == first
+    assert proposal.cleared("y = 1", facts) == "\n".join(filter(None, (first, "y = 1")))
+
+
+def test_what_is_to_be_run_first_is_not_taken_away_before() -> None:
+    facts = replace(WITH_GRADIENTS, residue=("x", "y"))
+    assert proposal.cleared("x = x.cpu()", facts) == "del y\nnet.zero_grad()\nx = x.cpu()"
 
 
 def test_without_dry_runs_what_costs_nothing_comes_first() -> None:
