@@ -219,7 +219,11 @@ def test_what_a_graph_network_trains_on_is_not_divided(dtype, number) -> None:
         "(net(x).mean() - 1).square()", "(net(x).softmax(0) * x[:, :3]).sum()", "net(x).softmax(1).square().mean()",
         "net(x).square().mean() + sum(p.square().sum() for p in net.parameters())", "net(x).std()", "1 / net(x).mean()",
         "torch.nn.functional.mse_loss(net(x), x[:, :3]) ** 0.5", "net(x[:8]).square().mean()", "-net(x).mean()",
-        "net(x).square().mean() * net(x).mean()", "sum(net(x).square().mean() for _ in range(2))",
+        "net(x).square().mean() * net(x).mean()", "(net(x) @ net(x).T).logsumexp(1).mean()",
+        "net(x).square().sum(1).mean() + 0.1 * net(x).abs().mean()", "(net(x) - net(x).mean()).abs().mean()",
+        "torch.autograd.grad(net(x.requires_grad_()).sum(), x, create_graph=True)[0].square().mean() + net(x).mean()",
+        "torch.autograd.grad(net(x.requires_grad_()).mean(), x, create_graph=True)[0].square().mean() + net(x).mean()",
+        "sum(net(x).square().mean() for _ in range(2))",
         "torch.nn.functional.mse_loss(net(x), x[:, :3], reduction='sum') + net(x).abs().mean()", "net(x).norm()",
     ],
 )  # fmt: skip

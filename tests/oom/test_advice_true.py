@@ -142,6 +142,8 @@ class Untried(Told):
     ("code", "line", "edit"),
     [
         ("for q in queries.split(500):\n    d = torch.cdist(q, base)", 2, "for q in queries.split(250):"),
+        ("for q, k in zip(queries.split(500), keys.split(500)):\n    d = torch.cdist(q, k)", 2,
+         "for q, k in zip(queries.split(250), keys.split(250)):"),
         ("for q in torch.split(queries, 500):\n    d = torch.cdist(q, base)", 2,
          "for q in torch.split(queries, 250):"),
         ("for i in range(0, len(x), 500):\n    y = x[i : i + 500] @ w", 2,

@@ -38,7 +38,7 @@ def smaller(facts: Facts) -> Iterator[Choice]:
     if not facts.batches or not facts.may_take_less or (facts.trainer and facts.trainer.library == "transformers"):
         return  # of a trainer of transformers `loops.batch` knows what else its arguments say
     found = facts.batches[0]
-    if facts.stage not in ("forward", "backward") and not _goes_with(facts, found):
+    if facts.stage not in ("forward", "backward") and not facts.trains and not _goes_with(facts, found):
         return
     where = f"line {found.line}{f' of {found.cell}' if found.cell else ''}"
     said = f"the cell uses {found.name}, which is" if found.line is None else f"{where} says {found.name} ="

@@ -258,6 +258,8 @@ class _Loss(NamedTuple):
         name, owner = called_name(node) or called_name(node.func), getattr(node.func, "value", None)
         given = [*node.args, *(each.value for each in node.keywords)]
         is_function = owner is not None and self.text.code(owner).endswith(FUNCTIONS)
+        if name == "grad" and given and self.kind(given[0]) == "sum":
+            return ""  # each row has its own
         of = _together(map(self.kind, given if owner is None or is_function else [owner, *given]))
         is_of_all = owner is not None and len(given) == is_function
         is_over_rows = name in _ALONG and any(ast.unparse(each) == "0" for each in given)

@@ -27,10 +27,13 @@ def smaller(facts: Facts) -> Iterator[Choice]:
     """Make the parts smaller in which a loop goes through its data."""
     batches = {each.name for each in facts.batches}
     for text in facts.texts if facts.memory == "device" else ():
-        for call, number in _parts_in(text, text.line or facts.line):
+        found = list(_parts_in(text, text.line or facts.line))
+        for call, number in found:
             now = _int(facts, text, number)
             if now is not None and (now > 1 or called_name(call) in _COUNTS) and text.code(number) not in batches:
-                yield _smaller_parts(facts, text, call, number, now)
+                on_line = (each for _, each in found if each.lineno == number.lineno)  # two tensors that go together
+                alike = [each for each in on_line if text.code(each) == text.code(number)]
+                yield _smaller_parts(facts, text, call, alike, now)
                 return
 
 
@@ -39,9 +42,10 @@ def _int(facts: Facts, text: CellText, node: ast.expr) -> int | None:
     return value if type(value) is int else None
 
 
-def _smaller_parts(facts: Facts, text: CellText, call: ast.Call, number: ast.expr, now: int) -> Choice:
-    name, is_count = number.id if isinstance(number, ast.Name) else "", called_name(call) in _COUNTS
-    places = [] if name else [number, *(_slices(text, call, now) if called_name(call) == "range" else ())]
+def _smaller_parts(facts: Facts, text: CellText, call: ast.Call, alike: list[ast.expr], now: int) -> Choice:
+    number, is_count = alike[0], called_name(call) in _COUNTS
+    name = number.id if isinstance(number, ast.Name) else ""
+    places = [] if name else [*alike, *(_slices(text, call, now) if called_name(call) == "range" else ())]
     places += [each for said, each in ints_named(text.tree) if said == name]
     put = written(text, places) if places else lambda value: {"first": f"{name} = {value}"}
     line = f"line {number.lineno}{f' of {text.cell}' if text.cell else ''}"
@@ -222,7 +226,8 @@ def _in_parts(facts: Facts, found: _Part, is_without_graph: bool, number: int) -
     part += f" * len({next(iter(named.values()))})" if method == "mean" else ""
     margin = "\n" + found.text.indent_of(joined.last) + (INDENT if is_without_graph else "")
     cost, tensors = "a little time", [facts.tensors[name] for name in sources.values()]
-    if any(each.requires_grad or each.graph for each in tensors) or (method == "cross_entropy" and facts.trains):
+    has_graph = any(each.requires_grad or each.graph for each in tensors) and not is_without_graph
+    if has_graph or (method == "cross_entropy" and facts.trains):
         part = f"torch.utils.checkpoint.checkpoint({margin}        lambda {one}: {part}, {one}, use_reentrant=False)"
         cost = "the line is computed again in backward"
     split = ", ".join(f"{each}.split({number})" for each in named)
