@@ -238,6 +238,15 @@ def test_mixed_precision_is_advised_to_float32_models_only_and_once() -> None:
     assert not list(training.mixed(replace(TRAINING, functions=frozenset({"step"}))))
 
 
+def test_what_a_function_calls_its_model_is_computed_in_mixed_precision_and_not_backward_alone() -> None:
+    code = "x = x.to(device)\nout = model(x)\nloss = criterion(out)\nloss.backward()"
+    facts = replace(TRAINING, cell=cell_code.read_cell(code), line=4, functions=frozenset({"_engine_run_backward"}))
+    edited = one(training.mixed, facts).apply(code).splitlines()
+    assert edited[1:4] == [
+        'with torch.autocast("cuda", dtype=torch.bfloat16):', "    out = model(x)", "    loss = criterion(out)",
+    ]  # fmt: skip
+
+
 def test_checkpointing_is_advised_where_activations_came_free() -> None:
     assert not list(training.checkpoint(TRAINING)), "nothing says which of its parts"
     blocks = replace(TRAINING, models=(replace(TRAINING.models[0], blocks="net.children()"),))

@@ -146,6 +146,7 @@ TENSORS = {
 BY_ROWS = [
     "out = (q @ k.T).topk(3).indices",
     "out = (q @ k.T).softmax(-1).argmax(dim=1)",
+    "scores = q @ k.T\nout, index = scores.topk(3, dim=1)",
     "scores = q @ k.T\nout = (scores / 4).logsumexp(-1)",
     "out = (d[:, :, None] - d[:, None, :]).relu().mean()",
     "pairs = d[:, :, None] - d[:, None, :] + 0.2\nkept = pairs.abs()\nout = kept.sum()",

@@ -234,11 +234,13 @@ def _in_parts(facts: Facts, found: _Part, is_without_graph: bool, number: int) -
     pairs = f"zip({split})" if len(named) > 1 else split
     parts = f"{part}{margin}    for {one} in {pairs}{margin}"
     code = f"sum({margin}    {parts})" if method else f"torch.cat([{margin}    {parts}])"
+    statement = found.text.statement_at(joined.last.lineno)
+    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Tuple):  # values and indices
+        code = f"map(torch.cat, zip(*[{margin}    {parts}]))"
     if method in ("mean", "cross_entropy"):
         total = found.rows.length if method == "mean" else f"({list(sources)[-1]} != -100).sum()"
         code = f"({code} / {total})"
     changes = joined.changes(found.text, text.replace(node, code))
-    statement = found.text.statement_at(joined.last.lineno)
     if is_without_graph and statement is not None:
         changes += found.text.wrap([statement], WITHOUT_GRAPH)
     return changes, "; ".join([cost, *joined.lost])
