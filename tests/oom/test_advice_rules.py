@@ -240,7 +240,10 @@ def test_mixed_precision_is_advised_to_float32_models_only_and_once() -> None:
 
 def test_what_a_function_calls_its_model_is_computed_in_mixed_precision_and_not_backward_alone() -> None:
     code = "x = x.to(device)\nout = model(x)\nloss = criterion(out)\nloss.backward()"
-    facts = replace(TRAINING, cell=cell_code.read_cell(code), line=4, functions=frozenset({"_engine_run_backward"}))
+    facts = replace(
+        TRAINING, cell=cell_code.read_cell(code), line=4, functions=frozenset({"_engine_run_backward"}),
+        graph_names=("out", "loss"),
+    )  # fmt: skip
     edited = one(training.mixed, facts).apply(code).splitlines()
     assert edited[1:4] == [
         'with torch.autocast("cuda", dtype=torch.bfloat16):', "    out = model(x)", "    loss = criterion(out)",

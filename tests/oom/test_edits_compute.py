@@ -32,7 +32,7 @@ def outcomes(request, tmp_path_factory):
     """Return what came of every cell asked for; one process runs them all."""
     result = subprocess.run(
         [sys.executable, str(Path(edit_values.__file__)), *wanted(request, "name")], check=False, capture_output=True,
-        text=True, env=environment(tmp_path_factory.mktemp("ipython")), timeout=1200,
+        text=True, env=environment(tmp_path_factory.mktemp("ipython")), timeout=3600,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-4000:]
     return {name: came for line in result.stdout.splitlines() for name, came in json.loads(line).items()}

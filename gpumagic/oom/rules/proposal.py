@@ -15,7 +15,7 @@ from gpumagic.memory.devices import Device
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.report.units import LARGE
-from gpumagic.source.text import CellText, Change, called_name, keyword, names_in
+from gpumagic.source.text import CellText, Change, called_name, keyword
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,7 @@ def _around(facts: Facts, text: CellText, line: int) -> Region | None:
     first = next((i for i, each in enumerate(block) if i <= place and any(called_models(facts, each))), place)
     first = max([first, *(i + 1 for i in range(first, place) if does(block[i], "backward"))])
     if first == place and does(statement, "backward"):  # of a function that calls its model what it likes
-        needed = names_in(statement)
-        for i in range(place - 1, -1, -1):
-            if bound_in(block[i]) & needed and not does(block[i], "to") and not does(block[i], "cuda"):
-                first, needed = i, needed | names_in(block[i])
+        first = next((i for i in range(place) if bound_in(block[i]) & set(facts.graph_names)), place)
     if isinstance(statement, ast.For):  # with what it goes on from
         carried = {name for each in statement.body for name in bound_in(each)}
         while first and isinstance(block[first - 1], ast.Assign) and bound_in(block[first - 1]) & carried:
