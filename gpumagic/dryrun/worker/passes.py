@@ -9,10 +9,11 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import itertools
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +133,21 @@ class Passes:
     # While torch.compile traces the code, the loops are its own.
 
     def _iterate(self, number: int, iterable: Iterable[Any]) -> Iterable[Any]:
-        return iterable if torch.compiler.is_compiling() else _Counted(self._loops[number], iterable)
+        """Return an iterator that counts; it holds no item, and no iterable beside its iterator."""
+        if torch.compiler.is_compiling():
+            return iterable
+        loop, iterator = self._loops[number], iter(iterable)
+        loop.enter(_length(iterable, iterator))
+
+        def count(item: Any) -> Any:
+            loop.run += 1
+            return item
+
+        def end() -> Iterator[Any]:
+            loop.is_over = True
+            yield from ()
+
+        return itertools.chain(map(count, iterator), end())
 
     def _enter(self, number: int) -> None:
         if not torch.compiler.is_compiling():
@@ -142,30 +157,6 @@ class Passes:
         if not torch.compiler.is_compiling():
             self._loops[number].run += 1
         return True
-
-
-class _Counted:
-    """An iterator that counts; it holds no item, and no iterable beside its iterator."""
-
-    __slots__ = ("_loop", "_next")
-
-    def __init__(self, loop: Loop, iterable: Iterable[Any]) -> None:
-        iterator = iter(iterable)
-        self._next: Callable[[], Any] = iterator.__next__
-        self._loop = loop
-        loop.enter(_length(iterable, iterator))
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            item = self._next()
-        except StopIteration:
-            self._loop.is_over = True
-            raise
-        self._loop.run += 1
-        return item
 
 
 def _length(iterable: Any, iterator: object) -> int | None:

@@ -202,20 +202,18 @@ def take_part(
             send({"ended": f"it starts {number} processes", "ranks": number})
         return function(*args)
 
-    def mentions(word: str) -> bool:
-        return any(word in text for text in request["sources"].values())
-
-    _take_launches(launch, has_accelerate=mentions("notebook_launcher"))
+    code = "\n".join(request["sources"].values())
+    _take_launches(launch, has_accelerate="notebook_launcher" in code)
     if request["rank"] is None:
         _become_none()
         return None
-    return _become(*request["rank"], mentions=mentions, assume=assume)
+    objects = _become(*request["rank"])
+    _agree(code, assume)
+    objects.install()
+    return objects
 
 
-def _become(
-    rank: int, world: int, per_node: int, said: dict[str, list[str]], *,
-    mentions: Callable[[str], bool], assume: Callable[[str], None],
-) -> Objects:  # fmt: skip
+def _become(rank: int, world: int, per_node: int, said: dict[str, list[str]]) -> Objects:
     node, local = divmod(rank, per_node)
     os.environ.update({
         "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local), "GROUP_RANK": str(node),
@@ -241,8 +239,6 @@ def _become(
     c10d.BackendConfig.get_device_backend_map = backends
     dist.TCPStore = dist.FileStore = lambda *_, **__: store
     dist.monitored_barrier = c10d.monitored_barrier = lambda *_, **__: None
-    _agree(mentions, assume)
-    objects.install()
     return objects
 
 
@@ -262,10 +258,10 @@ def _become_none() -> None:
 
 
 def _refuse_others(world: int) -> None:
+    others, number = (f"{world - 1} other processes", world) if world else ("other processes", "N")
     if world != 1:
         raise CannotDryRun(
-            f"it waits for {f'{world - 1} other processes' if world else 'other processes'}: write "
-            f"--ranks {world or 'N'}, for one on each of {world or 'N'} GPUs, to dry-run one of them"
+            f"it waits for {others}: write --ranks {number}, for one on each of {number} GPUs, to dry-run one of them"
         )
 
 
@@ -300,17 +296,22 @@ def stages() -> list[int]:
 # ---- What ranks agree on
 
 
-def _agree(mentions: Callable[[str], bool], assume: Callable[[str], None]) -> None:
-    """Let this rank go on as if the others had said the same, where it would wait for what they say."""
-    if mentions("pipelining"):
+def _agree(code: str, assume: Callable[[str], None]) -> None:
+    """Let this rank go on as if the others had said the same, where it would wait for what they say.
+
+    Args:
+        code: the notebook's, which says what is worth importing.
+        assume: called with a sentence for each thing that is assumed.
+    """
+    if "pipelining" in code:
         _vote_alone()
-    if mentions("ZeroRedundancyOptimizer"):
+    if "ZeroRedundancyOptimizer" in code:
         importlib.import_module("torch.distributed.optim")  # TorchScript reads torch's functions, as they are now
-    if mentions("deepspeed"):
+    if "deepspeed" in code:
         with contextlib.suppress(ImportError):  # ZeRO-3's ranks read numbers of rank 0 from a device to compare them
             utils: Any = importlib.import_module("deepspeed.runtime.zero.utils")
             utils.get_lst_from_rank0, utils.assert_lst_len_same_as_other_ranks = list, len
-    if mentions("distributed.checkpoint") or mentions("import checkpoint"):
+    if "distributed.checkpoint" in code or "import checkpoint" in code:
         _save_no_shards(assume)
     _run_ahead(assume)
 
