@@ -280,7 +280,8 @@ def _parts(record: Any) -> Iterable[Any]:
 
 def _values(text: CellText | None, frame: FrameType) -> Iterator[tuple[str, Any]]:
     """Yield the variables of a frame, their stored attributes and the values of dicts, by the text that names them."""
-    variables = frame.f_locals
+    globals_read = frame.f_globals.keys() & frame.f_code.co_names
+    variables = {**{name: frame.f_globals[name] for name in globals_read}, **frame.f_locals}
     for node in text.nodes() if text is not None else ():
         if isinstance(node, ast.Name) and node.id in variables:
             yield node.id, variables[node.id]

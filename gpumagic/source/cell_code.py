@@ -290,6 +290,7 @@ def names_used(reads: Iterable[str], namespace: Mapping[str, object]) -> set[str
 
 def _functions_of(value: object) -> Iterator[FunctionType]:
     value = getattr(value, "__func__", value) if type(value).__name__ == "method" else value
+    value = getattr(value, "__wrapped__", value) if type(value).__name__ == "_lru_cache_wrapper" else value
     if isinstance(value, FunctionType):
         yield value
         return

@@ -17,7 +17,7 @@ from gpumagic.oom import failure
 from gpumagic.oom.failure import GuardState
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import batch, collected, kept, parts, training
-from gpumagic.oom.rules.facts import Facts, Loader, Model, Optimizer, TensorFact
+from gpumagic.oom.rules.facts import Collection, Facts, Loader, Model, Optimizer, TensorFact
 from gpumagic.oom.rules.proposal import Choice
 from gpumagic.report.base import Holder
 from gpumagic.source import cell_code
@@ -349,6 +349,8 @@ def test_what_is_read_no_more_is_deleted_before_the_line_that_failed() -> None:
     (advice,) = kept.unread(facts(code, 3, tensors=there))
     assert edited(code, advice).splitlines()[2] == "del a"
     assert not list(kept.unread(facts(code.replace("b + c", "a + b + c"), 3, tensors=there)))
+    within = f"{LARGE_ONES}with torch.no_grad():\n    b = a * 2\n    c = torch.linalg.solve(b, b)\nd = b + c"
+    assert "    del a\n    c =" in edited(within, only(kept.unread(facts(within, 4, tensors=there))))
     assert not list(kept.unread(facts(code.removeprefix(LARGE_ONES), 2, tensors=there))), "of an earlier cell"
 
 
@@ -382,6 +384,40 @@ def test_the_state_of_optimizers_in_a_list_counts_and_has_no_method_that_moves_i
     collections = failure._collections({"runs": [opt]}, two_devices[0])
     assert collections["runs"].nbytes == 8 * MIB
     assert not list(collected.results(facts("for lr in rates:\n    runs.append(opt)", 2, collections=collections)))
+
+
+@pytest.mark.parametrize(
+    ("function", "target", "grows"),
+    [
+        ("def step(x):\n    history['out'].append(net(x))", "history['out']", True),
+        ("def forward(self, x):\n    self.maps.append(net(x))\n    return x", "self.maps", True),
+        ("def step(x):\n    outs = []\n    outs.append(net(x))\n    return outs", "outs", False),
+    ],
+)
+def test_what_a_function_adds_to_and_does_not_make_itself_grows_with_each_call(function, target, grows) -> None:
+    there = {target: Collection(9, 64 * MIB)}
+    found = replace(facts("step(x)", 1, collections=there), failing=texts.parse(function, "In [2]", 2))
+    advised = list(collected.results(found))
+    assert [(each.edit, each.frees) for each in advised] == (
+        [(f"{target}.append(net(x).cpu())", None)] if grows else []
+    )  # fmt: skip
+
+
+def test_a_sum_of_losses_is_one_however_it_is_written() -> None:
+    number = TensorFact((), "float32", 4, "cpu", graph=True)
+    code = "for x in data:\n    total = total + net(x).sum()"
+    assert only(collected.graphs(facts(code, 2, tensors={"total": number}))).edit == (
+        "total = total + net(x).sum().item()"
+    )
+    layers = facts(code.replace(".sum()", ""), 2, tensors={"total": replace(number, shape=(64, 8))})
+    assert not list(collected.graphs(layers)), "a residual connection"
+
+
+def test_a_list_that_is_joined_is_collected_in_the_hosts_memory_with_or_without_what_is_joined() -> None:
+    code = "outs = [net(x) for x in data]\nall = torch.cat(outs)"
+    joined, not_joined = collected.results(facts(code, 2, collections={"outs": Collection(9, 64 * MIB)}))
+    assert joined.edit == 'outs = [net(x).cpu() for x in data]\nall = torch.cat(outs).to("cpu")'
+    assert not_joined.edit == "outs = [net(x).cpu() for x in data]"
 
 
 def test_copies_of_a_model_go_to_the_host_once() -> None:

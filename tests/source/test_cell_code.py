@@ -65,3 +65,9 @@ def test_training_autocast_and_no_grad_are_seen_however_they_are_imported() -> N
     assert read("with torch.inference_mode(): pass").switches_grad_off
     plain = read("y = model(x)")
     assert (plain.trains, plain.autocasts, plain.switches_grad_off) == (False, False, False)
+
+
+def test_a_function_with_a_cache_uses_what_the_function_does() -> None:
+    names: dict[str, object] = {}
+    exec("import functools\nnet = print\n@functools.lru_cache\ndef embed(i):\n    return net(i)", names)
+    assert cell_code.names_used(["embed"], names) == {"embed", "net"}

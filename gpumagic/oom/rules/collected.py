@@ -9,18 +9,15 @@ from collections.abc import Iterator, Sequence
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.expressions import match
 from gpumagic.oom.rules.facts import Collection, Facts
-from gpumagic.oom.rules.proposal import bracketed, called_models, failed, loop_around, propose
+from gpumagic.oom.rules.proposal import bound_in, bracketed, called_models, failed, loop_around, propose
 from gpumagic.report.units import LARGE, count, size
 from gpumagic.source.text import CellText, Change, called_name, names_in
 
 
 def growing(facts: Facts) -> str:
     """Return what grows with every pass of a loop, as a sentence; empty where nothing is known to."""
-    for _, target, _ in _additions(facts):
-        evidence = _with_graphs(facts, target)
-        if evidence:
-            return f"A leak: {evidence}."
-    return ""
+    leaks = (evidence for _, target, _ in _additions(facts) if (evidence := _with_graphs(facts, target)))
+    return next((f"A leak: {evidence}." for evidence in leaks), "")
 
 
 def _with_graphs(facts: Facts, target: str) -> str:
@@ -55,40 +52,41 @@ def graphs(facts: Facts) -> Iterator[Advice]:
 
 def _is_differentiated(text: CellText, values: Sequence[ast.expr]) -> bool:
     """Return whether gradients are computed below the loop that collects these, which may be of what it collects."""
-    loop = loop_around(text, values[0].lineno)
-    below = (each for each in text.nodes() if called_name(each) in ("backward", "grad"))
-    return loop is not None and any(each.lineno > (loop.end_lineno or 0) for each in below)  # type: ignore[attr-defined]
+    end = (loop_around(text, values[0].lineno) or values[0]).end_lineno or 0
+    return any(called_name(each) in ("backward", "grad") and each.lineno > end for each in text.expressions())
 
 
 def results(facts: Facts) -> Iterator[Advice]:
     """Collect results in the host's memory."""
-    added = [each for each in _additions(facts) if each[2]]
-    known = {target for _, target, _ in added}
+    added: dict[tuple[str, str], tuple[CellText, list[ast.expr]]] = {}
+    for text, target, values in _additions(facts):
+        added.setdefault((target, text.cell), (text, []))[1].extend(values)
+    known = {target for target, _ in added}
     others = [each for each in facts.collections if each not in known and _is_there(facts, each)]
-    there = [(text, target, list[ast.expr]()) for text in facts.texts for target in others]
-    for text, target, values in (*added, *there):
+    added |= {(target, text.cell): (text, []) for target in others for text in facts.texts}
+    for (target, _), (text, values) in added.items():
         held = facts.collections.get(target)
         if held is None or held.nbytes < LARGE or held.member == "optimizer" or (held.graphs and held.is_of_numbers):
             continue
-        place, joined = held.place or target, list(_joined(text, _root(target)))
-        if not values and not joined:
-            continue
-        if held.graphs and joined:
-            continue  # what is made of it on the device may want the graphs
-        to_host, without = (".detach().cpu()", ", without graphs") if held.graphs else (".cpu()", "")
-        back = f'.to("{facts.device}")'
-        yield propose(
-            f"{'Collect' if values else 'Keep'} {place} in the host's memory{without}", frees=held.nbytes, text=text,
-            changes=[
-                *(text.replace(value, f"{bracketed(text, value)}{to_host}") for value in values),
-                *(text.append(call, back) for call in joined),
-            ],
-            first=_moved(place, held) if _is_there(facts, target) and not held.graphs else None,
-            evidence=f"{place} holds {count(held.tensors, 'tensor')} with {size(held.nbytes)}"
-            + (", more with every pass" if values else ""),
-            cost="a copy in each pass" + ("" if joined else f"; what uses {place} finds it on the CPU"),
-        )  # fmt: skip
-        return
+        place, (inside, after) = held.place or target, _joined(text, _root(target))
+        # What is made of it on the device may want the graphs
+        for joined in [[*inside, *after], inside] if after else [inside]:
+            if (not values and not inside) or (held.graphs and joined):
+                continue
+            to_host, without = (".detach().cpu()", ", without graphs") if held.graphs else (".cpu()", "")
+            yield propose(
+                f"{'Collect' if values else 'Keep'} {place} in the host's memory{without}"
+                + (" until it is joined" if joined is not inside else ""), text=text,
+                frees=None if values else held.nbytes,  # of what grows, no more than the beginning is there
+                changes=[
+                    *(text.replace(value, f"{bracketed(text, value)}{to_host}") for value in values),
+                    *(text.append(call, f'.to("{facts.device}")') for call in joined),
+                ],
+                first=_moved(place, held) if _is_there(facts, target) and not held.graphs else None,
+                evidence=f"{place} holds {count(held.tensors, 'tensor')} with {size(held.nbytes)}"
+                + (", more with every pass" if values else ""),
+                cost="a copy in each pass" + ("" if joined else f"; what uses {place} finds it on the CPU"),
+            )  # fmt: skip
 
 
 def listed(facts: Facts) -> Iterator[Advice]:
@@ -189,40 +187,47 @@ def _moved(place: str, held: Collection) -> str:
 _JOINS = ("stack", "cat", "concat")
 
 
-def _joined(text: CellText, name: str) -> Iterator[ast.Call]:
-    """Yield the calls that make a batch, in a loop or a function, of what comes from a collection."""
+def _joined(text: CellText, name: str) -> tuple[list[ast.Call], list[ast.Call]]:
+    """Return the calls that join what comes from a collection: those in loops and functions, and those after them."""
     blocks = [node for node in text.nodes() if isinstance(node, ast.For | ast.While | ast.FunctionDef)]
-    nodes = {id(node): node for block in blocks for node in ast.walk(block)}.values()
+    inner = {id(node): node for block in blocks for node in ast.walk(block)}
     derived = {name}
-    for made in sorted((node for node in nodes if isinstance(node, ast.Assign)), key=lambda each: each.lineno):
+    assigned = (node for node in inner.values() if isinstance(node, ast.Assign))
+    for made in sorted(assigned, key=lambda each: each.lineno):
         is_joined = any(called_name(each) in _JOINS for each in ast.walk(made.value))
         if not is_joined and names_in(made.value) & derived:
             derived |= set().union(*map(names_in, made.targets))
-    for node in nodes:
-        if isinstance(node, ast.Call) and called_name(node) in _JOINS and node.args[:1]:
-            yield from [node] if names_in(node.args[0]) & derived else []
+    calls = [node for node in text.nodes() if isinstance(node, ast.Call) and called_name(node) in _JOINS]
+    of_these = [each for each in calls if each.args and names_in(each.args[0]) & derived]
+    return [each for each in of_these if id(each) in inner], [each for each in of_these if id(each) not in inner]
 
 
 def _additions(facts: Facts) -> Iterator[tuple[CellText, str, list[ast.expr]]]:
     """Yield what a loop adds to a variable: ``total += x``, ``found.append(x)``, ``found[i] = x``, ``seen.push(x, y)``.
 
-    Of a record, they are its tensors on the device.
+    A function that adds to what outlives its call does the same. Of a record, the values are its tensors on the device.
     """
     for text in facts.texts:
-        loops = [node for node in text.nodes() if isinstance(node, ast.For | ast.While)]
-        nodes = {id(node): node for loop in loops for node in ast.walk(loop)}.values()
-        alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-        for node in nodes:
+        blocks = [node for node in text.nodes() if isinstance(node, ast.For | ast.While | ast.FunctionDef)]
+        places = {id(node): block for block in blocks for node in ast.walk(block)}
+        alone = {id(node.value) for node in text.nodes() if isinstance(node, ast.Expr)}
+        for node in text.nodes():
+            place = places.get(id(node))
             owner, values = _addition(node)
-            if isinstance(node, ast.Call) and id(node) not in alone:
+            is_listed = isinstance(getattr(node, "value", None), ast.ListComp)
+            if owner is None or not (place or is_listed) or (isinstance(node, ast.Call) and id(node) not in alone):
                 continue  # what returns something does not only keep
-            target = text.code(owner) if owner is not None else ""
-            held = facts.collections.get(target)
+            target = text.code(owner)
+            if isinstance(place, ast.FunctionDef) and _root(target) in bound_in(place):
+                continue
+            held, total = facts.collections.get(target), facts.tensors.get(target)
             if held is not None and (held.place or held.is_of_records):
                 values = [part for value in values for part in _parts(value) if _is_there_too(facts, text, part)]
             elif isinstance(node, ast.Call) and called_name(node) not in _ADD:
                 continue
-            if values and (isinstance(owner, ast.Name) or held is not None or target in facts.tensors):
+            if isinstance(node, ast.Assign) and node.targets[0] is owner and total is not None and total.shape:
+                continue  # what comes out of a layer, rather than a sum
+            if values and (isinstance(owner, ast.Name) or held is not None or total is not None):
                 yield text, target, values
 
 
@@ -234,6 +239,11 @@ def _addition(node: ast.AST) -> tuple[ast.expr | None, list[ast.expr]]:
         return node.target, [node.value]
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
         return node.targets[0].value, [node.value]
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.ListComp):
+        return node.targets[0], [node.value.elt]
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp) and isinstance(node.value.op, ast.Add):
+        is_sum = ast.unparse(node.value.left) == ast.unparse(node.targets[0])
+        return (node.targets[0], [node.value.right]) if is_sum else (None, [])
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         of = node.func.value
         is_of_a_dict = called_name(of) == "setdefault" and isinstance(of, ast.Call)

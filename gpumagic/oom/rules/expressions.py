@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts
-from gpumagic.oom.rules.proposal import bound_in, bracketed, calls, failed, propose, substituted
+from gpumagic.oom.rules.proposal import bound_in, bracketed, calls, failed, in_a_row, propose, substituted
 from gpumagic.report.units import size
 from gpumagic.source import text as texts
 from gpumagic.source.text import CellText, Change, apply_changes, called_name, keyword, names_in
@@ -119,7 +119,7 @@ def joined_in(text: CellText, failed: ast.stmt | None = None) -> Iterator[Joined
     if failed is None:
         return
     outer = next((each for each in text.nodes() if isinstance(each, ast.With) and failed in each.body), failed)
-    block = [part for each in text.block_of(outer) for part in (each.body if isinstance(each, ast.With) else [each])]
+    block = in_a_row(text.block_of(outer))
     place = next((i for i, each in enumerate(block) if each is failed), 0)
     for i, last in enumerate(block[place : place + MOST_STATEMENTS], place):
         value = last.value if isinstance(last, ast.Assign | ast.Return | ast.Expr) else None

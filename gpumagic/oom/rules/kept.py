@@ -13,7 +13,17 @@ from typing import Any
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.expressions import CASTS, FUNCTIONS, UNARY
 from gpumagic.oom.rules.facts import Facts, Ownership
-from gpumagic.oom.rules.proposal import Remedy, bound_in, bracketed, failed, loop_around, prepare, propose, substituted
+from gpumagic.oom.rules.proposal import (
+    Remedy,
+    bound_in,
+    bracketed,
+    failed,
+    in_a_row,
+    loop_around,
+    prepare,
+    propose,
+    substituted,
+)
 from gpumagic.report.units import LARGE, count, size
 from gpumagic.source.text import CellText, Change, called_name, names_in
 
@@ -206,15 +216,16 @@ def ungraphed(facts: Facts) -> Sequence[Change]:
 
 
 def read_no_more(facts: Facts) -> set[str]:
-    """Return the large tensors that the cell made and that nothing after the statement that failed reads."""
+    """Return what the cell made that is large and that nothing after the statement that failed reads."""
     text = facts.text
+    row = in_a_row(text.tree.body) if text is not None else []
     failing = text.statement_at(facts.line) if text is not None else None
-    if text is None or facts.cell is None or not any(each is failing for each in text.tree.body):
+    if text is None or facts.cell is None or failing is None or not any(each is failing for each in row):
         return set()
-    after = set[str]().union(*(names_in(each) for each in text.tree.body if each.lineno > (facts.line or 0)))
-    made = {name for each in text.tree.body if each is not failing and each.lineno < (facts.line or 0)
-            for name in names_in(each)} & facts.cell.bound_first  # fmt: skip
-    return (made & facts.large) - after
+    names = [node for node in text.nodes() if isinstance(node, ast.Name)]
+    after = {each.id for each in names if each.lineno > (failing.end_lineno or 0)}
+    before = {each.id for each in names if each.lineno < failing.lineno} & facts.cell.bound_first
+    return (before & (facts.large | {name for name, each in facts.collections.items() if each.nbytes >= LARGE})) - after
 
 
 _SIGNS = {ast.Add: "add_", ast.Sub: "sub_", ast.Mult: "mul_", ast.Div: "div_", ast.Pow: "pow_"}
@@ -242,14 +253,16 @@ def update_in_place(facts: Facts) -> Iterator[Advice]:
 
 def _overwriting(facts: Facts, text: CellText, failing: ast.stmt) -> Iterator[tuple[str, str, Change]]:
     """Yield what is computed in place, the tensor that is written over, if it has a name, and the change."""
-    block, fresh = text.block_of(failing), set[str]()
+    row, fresh = in_a_row(text.tree.body), set[str]()
+    is_once = any(each is failing for each in row)
+    block = row if is_once else text.block_of(failing)
     rest = block[block.index(failing) :]
     for place, each in enumerate(rest):
         value = each.value if isinstance(each, ast.Assign | ast.Expr) else None
         if value is None or not text.stands_alone(each) or (isinstance(each, ast.Assign) and each.targets[1:]):
             continue
         target = text.code(each.targets[0]) if isinstance(each, ast.Assign) else ""
-        read, later = names_in(value), rest[place + 1 :] if block is text.tree.body else [text.tree]
+        read, later = names_in(value), rest[place + 1 :] if is_once else [text.tree]
         last = (fresh | read_no_more(facts)) - set().union(*map(names_in, later)) | {target}
         names = [name for name in sorted(last & read) if _may_go(facts, name, fresh, rest[:place])]
         for name in [*sorted(names, key=target.__ne__), *([""] if each is failing else [])]:
@@ -262,8 +275,8 @@ def _overwriting(facts: Facts, text: CellText, failing: ast.stmt) -> Iterator[tu
                 fresh.add(target)
                 break
         else:
-            is_large = isinstance(value, ast.BinOp) or called_name(value) in UNARY
-            is_float = any(name in fresh or _is_float(facts, name) for name in read)
+            is_large = isinstance(value, ast.BinOp) or called_name(value) in {*UNARY, "cat", "stack"}
+            is_float = any(name in fresh or _is_float(facts, name) or name in facts.collections for name in read)
             fresh = fresh | {target} if is_large and is_float else fresh - {target}
 
 

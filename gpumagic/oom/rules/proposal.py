@@ -86,6 +86,11 @@ def bound_in(statement: ast.stmt) -> set[str]:
     return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
+def in_a_row(block: Iterable[ast.stmt]) -> list[ast.stmt]:
+    """Return the statements of a block that run one after the other, those under a `with` in its place."""
+    return [part for each in block for part in (in_a_row(each.body) if isinstance(each, ast.With) else [each])]
+
+
 def _out_of_with(text: CellText, statement: ast.stmt | None) -> ast.stmt | None:
     """Return the `with` or the loop that a statement is in where `backward` follows that, else the statement."""
     around = (each for each in text.nodes() if isinstance(each, ast.With | ast.For) and statement in each.body)
