@@ -413,6 +413,23 @@ def test_a_sum_of_losses_is_one_however_it_is_written() -> None:
     assert not list(collected.graphs(layers)), "a residual connection"
 
 
+def test_what_a_function_returns_keeps_its_graph_where_its_caller_trains() -> None:
+    dense = "def forward(self, x):\n    feats = [x]\n    for layer in self.layers:\n        feats.append(layer(x))"
+    dense += "\n    return torch.cat(feats, 1)"
+    found = facts("net(x).sum().backward()", 1, collections={"feats": Collection(9, 64 * MIB, graphs=8)})
+    inside = replace(found, failing=texts.parse(dense, "In [2]", 4))
+    assert not list(collected.graphs(inside))
+    evaluating = replace(inside, cell=cell_code.read_cell("net(x).sum()"), calls_backward=False)
+    assert only(collected.graphs(evaluating)).edit.strip() == "feats.append(layer(x).detach())"
+
+
+@pytest.mark.parametrize("dim", ["", ", dim=0"])
+def test_a_tensor_that_gets_longer_is_collected_in_the_hosts_memory(dim) -> None:
+    code = f"for x in data:\n    feats = torch.cat((feats, net(x)){dim})"
+    found = facts(code, 2, tensors={"feats": TensorFact((9, 4), "float32", 64 * MIB, "cpu")})
+    assert only(collected.results(found)).edit == f"feats = torch.cat((feats.cpu(), net(x).cpu()){dim})"
+
+
 def test_a_list_that_is_joined_is_collected_in_the_hosts_memory_with_or_without_what_is_joined() -> None:
     code = "outs = [net(x) for x in data]\nall = torch.cat(outs)"
     joined, not_joined = collected.results(facts(code, 2, collections={"outs": Collection(9, 64 * MIB)}))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.expressions import match
 from gpumagic.oom.rules.facts import Collection, Facts
-from gpumagic.oom.rules.proposal import bound_in, bracketed, called_models, failed, loop_around, propose
+from gpumagic.oom.rules.proposal import bound_in, bracketed, called_models, does, failed, loop_around, propose
 from gpumagic.report.units import LARGE, count, size
 from gpumagic.source.text import CellText, Change, called_name, names_in
 
@@ -32,7 +32,7 @@ def graphs(facts: Facts) -> Iterator[Advice]:
     """Add up numbers, not tensors that drag their graphs along."""
     for text, target, values in _additions(facts):
         evidence = _with_graphs(facts, target)
-        if not evidence or _is_differentiated(text, values):
+        if not evidence or _is_differentiated(facts, text, values):
             continue
         held, total = facts.collections.get(target), facts.tensors.get(target)
         is_number = held.is_of_numbers if held is not None and held.graphs else total is not None and not total.shape
@@ -50,10 +50,17 @@ def graphs(facts: Facts) -> Iterator[Advice]:
             )  # fmt: skip
 
 
-def _is_differentiated(text: CellText, values: Sequence[ast.expr]) -> bool:
-    """Return whether gradients are computed below the loop that collects these, which may be of what it collects."""
+def _is_differentiated(facts: Facts, text: CellText, values: Sequence[ast.expr]) -> bool:
+    """Return whether gradients may be computed of what is collected: below the loop, or by who calls the function."""
+    functions = [each for each in text.nodes() if isinstance(each, ast.FunctionDef) and _is_in(each, values[0])]
+    if facts.trains and functions and not any(does(each, "backward") for each in functions):
+        return True
     end = (loop_around(text, values[0].lineno) or values[0]).end_lineno or 0
     return any(called_name(each) in ("backward", "grad") and each.lineno > end for each in text.expressions())
+
+
+def _is_in(outer: ast.AST, node: ast.AST) -> bool:
+    return any(each is node for each in ast.walk(outer))
 
 
 def results(facts: Facts) -> Iterator[Advice]:
@@ -65,10 +72,11 @@ def results(facts: Facts) -> Iterator[Advice]:
     others = [each for each in facts.collections if each not in known and _is_there(facts, each)]
     added |= {(target, text.cell): (text, []) for target in others for text in facts.texts}
     for (target, _), (text, values) in added.items():
-        held = facts.collections.get(target)
+        held, longer = facts.collections.get(target), facts.tensors.get(target)
+        held = Collection(1, longer.nbytes, longer.graph) if longer is not None and values[1:] else held
         if held is None or held.nbytes < LARGE or held.member == "optimizer" or (held.graphs and held.is_of_numbers):
             continue
-        place, (inside, after) = held.place or target, _joined(text, _root(target))
+        place, (inside, after) = held.place or target, _joined(text, _root(target)) if longer is None else ([], [])
         # What is made of it on the device may want the graphs
         for joined in [[*inside, *after], inside] if after else [inside]:
             if (not values and not inside) or (held.graphs and joined):
@@ -82,7 +90,7 @@ def results(facts: Facts) -> Iterator[Advice]:
                     *(text.replace(value, f"{bracketed(text, value)}{to_host}") for value in values),
                     *(text.append(call, f'.to("{facts.device}")') for call in joined),
                 ],
-                first=_moved(place, held) if _is_there(facts, target) and not held.graphs else None,
+                first=_moved(place, held) if _is_there(facts, target) and not (longer or held.graphs) else None,
                 evidence=f"{place} holds {count(held.tensors, 'tensor')} with {size(held.nbytes)}"
                 + (", more with every pass" if values else ""),
                 cost="a copy in each pass" + ("" if joined else f"; what uses {place} finds it on the CPU"),
@@ -90,15 +98,17 @@ def results(facts: Facts) -> Iterator[Advice]:
 
 
 def listed(facts: Facts) -> Iterator[Advice]:
-    """Collect in the host's memory what the failed line makes a list or a dict of, or longer with `cat`."""
+    """Collect in the host's memory what the failed line makes a list or a dict of."""
     for text, statement in failed(facts):
-        found = next(filter(None, (_made_of(text, statement, node) for node in ast.walk(statement))), None)
-        if found is not None:
-            what, parts, evidence, cost = found
-            yield propose(
-                f"Collect {what} in the host's memory", text=text, evidence=evidence,
-                changes=[text.append(part, ".cpu()") for part in parts], cost=f"a copy in each pass; {cost}",
-            )  # fmt: skip
+        lists = [each for each in ast.walk(statement) if isinstance(each, ast.ListComp | ast.DictComp)]
+        for node in lists[:1]:
+            part, made = (node.elt, "list") if isinstance(node, ast.ListComp) else (node.value, "dict")
+            if isinstance(part, ast.Call) and called_name(part) not in _LEAVES and "nn" not in names_in(part.func):
+                yield propose(
+                    f"Collect what the {made} is made of in the host's memory", text=text,
+                    changes=[text.append(part, ".cpu()")], evidence=f"the {made} keeps every part on the device",
+                    cost=f"a copy in each pass; what uses the {made} finds it on the CPU",
+                )  # fmt: skip
 
 
 def stays(facts: Facts) -> Iterator[Advice]:
@@ -137,21 +147,6 @@ def _move(node: ast.AST) -> tuple[str, ast.Call | None]:
     name = getattr(node.targets[0], "id", "") if isinstance(node, ast.Assign) else ""
     owner = call.func.value if call is not None and isinstance(call.func, ast.Attribute) else None
     return name, call if called_name(call or node) in ("to", "cuda") and getattr(owner, "id", None) == name else None
-
-
-def _made_of(text: CellText, statement: ast.stmt, node: ast.AST) -> tuple[str, list[ast.expr], str, str] | None:
-    """Return what a statement makes longer, the parts that it is made of, and what is said of it."""
-    if isinstance(node, ast.ListComp | ast.DictComp):
-        part, made = (node.elt, "list") if isinstance(node, ast.ListComp) else (node.value, "dict")
-        if not isinstance(part, ast.Call) or called_name(part) in _LEAVES or "nn" in names_in(part.func):
-            return None
-        of = f"the {made} keeps every part on the device", f"what uses the {made} finds it on the CPU"
-        return (f"what the {made} is made of", [part], *of)
-    parts = match("cat([WHOLE, PART])", node) or match("concat([WHOLE, PART])", node)
-    name = text.code(statement.targets[0]) if isinstance(statement, ast.Assign) and statement.value is node else ""
-    if not parts or text.code(parts["WHOLE"]) != name or loop_around(text, statement.lineno) is None:
-        return None
-    return name, list(parts.values()), f"{name} is longer after each pass", f"{name} is on the CPU then"
 
 
 _LEAVES = frozenset({"cpu", "item", "numpy", "tolist", "list", "int", "float", "str", "len", "range", "checkpoint"})
@@ -225,7 +220,7 @@ def _additions(facts: Facts) -> Iterator[tuple[CellText, str, list[ast.expr]]]:
                 values = [part for value in values for part in _parts(value) if _is_there_too(facts, text, part)]
             elif isinstance(node, ast.Call) and called_name(node) not in _ADD:
                 continue
-            if isinstance(node, ast.Assign) and node.targets[0] is owner and total is not None and total.shape:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp) and total is not None and total.shape:
                 continue  # what comes out of a layer, rather than a sum
             if values and (isinstance(owner, ast.Name) or held is not None or total is not None):
                 yield text, target, values
@@ -241,9 +236,11 @@ def _addition(node: ast.AST) -> tuple[ast.expr | None, list[ast.expr]]:
         return node.targets[0].value, [node.value]
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.ListComp):
         return node.targets[0], [node.value.elt]
-    if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp) and isinstance(node.value.op, ast.Add):
-        is_sum = ast.unparse(node.value.left) == ast.unparse(node.targets[0])
-        return (node.targets[0], [node.value.right]) if is_sum else (None, [])
+    if isinstance(node, ast.Assign):
+        for pattern in ("WHOLE + PART", "cat([WHOLE, PART])", "cat([WHOLE, PART], DIM)"):
+            parts = match(pattern, node.value)
+            if parts and ast.unparse(parts["WHOLE"]) == ast.unparse(node.targets[0]):
+                return node.targets[0], [parts["PART"]] if "+" in pattern else [parts["WHOLE"], parts["PART"]]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         of = node.func.value
         is_of_a_dict = called_name(of) == "setdefault" and isinstance(of, ast.Call)

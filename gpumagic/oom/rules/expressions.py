@@ -29,6 +29,8 @@ _OTHERWISE = {
     ("unsqueeze", "1"): "column", ("unsqueeze", "0"): "row",
 }  # fmt: skip
 
+_ALSO = {"matmul": "MatMult", "concat": "cat", "concatenate": "cat"}
+
 
 def match(pattern: str, node: ast.AST) -> dict[str, ast.expr] | None:
     """Return what the names in capitals stand for where code is like the pattern, else None.
@@ -85,7 +87,7 @@ def _form_of_call(node: ast.Call) -> tuple[str, list[ast.expr]]:
         if one[:-1] + other[-2:-1] == result and other[:-2] + other[-1:] == one[:-2] + one[-1:]:
             return "MatMult", [parts[1], ast.Attribute(parts[2], "mT", ast.Load())]  # "ij,kj->ik"
     otherwise = _OTHERWISE.get((name, *map(ast.unparse, parts[1:])))
-    return (otherwise, parts[:1]) if otherwise else ("MatMult" if name == "matmul" else name, parts)
+    return (otherwise, parts[:1]) if otherwise else (_ALSO.get(name, name), parts)
 
 
 @dataclass(frozen=True, slots=True)
