@@ -54,6 +54,19 @@ def test_attention_has_the_same_values_fused_and_in_parts(code, fused) -> None:
     torch.testing.assert_close(names["out"], eval(code, names))
 
 
+def test_attention_that_is_masked_by_hand_is_masked_where_it_is_fused() -> None:
+    q, k, v = torch.randn(3, 2, 2, 300, 16)
+    fact = TensorFact((2, 2, 300, 16), "float32", q.nbytes, "cuda:0")
+    code = 'out = ((q @ k.mT) / 4).masked_fill(past == 0, float("-inf")).softmax(-1) @ v'
+    facts = failing(code, {"q": fact, "k": fact, "v": fact}, requested=4 * 4 * 300 * 300, fused_attention=True)
+    names = {"torch": torch, "q": q, "k": k, "v": v, "past": torch.ones(300, 300).tril()}
+    outs = []
+    for text_ in (code, one(expressions.rewritten, facts).apply(code)):
+        exec(text_, names)
+        outs.append(names["out"])
+    torch.testing.assert_close(*outs)
+
+
 def test_attention_without_a_dimension_of_heads_has_no_fused_kernel_and_goes_in_parts() -> None:
     fact, asked = TensorFact((2, 300, 16), "float32", 4 * 2 * 300 * 16, "cuda:0"), 4 * 2 * 300 * 300
     code = "out = (q @ k.transpose(-2, -1)).softmax(-1) @ v"

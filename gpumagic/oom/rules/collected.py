@@ -115,38 +115,26 @@ def stays(facts: Facts) -> Iterator[Advice]:
     """Leave data in the host's memory of which a loop takes a part in each pass, and copy the parts."""
     text, changes, names = facts.text, list[Change](), list[str]()
     for node in text.nodes() if text is not None else ():
-        name, call = _move(node)
-        fact = facts.tensors.get(name)
-        if text is None or call is None or fact is None or fact.nbytes < LARGE:
+        if text is None or not isinstance(node, ast.Assign) or called_name(node.value) not in ("to", "cuda"):
             continue
+        name, call = text.code(node.targets[0]), text.code(node.value)
         parts = [
-            each for each in text.nodes() if isinstance(each, ast.Subscript) and getattr(each.value, "id", "") == name
+            each for each in text.expressions() if isinstance(each, ast.Subscript) and text.code(each.value) == name
         ]
-        used = [*parts, call, *(each for each in text.nodes() if called_name(each) == "len")]
-        known = {id(each) for one in used for each in ast.walk(one)}
-        others = [each for each in text.nodes() if isinstance(each, ast.Name) and each.id == name]
         taken = [each for each in parts if loop_around(text, each.lineno) is not None]
-        if not taken or any(isinstance(each.ctx, ast.Load) and id(each) not in known for each in others):
-            continue
-        names.append(name)
-        changes.append(text.replace(call, f"{name}.cpu()"))
-        changes += [text.append(each, text.code(call)[len(name) :]) for each in taken]
-        indices = [each.slice for each in parts if isinstance(each.slice, ast.Name)]
-        # What is on the device is no index of what is not.
-        changes += [text.append(each, ".cpu()") for each in indices if each.id not in facts.numbers]
+        is_large = name in facts.tensors and facts.tensors[name].nbytes >= LARGE
+        if taken and is_large and call.startswith((f"{name}.to(", f"{name}.cuda(")):
+            names.append(name)
+            changes.append(text.replace(node.value, f"{name}.cpu()"))
+            changes += [text.append(each, call[len(name) :]) for each in taken]
+            indices = [each.slice for each in parts if isinstance(each.slice, ast.Name)]
+            # What is on the device is no index of what is not.
+            changes += [text.append(each, ".cpu()") for each in indices if each.id not in facts.numbers]
     if names:
         yield propose(
             f"Keep {', '.join(names)} in the host's memory and copy what each pass takes", text=text, changes=changes,
             evidence="a pass takes a part of it", cost="a copy in each pass",
         )  # fmt: skip
-
-
-def _move(node: ast.AST) -> tuple[str, ast.Call | None]:
-    """Return the variable that a statement moves, with the call: ``x = x.to("cuda")``."""
-    call = node.value if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) else None
-    name = getattr(node.targets[0], "id", "") if isinstance(node, ast.Assign) else ""
-    owner = call.func.value if call is not None and isinstance(call.func, ast.Attribute) else None
-    return name, call if called_name(call or node) in ("to", "cuda") and getattr(owner, "id", None) == name else None
 
 
 _LEAVES = frozenset({"cpu", "item", "numpy", "tolist", "list", "int", "float", "str", "len", "range", "checkpoint"})

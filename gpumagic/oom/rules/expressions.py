@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules.facts import Facts
-from gpumagic.oom.rules.proposal import bound_in, bracketed, calls, failed, in_a_row, propose, substituted
+from gpumagic.oom.rules.proposal import bracketed, calls, failed, in_a_row, propose, substituted
 from gpumagic.report.units import size
 from gpumagic.source import text as texts
 from gpumagic.source.text import CellText, Change, apply_changes, called_name, keyword, names_in
@@ -178,6 +178,7 @@ class Rewrite:
 
 _PRODUCT = "the first product is as large as all of the first matrix"
 _SCORES = {"Q @ mT(K) * S": "{S}", "Q @ mT(K) / S": "1 / ({S})", "Q @ mT(K)": "1.0"}
+_MASKS = {"{}": "", 'masked_fill({}, MASK, float("-inf"))': "attn_mask=~{MASK}, "}
 _SOFTMAX = "softmax makes a second matrix as large as the scores"
 REWRITES = (
     *(
@@ -194,11 +195,11 @@ REWRITES = (
     Rewrite("Multiply the small matrices first", "A @ B @ C", "{A} @ ({B} @ {C})", _PRODUCT, dimensions={"A": 2}),
     *(
         Rewrite(
-            "Use scaled_dot_product_attention", f"softmax({scores}, -1) @ V",
-            f"torch.nn.functional.scaled_dot_product_attention({{Q}}, {{K}}, {{V}}, scale={scale})", _SOFTMAX,
+            "Use scaled_dot_product_attention", f"softmax({mask.format(scores)}, -1) @ V",
+            f"torch.nn.functional.scaled_dot_product_attention({{Q}}, {{K}}, {{V}}, {given}scale={scale})", _SOFTMAX,
             dimensions={"Q": 4}, fused=True,  # its kernels take batch, heads, length and width
         )
-        for scores, scale in _SCORES.items()
+        for (scores, scale), (mask, given) in itertools.product(_SCORES.items(), _MASKS.items())
     ),
     *(
         Rewrite(
@@ -238,19 +239,8 @@ def _holds(facts: Facts, text: CellText, rewrite: Rewrite, found: Mapping[str, a
     return is_so and not is_split and (facts.fused_attention or not rewrite.fused)
 
 
-def _is_written(text: CellText, name: str) -> bool:
-    """Return whether code writes to a tensor or to what is made of it: ``x += 1``, ``x[0] = 1``, ``x.relu_()``."""
-    names = {name}
-    for node in text.nodes():
-        names |= bound_in(node) if isinstance(node, ast.Assign) and names_in(node.value) & names else set()
-    written: list[ast.expr] = [node.target for node in text.nodes() if isinstance(node, ast.AugAssign)]
-    written += [node for node in text.expressions() if called_name(node).endswith("_") or _is_stored(node)]
-    written += [node.value for node in text.nodes() if isinstance(node, ast.keyword) and node.arg == "out"]
-    return any(names_in(each) & names for each in written)
-
-
-def _is_stored(node: ast.expr) -> bool:
-    return isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
+_WRITES = re.compile(r"\w_\(|[-+*/]=|\]\s*=[^=]|\bout=")
+"""What writes to a tensor, or may: ``x.relu_()``, ``x += 1``, ``x[0] = 1``."""
 
 
 def expand(facts: Facts) -> Iterator[Advice]:
@@ -258,7 +248,7 @@ def expand(facts: Facts) -> Iterator[Advice]:
     for text, node in calls(filter(None, [facts.failing]), "repeat"):
         owner, counts = text.code(node.func).removesuffix(".repeat"), [text.code(each) for each in node.args]
         fact = facts.tensors.get(owner)
-        if fact is None or _is_written(text, owner):
+        if fact is None or _WRITES.search(text.source):
             continue
         if all("1" in pair for pair in zip(counts[::-1], map(str, fact.shape[::-1]), strict=False)):
             added = len(counts) - len(fact.shape)
