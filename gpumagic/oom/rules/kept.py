@@ -91,7 +91,7 @@ def last_turn(facts: Facts) -> Iterator[Advice]:
 def unread(facts: Facts) -> Iterator[Advice]:
     """Delete what the cell has made and reads no more."""
     for text, statement in failed(facts):
-        names = sorted(read_no_more(facts) - names_in(statement)) if text is facts.failing and not text.cell else []
+        names = sorted(read_no_more(facts) - names_in(statement)) if not text.cell else []
         changes = text.insert(statement, f"del {', '.join(names)}") if names else ()
         if changes:
             yield propose(
@@ -120,9 +120,8 @@ def _deletion(names: list[str]) -> str:
     """
     variables = [name for name in names if name.isidentifier()]
     displayed = [name.replace("Out[", "_").rstrip("]") for name in names if not name.isidentifier()]
-    return "\n".join(
-        [*([f"del {', '.join(variables)}"] if variables else []), *(f"%xdel {each}" for each in displayed)]
-    )
+    deleted = [f"del {', '.join(variables)}"] if variables else []
+    return "\n".join([*deleted, *(f"%xdel {each}" for each in displayed)])
 
 
 WITHOUT_GRAPH = "with torch.no_grad():"  # what `inference_mode` makes, a later cell could not write to
@@ -130,18 +129,15 @@ WITHOUT_GRAPH = "with torch.no_grad():"  # what `inference_mode` makes, a later 
 
 def earlier_graph(facts: Facts) -> Iterator[Advice]:
     """Let go of the graphs that earlier cells' results keep."""
-    if facts.graphs is None or facts.graphs.nbytes < LARGE:
-        return
     found = facts.graphs
-    *others, last = sorted(found.names)
-    names, keep, graphs = f"{', '.join(others)} and {last}", "keep", "their autograd graphs"
-    if not others:
-        names, keep, graphs = last, "keeps", "its autograd graph"
-    yield propose(
-        f"Detach {names} from {graphs}", frees=found.nbytes, first=found.code,
-        evidence=f"{names} {keep} {size(found.nbytes)} of activations for a backward; neither this cell nor what "
-        "it calls uses them", cost="none, unless a later cell calls backward()",
-    )  # fmt: skip
+    if found is not None and found.nbytes >= LARGE:
+        names = " and ".join(sorted(found.names))
+        keep, graphs = ("keep", "their autograd graphs") if found.names - {names} else ("keeps", "its autograd graph")
+        yield propose(
+            f"Detach {names} from {graphs}", frees=found.nbytes, first=found.code,
+            evidence=f"{names} {keep} {size(found.nbytes)} of activations for a backward; neither this cell nor what "
+            "it calls uses them", cost="none, unless a later cell calls backward()",
+        )  # fmt: skip
 
 
 def evaluates(facts: Facts) -> Iterator[Advice]:
@@ -152,9 +148,12 @@ def evaluates(facts: Facts) -> Iterator[Advice]:
 
 def only_looks(facts: Facts) -> Iterator[Advice]:
     """Run models without recording a graph, where nothing is known that would need it."""
-    updated = frozenset[str]().union(*(each.models for each in facts.optimizers_there))
-    is_trained = any(each.training and each.name in updated for each in facts.models)  # another cell calls backward
+    is_trained = any(each.training and each.name in _updated(facts) for each in facts.models)  # by another cell
     yield from () if is_trained or any(evaluates(facts)) else _evaluated(facts, "nothing here updates a model")
+
+
+def _updated(facts: Facts) -> frozenset[str]:
+    return frozenset[str]().union(*(each.models for each in facts.optimizers_there))
 
 
 def _evaluated(facts: Facts, said: str) -> Iterator[Advice]:
@@ -173,9 +172,8 @@ def _evaluated(facts: Facts, said: str) -> Iterator[Advice]:
 
 def of_a_frozen_model(facts: Facts) -> Iterator[Advice]:
     """Freeze a model that no optimizer updates."""
-    updated = frozenset[str]().union(*(each.models for each in facts.optimizers_there))
     for model in facts.models if facts.optimizers_there and facts.trains else ():
-        if model.name not in updated and not model.local and not model.frozen:
+        if model.name not in _updated(facts) and not model.local and not model.frozen:
             yield propose(
                 f"Freeze {model.name}", **prepare(facts, model.name, f"{model.name}.requires_grad_(False)"),
                 evidence=f"no optimizer updates {model.name}",
@@ -198,21 +196,17 @@ retained = Remedy(
 
 def ungraphed(facts: Facts) -> Sequence[Change]:
     """Return the changes that put what made a graph, up to the failed statement, under `no_grad`."""
-    text, line = facts.text, facts.line
-    if text is None or line is None:
+    text, line = facts.text, facts.line or 0
+    block = [each for each in text.tree.body if each.lineno <= line] if text is not None else []
+    if text is None or not block or (block[-1].end_lineno or 0) < line:
         return ()
-    place = next((i for i, each in enumerate(text.tree.body) if each.lineno <= line <= (each.end_lineno or 0)), None)
-    if place is None:
-        return ()
-    statement = text.tree.body[place]
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-        return text.insert(statement, "@torch.no_grad()")
+    if isinstance(block[-1], ast.FunctionDef | ast.AsyncFunctionDef):
+        return text.insert(block[-1], "@torch.no_grad()")
     names = set(facts.graph_names)
     made = [
-        i for i, each in enumerate(text.tree.body[:place])
-        if isinstance(each, ast.Assign) and any(names_in(target) & names for target in each.targets)
-    ]  # fmt: skip
-    return text.wrap(text.tree.body[min([*made, place]) : place + 1], WITHOUT_GRAPH)
+        each for each in block if isinstance(each, ast.Assign) and names & set().union(*map(names_in, each.targets))
+    ]
+    return text.wrap(block[block.index([*made, block[-1]][0]) :], WITHOUT_GRAPH)
 
 
 def read_no_more(facts: Facts) -> set[str]:
