@@ -1,7 +1,7 @@
 # Neither what is left over nor the results are enough to give up; both are.
 # memory: 80MiB
 # verdict: shortage
-# advice: Delete 1 name that earlier cells left; collect outs
+# advice: Collect outs in the host's memory; delete 1 name that earlier cells left
 # %%
 net = nn.Linear(64, 512).to("simgpu:0").eval()
 earlier = torch.ones(24 << 20, dtype=torch.uint8, device="simgpu:0")
