@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, TypeGuard
 
 from gpumagic.heap.branches import attributes_of, dict_of, mro_of, name_of_type
-from gpumagic.heap.storages import plain, undisturbed
 from gpumagic.memory import allocator, devices, segments
 from gpumagic.memory.devices import Device
 from gpumagic.oom import advice, ownership
@@ -197,15 +196,7 @@ def _holders(
     totals: Counter[str] = Counter()
     for part in owned:
         totals.update(dict.fromkeys(sorted(part.names & names), part.nbytes))
-    return tuple(Holder(name, device, each, _kind(namespace[name])) for name, each in totals.items())
-
-
-def _kind(value: object) -> str:
-    """Return what a variable is, as `ownership.kind_of`; "parameter" for a tensor of which no copy is the same."""
-    kind = ownership.kind_of(value)
-    with undisturbed():
-        is_leaf = kind == "tensor" and plain(value, "requires_grad") and plain(value, "is_leaf")
-    return "parameter" if is_leaf else kind
+    return tuple(Holder(name, device, each, ownership.kind_of(namespace[name])) for name, each in totals.items())
 
 
 def kept_graphs(

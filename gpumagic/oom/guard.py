@@ -75,15 +75,15 @@ class OomGuard(contextlib.ContextDecorator):
     _traceback: LateTraceback | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._names = self.namespace if self.namespace is not None else notebook.user_variables(self.shell)
-        self._state = GuardState(self._names, Identities({}), {}, self.shell)
+        names = self.namespace if self.namespace is not None else notebook.user_variables(self.shell)
+        self._state = GuardState(names, Identities({}), {}, self.shell)
 
     def open(self) -> None:
         """Read the allocator's figures and which names are bound; costs well under a millisecond."""
         self._state.watch.close()  # of a decorated function that calls itself
         try:
             if not self.retries:  # a further try is measured against the state before the first
-                outside, names = frames.handled_exception_ids(), self._names
+                outside, names = frames.handled_exception_ids(), self._state.namespace
                 if self.shell is not None:
                     self._traceback = LateTraceback(self.shell, self._recognises, as_text=self.keep_going)
                     self._traceback.install()

@@ -52,12 +52,18 @@ def by_names(namespace: Mapping[str, object], device: str, shell: object | None 
 
 
 def kind_of(value: object) -> str:
-    """Return what a value is to a reader: "module", "optimizer", "tensor", or its type's name."""
+    """Return what a value is to a reader: "module", "optimizer", "tensor", or its type's name.
+
+    "parameter" is a tensor of which no copy is the same: gradients come to it alone.
+    """
     import torch
 
     # type(), not isinstance(): a proxy's __class__ may evaluate or raise.
-    kind = type(value)
-    named = {torch.nn.Module: "module", torch.optim.Optimizer: "optimizer", torch.Tensor: "tensor"}
+    kind: Any = type(value)
+    if issubclass(kind, torch.Tensor):
+        with undisturbed():
+            return "parameter" if plain(value, "requires_grad") and plain(value, "is_leaf") else "tensor"
+    named = {torch.nn.Module: "module", torch.optim.Optimizer: "optimizer"}
     return next((word for base, word in named.items() if issubclass(kind, base)), branches.name_of_type(kind))
 
 

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, MutableMapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 from gpumagic.errors import OptionError
 from gpumagic.heap import holders, kinds, release
@@ -29,13 +29,10 @@ from gpumagic.memory import allocator, devices
 from gpumagic.memory.devices import Device
 from gpumagic.notebook import guards
 from gpumagic.notebook.guards import BodyOutcome, Guard, Outcome
-from gpumagic.oom.guard import raise_alone
+from gpumagic.oom.guard import Function, OomGuard, raise_alone
 from gpumagic.oom.report import Try
 from gpumagic.source import cell_code
 from gpumagic.transfers.run import DeviceRun
-
-if TYPE_CHECKING:
-    from gpumagic.oom.guard import OomGuard
 
 
 class Plan(NamedTuple):
@@ -156,9 +153,6 @@ def _elsewhere(name: str | None, failed: str | None) -> str | None:
         return devices.most_free([each for each in allocator.accelerators() if each != failed]) or "cpu"
     device = None if name in (None, "auto") else devices.resolve(name)
     return None if device == failed else device
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def decorate(plan: Plan, function: Function, guard: OomGuard) -> Function:

@@ -46,8 +46,7 @@ class LateTraceback:
         self._as_text = as_text and getattr(shell, "kernel", None) is not None
         self._send: Callable[[type, BaseException, list[str]], object] = shell._showtraceback
         self._before: object = None
-        self._held: tuple[type, str, list[str]] | None = None
-        self._whole: list[str] = []
+        self._held: tuple[type, str, list[str], list[str]] | None = None  # with the lines to show, and all of them
 
     def install(self) -> None:
         """Hold back from now on."""
@@ -68,7 +67,7 @@ class LateTraceback:
         held, self._held = self._held, None
         if held is None:
             return
-        kind, text, lines = held
+        kind, text, lines, whole = held
         if self._as_text:
             sys.stdout.write(self._shell.InteractiveTB.stb2text(lines) + "\n")
         else:
@@ -78,14 +77,13 @@ class LateTraceback:
                 frameless = Exception(text)
             self._send(kind, frameless, lines)
         if not keep:
-            _remember(kind, self._whole)
+            _remember(kind, whole)
 
     def _hold(self, kind: type, error: BaseException, lines: list[str]) -> None:
         if not self._recognises(error):
             self._send(kind, error, lines)
             return
-        text = str(error)
-        self._held, self._whole = (kind, text, self._of_the_user(kind, error) or lines), list(lines)
+        self._held = kind, str(error), self._of_the_user(kind, error) or lines, list(lines)
 
     def _of_the_user(self, kind: type, error: BaseException) -> list[str]:
         """Return the traceback with the user's frames only; nothing where it has none."""
