@@ -62,7 +62,8 @@ class OomGuard(contextlib.ContextDecorator):
     is_running: bool = False
     """Whether the cell runs already when this opens."""
     seconds: float = 0.0
-    """How long dry runs may try the advice, the start of their worker not counted; 0 tries nothing."""
+    """How long dry runs may try the advice, without the start of their worker and what others compute meanwhile;
+    0 tries nothing."""
     report: OomReport | None = field(default=None, init=False)
     """Of the last failure, once it is finished."""
     failure: Failure | None = field(default=None, init=False)
