@@ -150,7 +150,7 @@ def _request(
     if what.source is not None:
         sources[what.filename] = what.source
     return {
-        "engine": target.engine, "is_brief": False, "gpus": target.gpus,
+        "engine": target.engine, "is_brief": False, "gpus": target.gpus, "gpu": target.gpu,
         "workspaces": [[(each.address, each.size) for each in found if each.device == name] for name in target.names],
         "source": what.source, "filename": what.filename, "data": packed.buffer.getvalue(),
         "shared": packed.shared.path, "slots": packed.shared.slots, "scopes": len(packed.scopes),

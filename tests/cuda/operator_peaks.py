@@ -1,4 +1,4 @@
-"""What operators have at their peak, forward and backward, for each engine: `python operator_peaks.py cuda|fake`.
+"""What operators have at their peak, forward and backward, for each engine: `python operator_peaks.py cuda|fake [GPU]`.
 
 It reads expressions, one a line, and writes what each has at most in float32 and in bfloat16. `cuda` is torch's own
 allocator over the fake runtime.
@@ -58,12 +58,13 @@ class Allocator:
 class FakeAllocator(Allocator):
     """The same of fake tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: str) -> None:
         from gpumagic.dryrun.worker.fake.run import FakeRun
 
         request = {
             "filename": "<cell>", "sources": {}, "is_brief": True, "capacities": [None], "cuts_to_size": False,
-            "segments": [None], "backend": "cuda", "numbers": 0, "turned": {}, "when": "always", "notes": False,
+            "segments": [None], "backend": "cuda", "gpu": gpu, "numbers": 0, "turned": {}, "when": "always",
+            "notes": False,
         }  # fmt: skip
         self._run = FakeRun(request, print)
         self._ledger = self._run.ledger
@@ -138,10 +139,10 @@ def back(made: list[torch.Tensor], is_sum: bool, begin: Callable[[], int]) -> No
         torch.autograd.backward(made, grads)
 
 
-def main(engine: str) -> None:
+def main(engine: str, gpu: str = "A100") -> None:
     """Write what each expression of the input has."""
     warnings.simplefilter("ignore")
-    allocator = FakeAllocator() if engine == "fake" else Allocator()
+    allocator = FakeAllocator(gpu) if engine == "fake" else Allocator()
     gc.collect()
     gc.freeze()
     found = {
@@ -152,4 +153,4 @@ def main(engine: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Which of attention's kernels CUDA runs, and what each takes for itself, on the GPU that a dry run imagines: an A100.
+"""Which of attention's kernels CUDA runs, and what each takes for itself.
 
 The choice is that of `ATen/native/transformers/cuda/sdp_utils.cpp`; the sizes are those of `flash_attn/flash_api.cpp`
 and `mem_eff_attention/kernel_backward.h` beside it.
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from gpumagic.dryrun.worker.fake.backend import OURS, PROCESSORS
+from gpumagic.dryrun.worker.fake import backend
+from gpumagic.dryrun.worker.fake.backend import OURS
 
 _HALVES = {torch.float16, torch.bfloat16}
 _FLASH_ROWS, _MOST_SPLITS = 64, 128
@@ -31,15 +32,16 @@ def attend(
         raise RuntimeError("Expected query, key, value and a mask that is not of truths to have the same dtype")
     options: dict[str, Any] = {} if scale is None else {"scale": scale}
     width, is_square = query.shape[-1], query.shape[-2] == key.shape[-2]
-    is_flash = query.dtype in _HALVES and width == value.shape[-1] <= 256 and (is_square or not is_causal)
-    if query.dim() == 4 and is_flash and attn_mask is None:
+    is_flash = backend.gpu.major >= 8 and query.dtype in _HALVES and width == value.shape[-1] <= 256
+    if query.dim() == 4 and is_flash and attn_mask is None and (is_square or not is_causal):
         options.setdefault("scale", width**-0.5)  # which is not that of what is padded
         parts = [torch.nn.functional.pad(each, (0, -width % 8)) if width % 8 else each for each in (query, key, value)]
         return torch.ops.aten._scaled_dot_product_flash_attention(*parts, dropout_p, is_causal, False, **options)[0][
             ..., :width
         ]
     widths = {width * query.itemsize % 16, value.shape[-1] * query.itemsize % 16}
-    if query.dim() == 4 and not enable_gqa and widths == {0}:
+    is_taken = backend.gpu.major >= 8 or query.dtype != torch.bfloat16
+    if query.dim() == 4 and is_taken and not enable_gqa and widths == {0}:
         wanted = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
         mask = attn_mask
         if mask is not None and mask.dtype == torch.bool:
@@ -63,7 +65,7 @@ def flash(given: dict[str, Any]) -> list[int]:
     if rows == 1 and heads > groups:  # the heads of a group are then its rows
         heads, rows = groups, heads // groups
     tiles = -(-columns // (256 if width <= 64 else 128 if width <= 128 else 64))
-    splits = _splits(batch * heads * -(-rows // _FLASH_ROWS), tiles, 2 * PROCESSORS)
+    splits = _splits(batch * heads * -(-rows // _FLASH_ROWS), tiles, 2 * backend.gpu.multiprocessors)
     sums = 4 * splits * batch * heads * rows
     return [sums, sums * _flash_width(width)] if splits > 1 else []
 
@@ -99,10 +101,13 @@ def efficient_backward(given: dict[str, Any]) -> list[int]:
     (batch, heads, rows, width), columns = query.shape, given["key"].shape[2]
     copied = [] if gradient.transpose(1, 2).is_contiguous() else [gradient.nbytes]
     is_half, sums = query.dtype in _HALVES, 4 * batch * heads * rows
-    widths = width, given["value"].shape[3]
-    block, tile = (64, 64) if max(widths) <= 64 else (128, 128) if is_half and max(widths) <= 128 else (128, 64)
+    widths, shared = (width, given["value"].shape[3]), backend.gpu.shared_per_block_optin >> 10
+    widest, is_roomy = max(widths), shared >= 128
+    keeps_keys = not is_half or widest <= (128 if is_roomy or shared <= 64 else 96)
+    is_small = widest <= 64 or not (is_roomy or (is_half and (keeps_keys or widest > 128)))
+    block, tile = 64 if is_small else 128, 128 if is_half and is_roomy and 64 < widest <= 128 else 64
     own = -(-rows // block) * -(-width // tile) * (4 * block * tile + 16)
-    if is_half and max(widths) > 128:  # keys' and values' are summed in memory too
+    if not keeps_keys:  # in a block's own memory
         splits = max(1, min(-(-columns // 64), 200 // (batch * heads)))
         own += sum(splits * 4 * 64 * -(-each // 128) * 128 for each in widths)
     products = [] if is_half else [4 * out.numel(), sums, sums]

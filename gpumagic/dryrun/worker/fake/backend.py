@@ -19,12 +19,13 @@ from torch._C import DispatchKey, DispatchKeySet
 
 from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.dryrun.worker.fake.allocator import FakeLedger
+from gpumagic.memory.presets import GPUS
 from gpumagic.simgpu._module import DeviceModule, DeviceProperties
 
 OURS = "dryrun"
 """The device's name where CUDA's is taken by torch's own."""
-PROCESSORS = 108
-"""Of an A100, which is what an imagined device is."""
+gpu = GPUS["A100"]
+"""What the devices are like: it decides how kernels share work out."""
 
 
 class _Guard(torch._C._acc.DeviceGuard):
@@ -121,9 +122,8 @@ class FakeModule(DeviceModule):
         return self._generator
 
     def get_device_properties(self, device: Any = None) -> DeviceProperties:
-        """Return what code asks for that shares work out among devices: those of an A100."""
         total = self._ledger.accounts[self.index(device)].allocator.capacity or 1 << 62
-        return DeviceProperties("device of a dry run", total, multi_processor_count=PROCESSORS)
+        return DeviceProperties(gpu.name, total, "", gpu.multiprocessors, gpu.major, gpu.minor)
 
 
 class Stream(contextlib.nullcontext[None]):

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from gpumagic.dryrun.worker.fake.backend import PROCESSORS
+from gpumagic.dryrun.worker.fake import backend
 
-THREADS_A_PROCESSOR = 2048
 _VECTOR, _MOST_THREADS, _WARP = 4, 512, 32
 _LEAST_VALUES, _MOST_VALUES = 16, 256
 """A thread's, between which the input is divided among blocks."""
@@ -94,7 +93,7 @@ def _part_sums(reduced: Walk, kept: Walk, part: int, offset: int) -> list[int]:
         return []
     values = -(-values // height)
     grid = -(-(outputs // vector) // (1 if along else width))
-    target = PROCESSORS * (THREADS_A_PROCESSOR // (width * height))
+    target = backend.gpu.multiprocessors * (backend.gpu.threads_per_multiprocessor // (width * height))
     if values < _MOST_VALUES or grid > target:
         return []
     blocks = max(min(-(-target // grid), -(-values // _LEAST_VALUES)), -(-values // _MOST_VALUES))

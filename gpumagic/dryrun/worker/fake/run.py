@@ -20,6 +20,7 @@ from gpumagic.dryrun.worker.fake.storages import Form, Storages, key_of
 from gpumagic.dryrun.worker.reading import FakeReading
 from gpumagic.dryrun.worker.run import Outcome, Run, failure
 from gpumagic.memory.ledger import Place
+from gpumagic.memory.presets import GPUS
 
 IN_TREE = frozenset({"cuda", "xpu", "mps"})
 _LATER = 0.001
@@ -37,6 +38,7 @@ class FakeRun(Run):
                 account.preexisting |= account.allocator.lay_out(segment)
         self.ledger = FakeLedger(accounts)
         known = request["backend"]
+        backend.gpu = GPUS[request["gpu"] or "A100"]
         self._name = name = backend.OURS if known in IN_TREE else known
         module = backend.register(name, self.ledger)
         self._storages = Storages(self.ledger.take, self._gone)

@@ -255,7 +255,7 @@ _RULES: dict[str, Callable[[Given], list[int]]] = {
     "masked_scatter": lambda given: [8 * given["mask"].numel()],
     "bernoulli": lambda given: [4 * given["self"].numel()] if getattr(given.get("p"), "itemsize", 4) == 2 else [],
     "im2col": _whole,
-    "roll": lambda given: _whole(given, min(len(given["shifts"]) - given["self"].is_contiguous(), 2)),
+    "roll": lambda given: _whole(given, min(max(len(given["shifts"]) - 1, not given["self"].is_contiguous()), 2)),
     **dict.fromkeys(("abs", "angle"), lambda given: _whole(given, given["self"].is_complex())),
     "_fft_c2r": _whole,
     "_fft_c2c": lambda given: _whole(given, len(given["dim"]) > 3),
