@@ -148,6 +148,7 @@ def _model(
         blocks=_blocks(name, inside), local=local, methods=methods,
         embeddings=tuple(_code(name, path) for path, weight in weights if _nbytes(weight) >= LARGE),
         sequential=issubclass(type(module), torch.nn.Sequential),
+        in_place=any(branches.attributes_of(each).get("inplace") is True for _, each in inside),
         uneven=tuple(word for part, word in UNEVEN if any(part in each for each in layers)),
     )  # fmt: skip
 

@@ -242,7 +242,7 @@ def test_what_a_function_calls_its_model_is_computed_in_mixed_precision_and_not_
     code = "x = x.to(device)\nout = model(x)\nloss = criterion(out)\nloss.backward()"
     facts = replace(
         TRAINING, cell=cell_code.read_cell(code), line=4, functions=frozenset({"_engine_run_backward"}),
-        graph_names=("out", "loss"),
+        tensors=dict.fromkeys(("out", "loss"), TensorFact((), "float32", 4, "cuda:0", graph=True)),
     )  # fmt: skip
     edited = one(training.mixed, facts).apply(code).splitlines()
     assert edited[1:4] == [

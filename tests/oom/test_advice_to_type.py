@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gpumagic.heap.holders import Identities
-from gpumagic.oom import failure
+from gpumagic.oom import failure, ownership
 from gpumagic.oom.failure import GuardState
 from gpumagic.oom.report import Advice
 from gpumagic.oom.rules import batch, collected, kept, parts, training
@@ -183,6 +183,29 @@ def test_rows_computed_a_part_at_a_time_are_the_same(code, watched) -> None:
             gradients.append(torch.autograd.grad(names["out"].sum(), names[name])[0])
     assert torch.allclose(*outs)
     assert not gradients or torch.allclose(*gradients, atol=1e-6)
+
+
+def test_what_is_true_of_all_rows_is_counted_a_part_at_a_time_beside_them() -> None:
+    """Torch makes integers of all booleans before it adds them up."""
+    mask = TENSORS["d"] > 0
+    code = "error = (d - w @ w.T) * mask\nout = (error ** 2).sum() / mask.sum()"
+    there = {**tensor_facts(), "mask": TensorFact((20, 20), "bool", 400, "cpu")}
+    advice = only(parts.by_rows(facts(code, 1, tensors=there))).make(7)
+    assert "/ sum(part.sum() for part in mask.split(7))" in advice.edit
+    outs = []
+    for text in (code, edited(code, advice)):
+        exec(text, names := {"torch": torch, "mask": mask, **TENSORS})
+        outs.append(names["out"])
+    assert torch.allclose(*outs)
+
+
+def test_layers_in_place_are_told_not_to_be_where_their_input_is_needed_again() -> None:
+    net = torch.nn.Sequential(*(layer for _ in range(3) for layer in (torch.nn.Linear(4, 4), torch.nn.ReLU(True))))
+    (model,), _ = ownership.find_models_and_optimizers([("net", net, False)], "cpu")
+    code = "net(x).sum().backward()"
+    found = replace(facts(code, 1), models=(model,))
+    exec(edited(code, only(training.checkpoint(found))), {"net": net, "torch": torch, "x": torch.ones(2, 4)})
+    assert net[0].weight.grad is not None
 
 
 @pytest.mark.parametrize(

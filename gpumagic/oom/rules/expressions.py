@@ -106,9 +106,9 @@ class Joined:
         names = [target.id for each in self.before for target in each.targets if isinstance(target, ast.Name)]
         return [f"{', '.join(names)} {'are' if names[1:] else 'is'} not made"] if names else []
 
-    def changes(self, text: CellText, change: Change) -> list[Change]:
-        """Return the changes of the cell's text for one of the expression; the other statements go."""
-        code = apply_changes([change], self.text.source)
+    def changes(self, text: CellText, *changes: Change) -> list[Change]:
+        """Return the changes of the cell's text for those of the expression; the other statements go."""
+        code = apply_changes(changes, self.text.source)
         return [text.replace(self.last, code), *map(text.remove, self.before)]
 
 

@@ -90,6 +90,8 @@ class Model:
     """Whether none of its parameters requires a gradient."""
     sequential: bool = False
     """Whether it is an `nn.Sequential`."""
+    in_place: bool = False
+    """Whether a layer in it writes over what it is given."""
     blocks: str | None = None
     """Code for the longest list of like children, over which it loops: ``"net.layers"``."""
     gradients: int = 0

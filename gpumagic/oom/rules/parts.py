@@ -240,7 +240,14 @@ def _in_parts(facts: Facts, found: _Part, is_without_graph: bool, number: int) -
     if method in ("mean", "cross_entropy"):
         total = found.rows.length if method == "mean" else f"({list(sources)[-1]} != -100).sum()"
         code = f"({code} / {total})"
-    changes = joined.changes(found.text, text.replace(node, code))
+    masks = {
+        f"{name}.sum()": f"sum(part.sum() for part in {name}.split({number}))" for name, each in facts.tensors.items()
+        if each.dtype == "bool" and each.shape[:1] == (found.rows.length,)
+    }  # fmt: skip
+    inside = set(map(id, ast.walk(node)))  # outside of it torch makes integers of all booleans that it adds up
+    others = [each for each in text.expressions() if text.code(each) in masks and id(each) not in inside]
+    counts = [text.replace(each, masks[text.code(each)]) for each in others]
+    changes = joined.changes(found.text, text.replace(node, code), *counts)
     if is_without_graph and statement is not None:
         changes += found.text.wrap([statement], WITHOUT_GRAPH)
     return changes, "; ".join([cost, *joined.lost])

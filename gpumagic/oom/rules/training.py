@@ -247,5 +247,6 @@ def _switch(facts: Facts, model: Model) -> Edit:
         else:
             continue
         changes = [text.replace(call, f"torch.utils.checkpoint.{run}, use_reentrant=False)")]
-        return {"text": text, "changes": changes, "first": "import torch.utils.checkpoint"}
+        first = f"for each in {model.name}.modules():\n    each.inplace = False\n" if model.in_place else ""
+        return {"text": text, "changes": changes, "first": f"{first}import torch.utils.checkpoint"}
     return {}
