@@ -41,7 +41,6 @@ class CudaRun(Run):
         super().__init__(request, send)
         self._history = History()
         self.known = Known("cuda", address_of, memory_of) if request["follows"] else None
-        self._before: list[Block] = []
         self._allocated: list[int] = []
         self._objects: ranks.Objects | None = None
         self._is_racy = False
@@ -114,7 +113,6 @@ class CudaRun(Run):
             torch.cuda.reset_peak_memory_stats(device)
             self._allocated.append(torch.cuda.memory_allocated(device))
         if not self.is_brief:
-            self._before = list(_blocks_in_use())
             torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_ENTRIES)
 
     def _start_again(self) -> NoReturn:
@@ -163,25 +161,12 @@ class CudaRun(Run):
         for workspace in segments.find_workspaces():
             self._history.note(Ledger.mark, workspace.address, "library workspaces")
         traces: list[Trace] = torch.cuda.memory._snapshot()["device_traces"][: len(devices)]
-        before = [block for device, trace in enumerate(traces) for block in self._in_use_before(device, trace)]
+        before = [block for device, trace in enumerate(traces) for block in _in_use_before(device, trace)]
 
         def place_of(stack: Trace) -> Place:
             return self.lines.of([(each["filename"], each["name"], each["line"]) for each in stack])
 
         return self._history.ledger(before, traces, place_of), devices, others
-
-    def _in_use_before(self, device: int, trace: Trace) -> Iterator[Block]:
-        """Yield the blocks that were in use when a device's history begins, which may have lost its beginning."""
-        if len(trace) < MOST_ENTRIES:
-            yield from (block for block in self._before if block[0] == device)
-            return
-        allocated = set()
-        for entry in trace:
-            if entry["action"] == "alloc":
-                allocated.add(entry["addr"])
-            elif entry["action"] == "free_requested" and entry["addr"] not in allocated:
-                yield device, entry["addr"], rounded(entry["size"])
-        yield from (block for block in _blocks_in_use() if block[0] == device and block[1] not in allocated)
 
     def _device(self, device: int, failed: bool) -> dict[str, Any]:
         stats = torch.cuda.memory_stats(device)
@@ -193,11 +178,18 @@ class CudaRun(Run):
         }  # fmt: skip
 
 
-def _blocks_in_use() -> Iterator[Block]:
+def _in_use_before(device: int, trace: Trace) -> Iterator[Block]:
+    """Yield what was in use on a device when its history begins: what that frees or leaves and did not make."""
+    made = set()
+    for entry in trace:
+        if entry["action"] == "alloc":
+            made.add(entry["addr"])
+        elif entry["action"] == "free_requested" and entry["addr"] not in made:
+            yield device, entry["addr"], rounded(entry["size"])
     for segment in torch.cuda.memory_snapshot():
-        for block in segment["blocks"]:
-            if block["state"] == "active_allocated":
-                yield segment["device"], block["address"], block["size"]
+        for block in segment["blocks"] if segment["device"] == device else ():
+            if block["state"] == "active_allocated" and block["address"] not in made:
+                yield device, block["address"], block["size"]
 
 
 def _versions() -> dict[str, str]:
