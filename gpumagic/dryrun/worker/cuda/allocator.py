@@ -72,21 +72,22 @@ class Layout:
             workspaces: where those lie in the notebook, and their bytes.
         """
         there = sorted((each for each in workspaces if each[0] in self._owned), key=lambda each: -each[1])
-        retaken: dict[int, list[int]] = {}  # by stream, of which each has its own; those of threads that are gone stay
-        for address, _ in there:
-            taken = retaken.setdefault(self._owned[address][1], [])
-            taken += [address] if len(taken) < len(_TAKE) else []
-        takers = [(stream, take) for stream, taken in sorted(retaken.items()) for take in _TAKE[: len(taken)]]
-        addresses = [address for _, taken in sorted(retaken.items()) for address in taken]
+        retaken: list[tuple[int, int, Callable[[], object]]] = []  # each stream has its own
+        for address, size in there:
+            stream, takes = self._owned[address][1], _TAKE if size == there[0][1] else _TAKE_OF_LT
+            taken = sum(each[0] == stream and each[2] in takes for each in retaken)
+            if taken < len(takes):  # else it is of a thread that is gone, and stays
+                retaken.append((stream, address, takes[taken]))
+        retaken.sort(key=operator.itemgetter(0))
         with torch.cuda.device(self._device):
-            for address in addresses[:1]:
+            for _, address, take in retaken[:1]:
                 with self._let_go(address):
-                    takers.pop(0)[1]()  # asks for nothing else, and no gap is open yet: it takes the block again
+                    take()  # asks for nothing else, and no gap is open yet: it takes the block again
             for gap in self._small_gaps:
                 _give_back(gap)
-            for address in addresses[1:]:
+            for _, address, _ in retaken[1:]:
                 self._let_go(address)
-            for stream, take in takers:
+            for stream, _, take in retaken[1:]:
                 with self._on(stream):
                     take()
         for gap in self._gaps:
@@ -118,6 +119,8 @@ def _multiply_backward() -> None:
 
 _TAKE: tuple[Callable[[], object], ...] = (torch.cuda.current_blas_handle, _multiply_backward)
 """What makes torch take a workspace: one for the cell's thread, one for that of backward passes."""
+_TAKE_OF_LT = (lambda: torch.nn.Linear(2, 2, device="cuda")(torch.ones(2, 2, device="cuda")),)
+"""The same for cuBLASLt, which has smaller ones of its own in torch 2.10."""
 
 
 _NO_OPERATOR = frozenset({"forward", "_call_impl", "_wrapped_call_impl", "<lambda>", "<module>", "wrapper", "_fn"})
