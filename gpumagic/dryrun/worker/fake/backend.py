@@ -172,7 +172,7 @@ _BELOW = DispatchKeySet(getattr(DispatchKey, "AutocastPrivateUse1"))  # noqa: B0
 
 
 class Autocast:
-    """`torch.autocast` on the device of the dry run.
+    """`torch.autocast` on the device of the dry run, for the life of the process.
 
     Args:
         device_type: the name of the device of the dry run.
@@ -181,24 +181,19 @@ class Autocast:
     def __init__(self, device_type: str) -> None:
         self._type = device_type
         self._cache: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
-        self._libraries: list[Any] = []
-
-    def register(self) -> None:
-        """Make the lists hold, for the life of the process."""
-        rest = torch.library.Library("_", "IMPL")
+        rest, listed = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+        _kept.extend((rest, listed))
         rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-        listed = torch.library.Library("aten", "IMPL")
-        self._libraries += [rest, listed]
         policies = {
             **dict.fromkeys(LOWER.split(), self._in_lower), **dict.fromkeys(WIDEST.split(), self._in_widest),
             "binary_cross_entropy": _refuse,
         }  # fmt: skip
         in_float32 = functools.partial(self._in, torch.float32)
         for registered in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"):
-            name = registered.removeprefix("aten::")
-            base, _, overload = name.partition(".")
-            op = getattr(getattr(torch.ops.aten, base), overload or "default")
-            if not base.startswith("cudnn"):
+            namespace, _, name = registered.partition("::")
+            if namespace == "aten" and not name.startswith("cudnn"):  # torchvision has some, too
+                base, _, overload = name.partition(".")
+                op = getattr(getattr(torch.ops.aten, base), overload or "default")
                 has_dtype = any(argument.name == "dtype" for argument in op._schema.arguments)
                 policy = policies.get(name, self._to_float32 if has_dtype else in_float32)
                 listed.impl(op, functools.partial(_under_autocast, policy, op), "AutocastPrivateUse1")

@@ -64,7 +64,6 @@ class Call:
         """What each stand-in stands for, by its identity."""
         self.owners: dict[int, torch.Tensor] = {}
         """The same by the stand-in's storage."""
-        self.asked_for: torch.device | None = self.given.get("device")
         self.is_indexing = op._name in _TAKE_HOST_INDICES
         self.device = self._common_device()
 

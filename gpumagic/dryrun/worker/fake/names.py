@@ -50,13 +50,22 @@ class Names(TorchFunctionMode):
     def __init__(self, known: str) -> None:
         super().__init__()
         self._known = known
-        self._handlers: dict[Any, Any] = {}
+        is_known = getattr(getattr(torch.Tensor, f"is_{known}"), "__get__", None)
+        self._handlers: dict[Any, Any] = {
+            # What the code makes and compares keeps the name that it gave.
+            torch.device: lambda device, args, kwargs: device(*args, **kwargs),
+            _DEVICE: self._known_device, is_known: lambda _, args, __: _is_here(args[0]),
+        }  # fmt: skip
+        """How functions of torch's are called that need more than names; a handler may leave that to the others."""
+        recurrent = dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), self._refuse_recurrent)
+        of_cuda = {"scaled_dot_product_attention": _attend, "group_norm": _norm_groups} if known == "cuda" else {}
+        self._by_name = {known: self._move, **recurrent, **of_cuda}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func not in self._handlers:
-            self._handlers[func] = self._handler(func)
+            self._handlers[func] = self._by_name.get(getattr(func, "__name__", ""))
         handler = self._handlers[func]
         if handler is not None:
             made = handler(func, args, kwargs or {})
@@ -66,25 +75,6 @@ class Names(TorchFunctionMode):
         if not kwargs:
             return func(*args)
         return func(*args, **{name: self.ours(value) for name, value in kwargs.items()})
-
-    def _handler(self, func: Any) -> Callable[..., Any] | None:  # noqa: PLR0911  # one way a kind of function
-        """Return how a function of torch's is called that needs more than names; it may leave that to the others."""
-        name = getattr(func, "__name__", "")
-        if func is torch.device:  # what the code makes and compares keeps the name that it gave
-            return lambda device, args, kwargs: device(*args, **kwargs)
-        if func == _DEVICE:
-            return self._known_device
-        if func == getattr(getattr(torch.Tensor, f"is_{self._known}"), "__get__", None):
-            return lambda _, args, __: _is_here(args[0])
-        if name == self._known:
-            return self._move
-        if name in {"lstm", "gru", "rnn_tanh", "rnn_relu"}:
-            return self._refuse_recurrent
-        if name == "scaled_dot_product_attention" and self._known == "cuda":
-            return lambda composite, args, kwargs: _attending(composite)(*args, **kwargs)
-        if name == "group_norm" and self._known == "cuda":  # CUDA's takes no image with its channels last
-            return lambda norm, args, kwargs: norm(args[0].contiguous(), *args[1:], **kwargs)
-        return None
 
     def _known_device(self, get: Any, args: tuple[Any, ...], _: dict[str, Any]) -> torch.device:
         found: torch.device = get(*args)
@@ -133,7 +123,8 @@ class Names(TorchFunctionMode):
         torch.Tensor.record_stream = lambda _tensor, _stream: None  # no stream uses a tensor later here
         if self._known == "cuda":  # torch's own functions call it past a mode
             functional = torch.nn.functional
-            functional.scaled_dot_product_attention = _attending(functional.scaled_dot_product_attention)
+            composite = functional.scaled_dot_product_attention
+            functional.scaled_dot_product_attention = lambda *args, **kwargs: _attend(composite, args, kwargs)
         # A mode is off while it handles `Tensor.backward` or an operator, and what torch calls from there starts with
         # the modes that are on then. It has to hold there too: in what runs again within a backward pass, a
         # checkpointed part of a model, and in hooks.
@@ -164,12 +155,16 @@ _NAMING = frozenset({torch.device, str, DeviceGenerator})
 _DEVICE = torch.Tensor.device.__get__
 
 
-def _attending(composite: Callable[..., Any]) -> Callable[..., Any]:
-    def attend(query: Any, *args: Any, **kwargs: Any) -> Any:
-        chosen = functools.partial(attention.attend, composite) if _is_here(query) else composite
-        return chosen(query, *args, **kwargs)
+def _attend(composite: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_here = _is_here(args[0] if args else kwargs.get("query"))
+    return attention.attend(composite, *args, **kwargs) if is_here else composite(*args, **kwargs)
 
-    return attend
+
+def _norm_groups(norm: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Take an image whose channels lie last as CUDA does, which copies it first."""
+    if not args or not _is_here(args[0]):
+        return NotImplemented
+    return norm(args[0].contiguous(), *args[1:], **kwargs)
 
 
 def _swap(swap: Callable[..., None], one: Any, other: Any) -> None:

@@ -41,7 +41,7 @@ WHOLE = ("record_stream", "equal", "convolution_overrideable", "convolution_back
 
 
 class Operators:
-    """The device's kernels.
+    """The device's kernels, for the life of the process.
 
     Args:
         module: knows the current device.
@@ -93,9 +93,6 @@ class Operators:
         """Whether an operator runs, whose blocks are not all accounted for."""
         self.give_up: Callable[[Exception], None] = lambda _: None
         """Called before a kernel's error leaves into a backward pass, where torch's guard would end the process."""
-
-    def register(self) -> None:
-        """Make these the device's kernels, for the life of the process."""
         self._everything.fallback(self._fallback, "PrivateUse1")
         for operator in taken_apart():
             self._kernel(operator)
@@ -206,7 +203,7 @@ class Operators:
             indices, before = self._contents.indices(call, torch.device(self._name, call.device)), call.given["indices"]
             is_like_others = len(indices) == len(before) and all(a is b for a, b in zip(indices, before, strict=True))
             call.given["indices"] = indices
-        device = call.device if call.device is not None else self._device(call.asked_for)
+        device = call.device if call.device is not None else self._device(call.given.get("device"))
         if fills:
             returned = args[0]
         else:

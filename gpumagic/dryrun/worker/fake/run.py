@@ -48,8 +48,7 @@ class FakeRun(Run):
         self.operators = Operators(
             module, self._storages, self.ledger, self._contents, self.assumed.setdefault, known == "cuda"
         )
-        self.operators.register()
-        backend.Autocast(name).register()
+        backend.Autocast(name)
         torch.Generator = generators(known)
         if known in IN_TREE:
             Names(known).install(module)
