@@ -324,3 +324,12 @@ def test_a_loop_whose_memory_grows_is_not_told_as_flat(notebook, kept) -> None:
     cell = f"y = mib(64)\ndel y\nkept = []\nwhile len(kept) < 10**9:\n    kept.append({kept})"
     report = run.dry_run(script_of(cell), notebook, targets.choose("cuda:0", None), time_limit=2)
     assert (report.flat, report.complete) == ((), False)
+
+
+@pytest.mark.parametrize("refers", ["layer", "None"])
+def test_memory_that_only_the_garbage_collector_frees_is_not_certain(notebook, refers) -> None:
+    cell = f"for _ in range(2_000):\n    layer = torch.nn.Module()\n    layer.held, layer.itself = mib(1), [{refers}]"
+    report = dry_run(cell, notebook)
+    is_known = refers == "None"
+    assert (report.fits, report.certain) == (True, is_known), report
+    assert any("garbage collector" in each for each in report.unknown) is not is_known

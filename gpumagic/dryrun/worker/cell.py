@@ -50,7 +50,8 @@ class Lines:
         if runs_in(*UNHEARD):
             return None
         frame, inner = self._running()
-        inner, below = inner or frame, _calling()
+        inner = inner or frame
+        below = next((each for each in stack(sys._getframe()) if not module_of(each).startswith(_BETWEEN)), None)
         library = "" if below is None or below is inner else f"{below.f_code.co_filename}:{below.f_lineno}"
         if inner is None:
             return None, THREAD, library
@@ -93,11 +94,6 @@ class Lines:
         filename, _, line = frame
         code = linecache.getline(filename, line).strip()
         return Place(line, code, "" if inner is None else f"{inner[1]}, line {inner[2]}")
-
-
-def _calling() -> FrameType | None:
-    """Return the innermost frame of what is neither this package nor torch's way to an operator."""
-    return next((each for each in stack(sys._getframe(1)) if not module_of(each).startswith(_BETWEEN)), None)
 
 
 def runs_in(*prefixes: str) -> bool:

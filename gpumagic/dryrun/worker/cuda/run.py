@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -32,6 +32,8 @@ Block = tuple[int, int, int]
 """Its device, its address, its bytes."""
 MOST_ENTRIES = 200_000
 """Of the allocator's history, a device; of a longer run only its end is known line by line."""
+_THREADS = "how the threads of DataParallel take turns, by which its peak differs from run to run"
+_GARBAGE = "when Python's garbage collector frees what reference cycles hold, which differs from notebook to notebook"
 
 
 class CudaRun(Run):
@@ -43,8 +45,7 @@ class CudaRun(Run):
         self.known = Known("cuda", address_of, memory_of) if request["follows"] else None
         self._allocated: list[int] = []
         self._objects: ranks.Objects | None = None
-        self._is_racy = False
-        """Whether threads of DataParallel's ran side by side."""
+        self._uncollected = 0
 
     def run(self) -> None:
         """Run the cell and send the outcome."""
@@ -70,7 +71,7 @@ class CudaRun(Run):
         if self.known is not None:
             self.shown.to(self.known.follow)
         else:
-            self.guesses.begin_again = self._start_again
+            self.guesses.begin_again = lambda: self.send({"starts_again": True})
         fakecuda.leave_out(LEAST)
         fakecuda.reset()
         self.execute(self._history.note, lambda tensor: address_of(tensor) if tensor.is_cuda else 0)
@@ -102,29 +103,29 @@ class CudaRun(Run):
 
         def in_threads(modules: Any, *args: Any, **kwargs: Any) -> Any:
             if len(modules) > 1:
-                self._is_racy = True
-                self.unknown.setdefault(
-                    "how the threads of DataParallel take turns, by which its peak differs from run to run"
-                )
+                self.unknown.setdefault(_THREADS)
             return apply(modules, *args, **kwargs)
 
         vars(sys.modules[parallel.__module__])["parallel_apply"] = in_threads
+        gc.callbacks.append(self._collect)
         for device in range(len(self.request["capacities"])):
             torch.cuda.reset_peak_memory_stats(device)
             self._allocated.append(torch.cuda.memory_allocated(device))
         if not self.is_brief:
             torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_ENTRIES)
 
-    def _start_again(self) -> NoReturn:
-        """End a run that needs to know what is known of the values."""
-        self.send({"starts_again": True})
-        raise AssertionError("the process has ended")
-
     def allocated(self) -> tuple[int, int]:
         """Return the peak and the allocated bytes of all devices."""
         stats = [torch.cuda.memory_stats_as_nested_dict(each) for each in range(len(self._allocated))]
         figures = [each["allocated_bytes"]["all"] for each in stats]
         return sum(each["peak"] for each in figures), sum(each["current"] for each in figures)
+
+    def _collect(self, phase: str, _: dict[str, int]) -> None:
+        """Note where Python's garbage collector frees memory, for which the notebook has other times."""
+        peak, now = self.allocated()
+        if phase == "stop" and self._uncollected - now > peak >> 10:  # less changes no figure
+            self.unknown.setdefault(_GARBAGE)
+        self._uncollected = now
 
     def failure(self, error: BaseException) -> dict[str, Any]:
         """Return how the cell failed."""
@@ -146,7 +147,7 @@ class CudaRun(Run):
         for library in sorted({written.get(re.split("[^a-z]", name)[0], name) for name in unknown}):
             self.unknown.setdefault(f"what {library} takes for itself, which only a real GPU tells")
         others: Outcome = {
-            "lacks": bool(unknown) or self._is_racy, "versions": _versions(),
+            "lacks": bool(unknown) or not self.unknown.keys().isdisjoint((_THREADS, _GARBAGE)), "versions": _versions(),
             "communicators": communicators,
             "rank": None if self._objects is None else {"said": self._objects.said, "stages": ranks.stages()},
             **({"error": None} if failed else {}),
