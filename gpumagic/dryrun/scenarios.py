@@ -151,11 +151,12 @@ class _Scenarios:
             device |= {"failed": failed["failed"], "failure": failed["failure"]}
         return more
 
-    def _run(self, scenarios: Iterable[Scenario]) -> None:
-        """Run scenarios that were not run yet, as many as there may be."""
+    def _run(self, scenarios: Iterable[Scenario]) -> bool:
+        """Run scenarios that were not run yet, as many as there may be; return whether there was one."""
         known = [run.scenario for run in self._all]
         new = [each for each in scenarios if each not in known][: _MOST_RUNS - len(known)]
         self._all += self._brief(new)
+        return bool(new)
 
     def _brief(self, scenarios: Sequence[Scenario]) -> list[_Run]:
         limit = min(self._request["time_limit"], 5 + 5 * self._all[0].outcome["seconds"])
@@ -176,6 +177,8 @@ class _Scenarios:
         is_loop = outcome["most_turns"] > 1 and kinds != {SELECTION}
         sizes = [{**first.scenario, "numbers": LARGE}] if NUMBER in kinds else []
         self._run([self._turned(self._places(), BUT_ONCE if is_loop else ALWAYS), *sizes])
+        while not any(each.is_conclusive for each in self._all) and self._run([self._turned(self._places(), ALWAYS)]):
+            pass  # of the checks that a library makes, each comes only where those before it hold
         self._leave_out_endless()
         is_sure = self._agree() or kinds == {SELECTION} or self._run_mixed()
         conclusive = [each for each in self._all if each.is_conclusive]
@@ -202,8 +205,8 @@ class _Scenarios:
             self._run([self._turned(self._places(), A_FEW)])
             few = self._all[-1]
             if few.is_conclusive and few.fits is not None:
-                flat = [each for each in endless if each.peak <= few.peak * (1 + _ALIKE)]
-                self._all = [each for each in self._all if each not in flat]
+                most = few.peak * (1 + _ALIKE)
+                self._all = [each for each in self._all if each not in endless or each.peak > most]
 
     def _places(self) -> list[Key]:
         return _sorted({place for each in self._all for place, *_ in each.decides})

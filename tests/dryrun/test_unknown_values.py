@@ -78,6 +78,19 @@ def test_of_two_branches_that_a_number_decides_the_one_that_needs_more_counts() 
     assert report.devices[0].peak - report.devices[0].before == 4 << 20
 
 
+def test_checks_that_a_library_makes_one_after_the_other_are_taken_to_hold() -> None:
+    cell = """for _ in range(3):
+    there = torch.distributions.Normal(x, x.exp())
+    z = there.rsample()
+    seen = torch.distributions.Bernoulli(logits=z)
+    loss = -seen.log_prob(z.round()).sum() - there.log_prob(z).sum()
+    print(loss.item())"""
+    report = dry_run("x = torch.zeros(1 << 18, device='simgpu:0')", cell)
+    assert (report.error, report.fits) == (None, True), report
+    assert report.devices[0].peak - report.devices[0].before >= 5 << 20
+    assert any("torch.distributions.Normal(x, x.exp())` is taken to be True" in each for each in report.assumed)
+
+
 def test_a_mask_is_taken_to_select_everything_which_is_the_most() -> None:
     report = dry_run("x = torch.zeros(1 << 18, 8, device='simgpu:0')", "y = x[x[:, 0] > 0]")
     assert report.fits
