@@ -208,6 +208,7 @@ def test_what_writes_files_leaves_none(tmp_path, monkeypatch, cell) -> None:
         "import sys; sys.exit(3)",
         "exit()",
         "import time; time.sleep(3600)",
+        "import multiprocessing; multiprocessing.get_context('spawn').Lock()",
     ],
 )
 def test_what_does_nothing_in_a_dry_run_lets_it_go_on(tmp_path, monkeypatch, cell) -> None:

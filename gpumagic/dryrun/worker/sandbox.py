@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from multiprocessing.resource_tracker import ResourceTracker
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -165,8 +166,6 @@ def load_in_this_process(assume: Callable[[str], object]) -> None:
 _QUIET = frozenset({"matplotlib", "config", "load_ext", "reload_ext", "autoreload", "pip", "conda", "precision",
                     "gpuinfo", "devices", "oomguard", "who", "whos", "env", "pwd", "cd"})  # fmt: skip
 _BODY = frozenset({"time", "capture"})
-
-
 _TRAINS = re.compile(
     r"\s*(?:\w+=\S*\s+)*(?:\S*/)?(torchrun|python[\d.]*|accelerate|deepspeed|mpirun|srun)\b(?!.*(?:pip|--version))"
 )
@@ -204,9 +203,7 @@ class Magics:
 
     def run_cell_magic(self, name: str, line: str, body: str) -> None:
         """Run the body of a magic that only watches it."""
-        if name not in _BODY:
-            raise CannotDryRun(f"it uses %%{name}, which a dry run does not follow")
-        exec(_compiled(body), self.user_ns)  # noqa: S102  # the user's own cell
+        self.run_line_magic(name if name in _BODY else f"%{name}", body)
 
     def system(self, command: str, *_: object) -> None:
         """Run no command; say so of one that may train."""
@@ -254,6 +251,8 @@ def block(note: Callable[[str], object], assume: Callable[[str], object], watche
     sleep = time.sleep
     time.sleep = lambda seconds: sleep(min(float(seconds), 0.0))  # it takes no memory; what is no duration is an error
     builtins.input = _refusal("it asks for input")
+    # A lock of multiprocessing's or shared memory tells it of itself, and so starts its process.
+    ResourceTracker._send = lambda *_: None  # type: ignore[attr-defined]
     return made
 
 
