@@ -120,19 +120,19 @@ def _place(report: DryRunReport) -> str:
 
 def _neighbour(search: records.Search, largest: int | None) -> Iterator[doc.Block]:
     """Say what shows that it is the largest, and every value that was run."""
-    is_ranks = search.name == "ranks"
-    failing = next((each for each in reversed(search.trials) if not each.fits), None)
-    failing = failing if is_ranks else search.smallest_failing
-    if (largest is not None or is_ranks) and failing is not None:
-        does = "does not" if failing.fits is False else "may not"
-        yield doc.Paragraph(f"{failing.value:,} {does}: {failing.reason}.")
+    failing = [each for each in search.trials if not each.fits]
+    if failing and (largest is not None or search.name == "ranks"):
+        nearest = failing[-1 if search.name == "ranks" else 0]
+        does = "does not" if nearest.fits is False else "may not"
+        yield doc.Paragraph(f"{nearest.value:,} {does}: {nearest.reason}.")
     columns: tuple[Column[records.Trial], ...] = (
         Column(search.name, lambda row: f"{row.value:,}", "right"),
         Column("Peak", lambda row: size(row.peak), "right"),
         Column("Fits", lambda row: "yes" if row.fits else row.reason, shrinks=True),
     )
     first, last = search.trials[0].value, search.trials[-1].value
-    tried = f"{count(len(search.trials), 'dry run')}, with {search.name} from {first:,} to {last:,}; now {search.now:,}"
+    values = f"from {first:,} to {last:,}; now {search.now:,}" if first < last else f"= {first:,}"
+    tried = f"{count(len(search.trials), 'dry run')}, with {search.name} {values}"
     yield doc.Fold(tried, [Table.of(search.trials, columns, "What was run")])
 
 

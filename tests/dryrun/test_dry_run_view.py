@@ -128,3 +128,9 @@ def test_a_search_answers_with_the_value_and_its_neighbour() -> None:
         "1,737 does not: line 6 runs out.",
         "3 dry runs, with batch_size from 64 to 1,737; now 64",
     ]
+
+
+def test_a_search_that_ended_with_its_first_run_says_so() -> None:
+    search = Search("batch", 64, (Trial(64, 0, None, "it fails"),), "with batch = 64 it fails")
+    shown = to_text(replace(REPORT, search=search), 80).splitlines()
+    assert shown[:2] == ["No largest batch found: with batch = 64 it fails", "1 dry run, with batch = 64"]
