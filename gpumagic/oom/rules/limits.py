@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gpumagic.memory.presets import GPUS, USUAL
@@ -13,7 +13,7 @@ from gpumagic.oom.rules.facts import Facts, TensorFact
 from gpumagic.oom.rules.proposal import Remedy, backend, bracketed, failed, prepare, propose
 from gpumagic.oom.rules.training import ADAMS
 from gpumagic.report.base import Holder
-from gpumagic.report.units import LARGE, count, shape, size
+from gpumagic.report.units import count, shape, size
 from gpumagic.source.text import CellText, Change, called_name
 
 
@@ -161,27 +161,24 @@ def other_device(facts: Facts) -> Iterator[Advice]:
     if (least or 0) > facts.free_elsewhere[device]:
         return
     moved = [each for each in facts.brought if each.kind in ("module", "tensor")]
-    if len(moved) < len([each for each in facts.brought if each.kind != "optimizer"]):
+    if any(each.kind not in ("module", "tensor", "optimizer") for each in facts.brought):
         return
     names, edit = ", ".join(each.name for each in moved), _redirected(facts, device, moved)
-    where = f"{names} {'are' if len(moved) > 1 else 'is'} on {device} then" if moved else "its results are there"
-    is_default = str(edit["edit"]).startswith("%%") if "edit" in edit else False
+    where = f"{names} {'are' if moved[1:] else 'is'} on {device} then" if moved else "its results are there"
     yield propose(
         f"Run the cell on {device}" + (f", with {names} moved there" if moved else ""),
         evidence=f"{device} has {size(facts.free_elsewhere[device])} free",
-        cost=where + ("; what it makes without a device is made there" if is_default else ""), **edit,
+        cost=where + ("; what it makes without a device is made there" if "edit" in edit else ""), **edit,
     )  # fmt: skip
 
 
 def on_the_cpu(facts: Facts) -> Iterator[Advice]:
     """Run a cell that trains nothing on the CPU, where that takes little enough to be tried."""
-    if facts.need is None or facts.need.needed > SMALL:
-        return
-    moved = [each for each in facts.brought if each.kind in _MOVED]
-    if facts.trains or not facts.may_take_less or facts.text is None or len(moved) < len(facts.brought):
+    moved, is_small = facts.brought, facts.need is not None and facts.need.needed <= SMALL
+    if not is_small or facts.trains or not facts.may_take_less or any(each.kind not in _MOVED for each in moved):
         return
     edit = _redirected(facts, "cpu", moved)
-    if edit["first"] or edit["changes"]:
+    if facts.text is not None and (edit["first"] or edit["changes"]):
         yield propose(
             ON_THE_CPU, **edit, evidence="its memory is the host's",
             cost="slower, and its results are on the CPU"
@@ -191,35 +188,17 @@ def on_the_cpu(facts: Facts) -> Iterator[Advice]:
 
 def larger(facts: Facts) -> Iterator[Advice]:
     """Say how large a device the cell needs, with the GPUs that are, the smallest first."""
-    if facts.need is None or not facts.need.missing or facts.capacity is None:
+    need = facts.need
+    if need is None or not need.missing or facts.capacity is None:
         return
-    needed = facts.need.needed
-    room = {name: GPUS[name].capacity for name in USUAL if GPUS[name].capacity >= needed + CONTEXT}
+    trained = (2 * each.nbytes + max(each.state, 2 * each.nbytes * (each.kind in ADAMS)) for each in facts.optimizers)
+    fixed, why = max(need.fixed, sum(trained)), f"as it is, the cell needs {size(need.needed)}"
+    if fixed > LEAST_ROOM * need.had:
+        why += f"; parameters, gradients and optimizer state alone are {size(fixed)} of {size(need.had)}"
+    room = {name: GPUS[name].capacity for name in USUAL if GPUS[name].capacity >= need.needed + CONTEXT}
     for name in sorted(room, key=lambda name: room[name]) if facts.capacity >= SMALL and room else [""]:
         example = f", such as {'an' if name[0] in 'AHLR' else 'a'} {name} ({size(room[name])})" if name else ""
-        yield propose(
-            f"Use a larger GPU{example}", evidence=f"as it is, the cell needs {size(needed)}{_bound(facts)}",
-            cost="another machine", gpu=name,
-        )  # fmt: skip
-
-
-SEGMENT = 20 << 20
-"""What CUDA's allocator takes of the device for a block of more than 1 MiB."""
-
-
-def _bound(facts: Facts) -> str:
-    """Return why nothing here can make the cell fit, where a number tells that; else nothing."""
-    assert facts.need is not None
-    had = facts.need.had
-    trained = sum(
-        2 * each.nbytes + max(each.state, 2 * each.nbytes * (each.kind in ADAMS)) for each in facts.optimizers
-    )
-    if max(facts.need.fixed, trained) > LEAST_ROOM * had:
-        alone = size(max(facts.need.fixed, trained))
-        return f"; parameters, gradients and optimizer state alone are {alone} of {size(had)}"
-    if backend(facts) == "cuda" and had < SEGMENT and (facts.requested or 0) > LARGE:
-        return f"; CUDA's allocator takes {size(SEGMENT)} for each block of more than {size(LARGE)}, of {size(had)}"
-    return ""
+        yield propose(f"Use a larger GPU{example}", evidence=why, cost="another machine", gpu=name)
 
 
 _AS_A_RANK = """import torch
@@ -267,7 +246,7 @@ def _sharded(facts: Facts, number: int) -> dict[str, Any]:
     return {}
 
 
-def _redirected(facts: Facts, device: str, moved: list[Holder]) -> dict[str, Any]:
+def _redirected(facts: Facts, device: str, moved: Sequence[Holder]) -> dict[str, Any]:
     """Return the edit: the device's name in the cell, the variables that hold it, and what has to move."""
     first = [f'{name} = "{device}"' for name in facts.device_names]
     first += [_MOVED[each.kind].format(name=each.name, to=f'to("{device}")') for each in moved]
