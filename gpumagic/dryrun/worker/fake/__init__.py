@@ -7,5 +7,7 @@ storages.py      storages of torch's with a size, a device and no bytes
 operators.py     answers every operator on the device by shape
 dtypes.py        refuses the dtypes that the device's kernels refuse
 calls.py         one operator's call, and what it returned for operands of some metadata, kept
-scratch.py       what CUDA's kernels allocate besides their results, and which of attention's are run
+scratch.py       what CUDA's kernels allocate besides their results
+reductions.py    the same of sums and the like
+attention.py     the same of attention, and which of its kernels are run
 """
