@@ -21,7 +21,7 @@ import os
 import struct
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -102,14 +102,11 @@ class AllocatedBlock(NamedTuple):
     size: int
 
 
-def allocated_blocks(backend: str, segments: Iterable[Mapping[str, Any]] | None = None) -> list[AllocatedBlock]:
-    """Return what an allocator counts as allocated on all of its devices; nothing where it cannot be read.
-
-    The ``segments`` are those of a snapshot that has been taken, by default those of now.
-    """
+def allocated_blocks(backend: str) -> list[AllocatedBlock]:
+    """Return what an allocator counts as allocated on all of its devices; nothing where it cannot be read."""
     found: list[AllocatedBlock] = []
     try:
-        for segment in segments or _snapshot(allocator.device_module(backend)) or ():
+        for segment in _snapshot(allocator.device_module(backend)) or ():
             device, blocks = f"{backend}:{segment['device']}", _blocks_of(segment)
             found += [AllocatedBlock(device, address, size) for address, size, state in blocks if state == _IN_USE]
     except (KeyError, TypeError, ValueError):

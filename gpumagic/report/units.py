@@ -95,11 +95,9 @@ def count(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-def more(number: int, noun: str, nbytes: int | None = None) -> str:
-    """Return what is not listed, such as ``"and 3 more storages, 1.5 GiB"``; "" for none."""
-    if number <= 0:
-        return ""
-    return f"and {count(number, f'more {noun}')}" + ("" if nbytes is None else f", {size(nbytes)}")
+def more(number: int, noun: str) -> str:
+    """Return what is not listed, such as ``"and 3 more storages"``; "" for none."""
+    return f"and {count(number, f'more {noun}')}" if number > 0 else ""
 
 
 def few(names: Sequence[str], most: int, noun: str = "") -> str:

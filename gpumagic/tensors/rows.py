@@ -61,7 +61,6 @@ class RowBuilder:
         self.names, self.kinds, self.gradient_of, self.graph_of = names, kinds, gradient_of, graph_of
         self._detaching = DetachCommands(names, objects)
         self._occupied = OccupiedBytes()
-        self._is_nameless = not names.paths_to
         self._any_is_special = bool(kinds or gradient_of)
         self.blocks = [self._block(storages) for storages in groups]
         self._block_of: dict[Storage, _Block] = {}
@@ -99,8 +98,6 @@ class RowBuilder:
 
     def _block(self, storages: list[Storage]) -> _Block:
         block = _Block(storages, occupied(storages, self._occupied))
-        if self._is_nameless:
-            return block
         found: list[str] = []
         named: list[View] = []
         names, gradient_of = self.names, self.gradient_of

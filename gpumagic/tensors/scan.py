@@ -42,7 +42,6 @@ def scan(
     group_by: str | None = None,
     limit: int | None = 20,
     shell: object | None = None,
-    names: bool = True,
     thorough: bool = False,
 ) -> TensorReport:
     """Return every live tensor of this process, one row per storage. Never imports torch, runs no gc.
@@ -53,7 +52,6 @@ def scan(
         group_by: the key to show totals by instead of rows.
         limit: how many rows to show; the report has all.
         shell: the IPython shell, whose outputs and last error may keep tensors alive.
-        names: whether to look for names, holders and graphs; without, only what there is and how big it is.
         thorough: whether to look for reference cycles and installed modules however little they may keep, which takes
             passes over all objects, and whether they keep what the session keeps.
     """
@@ -62,7 +60,7 @@ def scan(
         return TensorReport((), limit=limit, group_by=group_by, notes=notes, origin=base.current_origin())
     with gc_disabled():
         namespace = vars(sys.modules["__main__"]) if namespace is None else namespace
-        found = TensorScan(namespace, shell, names=names)
+        found = TensorScan(namespace, shell)
         try:
             with undisturbed():
                 rows = found.run()
@@ -71,9 +69,8 @@ def scan(
             raise
         finally:
             found.release()
-        if names:
-            rows = name_keepers(rows, namespace, shell, 0 if thorough else LARGE)
-            rows = [row if row.is_reached() else row._replace(frees=release_command(row)) for row in rows]
+        rows = name_keepers(rows, namespace, shell, 0 if thorough else LARGE)
+        rows = [row if row.is_reached() else row._replace(frees=release_command(row)) for row in rows]
         summary = memory_by_device(rows)
         notes = (*found.notes, *_memory_notes(rows, summary))
         report = TensorReport(
@@ -133,7 +130,6 @@ class TensorScan:
     Args:
         namespace: the notebook's variables.
         shell: the shell they belong to.
-        names: whether to look for names, holders and graphs.
         every_holder: whether to follow all references, for `--why`, rather than to stop once all have a name.
 
     Attributes:
@@ -141,10 +137,8 @@ class TensorScan:
         names: of the tensors.
     """
 
-    def __init__(
-        self, namespace: Mapping[str, object], shell: object | None, *, names: bool = True, every_holder: bool = False
-    ) -> None:
-        self._namespace, self._shell, self._looks_for_names, self._is_for_all = namespace, shell, names, every_holder
+    def __init__(self, namespace: Mapping[str, object], shell: object | None, *, every_holder: bool = False) -> None:
+        self._namespace, self._shell, self._is_for_all = namespace, shell, every_holder
         steps = graph.MAX_STEPS_OF_ALL if every_holder else graph.MAX_STEPS
         self.graph = HeapGraph(holders.excluded_objects(namespace, shell), steps)
         self._graphs = Graphs()
@@ -162,8 +156,8 @@ class TensorScan:
         """Find the tensors, name them, measure their storages; return the rows."""
         storages.forget_expired()  # else torch 2.4 to 2.8 show an expired storage's object, and crash if it is read
         self._find()
-        names = self.names = self._named() if self._looks_for_names else Names({})
-        saved_for = self._walk_graphs() if self._looks_for_names else {}
+        names = self.names = self._named()
+        saved_for = self._walk_graphs()
         saved = self._saved
         self._table.add_all(
             [each for each in self._tensors if not saved or id(each) not in saved or names.of(id(each))]
@@ -176,7 +170,7 @@ class TensorScan:
         graph_of = {root: frozenset(self._storages(tensors, gradients)) for root, tensors in saved_for.items()}
         kinds, groups = kinds_of(self._owners), group_by_memory(self._table)
         rows = self._rows = RowBuilder(groups, names, kinds, gradient_of, graph_of, self.graph.objects)
-        if self._looks_for_names and (self._is_for_all or not all(block.names for block in rows.blocks)):
+        if self._is_for_all or not all(block.names for block in rows.blocks):
             if self.graph.gave_up:
                 self.notes.append(
                     f"names were only looked for in the first {graph.MAX_STEPS:,} objects of the variables"
@@ -233,7 +227,7 @@ class TensorScan:
         tensor_types = subclasses(torch.Tensor)
         wanted = tensor_types | subclasses(torch.nn.Module, torch.optim.Optimizer)
         wanted.update(calls.SUSPENDED)
-        nodes = node_types() if self._looks_for_names else set()
+        nodes = node_types()
         wanted |= nodes
         found = [each for each in gc.get_objects() if type(each) in wanted]
         self._tensors = [each for each in found if type(each) in tensor_types]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from gpumagic.report import document as doc
 from gpumagic.report import html, text
 from gpumagic.report.document import Column, Table
-from gpumagic.report.units import few, more, size
+from gpumagic.report.units import few, size
 
 
 class Row(NamedTuple):
@@ -57,8 +57,8 @@ def test_rows_over_the_limit_are_counted_under_the_table_in_text_and_in_html() -
     assert text.render(doc.Document([table]), 80).endswith("\nand 2 more storages")
     assert "and 2 more storages" in html.render(doc.Document([table]))
     assert Table.of(ROWS, COLUMNS, limit=3).rest == ""
-    said = Table.of(ROWS, COLUMNS, limit=1, rest=lambda left: more(len(left), "storage", sum(r.nbytes for r in left)))
-    assert said.rest == "and 2 more storages, -512 B"
+    said = Table.of(ROWS, COLUMNS, limit=1, rest=lambda left: f"and {len(left)} of {sum(r.nbytes for r in left)} B")
+    assert said.rest == "and 2 of -512 B"
 
 
 def test_the_first_few_of_many_names() -> None:
