@@ -90,15 +90,6 @@ def throttle_reasons(mask: int) -> tuple[str, ...]:
     return (*words, f"unknown reason {unknown:#x}") if unknown else tuple(words)
 
 
-def watts(milliwatts: int) -> float:
-    """Return milliwatts, as NVML has power, as watts."""
-    return milliwatts / 1000
-
-
-def _clock(now: int, most: int | None) -> str:
-    return f"{now} MHz" if most is None else f"{now} / {most} MHz"
-
-
 @dataclass(frozen=True, slots=True)
 class ProcessRow:
     """One process on one device, as the driver reports it."""
@@ -162,10 +153,10 @@ class GpuRow:
     """Degrees Celsius."""
     power: float | None = figure(
         "Power", lambda now, most: f"{now:.0f}{'' if most is None else f'/{most:.0f}'} W", read=call("PowerUsage"),
-        to=watts, most="power_limit", column=Column("Power", align="right", priority=6),
+        to=lambda milliwatts: milliwatts / 1000, most="power_limit", column=Column("Power", align="right", priority=6),
     )  # fmt: skip
     """Watts."""
-    power_limit: float | None = figure("", read=call("EnforcedPowerLimit"), to=watts)
+    power_limit: float | None = figure("", read=call("EnforcedPowerLimit"), to=lambda milliwatts: milliwatts / 1000)
     """Watts."""
     throttle_reasons: tuple[str, ...] | None = figure(
         "Throttled by", lambda reasons: ", ".join(reasons) or "nothing", title="Throttling",
@@ -174,7 +165,8 @@ class GpuRow:
     """Why the clocks are throttled, in words; empty if they are not."""
     processes: tuple[ProcessRow, ...] | None = None
     clock_sm: int | None = figure(
-        "SM clock", _clock, read=call("ClockInfo", SM_CLOCK), to=int, most="clock_sm_max",
+        "SM clock", lambda now, most: f"{now}{'' if most is None else f' / {most}'} MHz", to=int, most="clock_sm_max",
+        read=call("ClockInfo", SM_CLOCK),
         column=Column("SM clock", align="right", priority=8), extra=True,
     )  # fmt: skip
     """MHz."""
@@ -235,10 +227,6 @@ class GPUReport(Report[GpuRow]):
     show_all: bool = False
     notes: tuple[str, ...] = ()
     origin: Origin = field(default_factory=Origin)
-
-    @property
-    def rows(self) -> tuple[GpuRow, ...]:
-        return self.devices
 
 
 class CellChange(NamedTuple):

@@ -46,8 +46,11 @@ class Report(Generic[Row]):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The rows, in the order in which they are shown."""
-        raise NotImplementedError
+        """The rows, in the order in which they are shown: what the field has that is a tuple of them."""
+        kind = f"tuple[{self.row_type.__name__}, ...]"
+        name = next(each.name for each in dataclasses.fields(self) if each.type == kind)  # type: ignore[arg-type]
+        found: tuple[Row, ...] = getattr(self, name)
+        return found
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -111,10 +111,6 @@ class TensorReport(Report[TensorRow]):
     """Identifies the process it was made in: only there do `TensorRow.numbers` mean the same storages."""
     origin: Origin = field(default_factory=Origin)
 
-    @property
-    def rows(self) -> tuple[TensorRow, ...]:
-        return self.tensors
-
     def since(self, earlier: TensorReport, called: str = "the earlier report") -> DiffReport:
         """Return what was created and what was freed since an earlier report of this process.
 
@@ -225,10 +221,6 @@ class DiffReport(Report[DiffRow]):
     notes: tuple[str, ...] = ()
 
     @property
-    def rows(self) -> tuple[DiffRow, ...]:
-        return self.changes
-
-    @property
     def by_variable(self) -> dict[str, int]:
         """By how many bytes each variable has grown or shrunk, what its graphs keep included; most first.
 
@@ -294,10 +286,6 @@ class LeakReport(Report[TensorRow]):
     """How many rows to show; `rows` and `to_pandas` always have all."""
     notes: tuple[str, ...] = ()
 
-    @property
-    def rows(self) -> tuple[TensorRow, ...]:
-        return self.leaks
-
 
 RELEASE = "%devices --free"
 COLLECT = "import gc; gc.collect()"
@@ -329,10 +317,6 @@ class FreedReport(Report[FreedRow]):
     left: LeakReport = field(default_factory=lambda: LeakReport(()))
     """What is still held, and what would free that."""
     notes: tuple[str, ...] = ()
-
-    @property
-    def rows(self) -> tuple[FreedRow, ...]:
-        return self.freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +353,3 @@ class WhyReport(Report[WayRow]):
         commands = list(dict.fromkeys(way.command for way in self.ways if way.command is not None))
         code = [each for each in commands if not each.startswith("%")] + ([COLLECT] if self.collects else [])
         return (*(["; ".join(code)] if code else []), *(each for each in commands if each.startswith("%")))
-
-    @property
-    def rows(self) -> tuple[WayRow, ...]:
-        return self.ways

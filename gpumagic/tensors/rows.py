@@ -87,14 +87,7 @@ class RowBuilder:
 
     def all(self) -> list[TensorRow]:
         """Return a row for each block."""
-        if self.graph_of:
-            return [self._shared_row(block) for block in self.blocks]
-        return [
-            self._lone_row(block)
-            if len(block.storages) == 1 and len(block.storages[0].views) == 1
-            else self._shared_row(block)
-            for block in self.blocks
-        ]
+        return [self._row(block) for block in self.blocks]
 
     def _block(self, storages: list[Storage]) -> _Block:
         block = _Block(storages, occupied(storages, self._occupied))
@@ -115,62 +108,34 @@ class RowBuilder:
             block.names, block.named = tuple(names_of_all), named
         return block
 
-    def _lone_row(self, block: _Block) -> TensorRow:
-        """Return the row of a storage of one tensor: of these there may be thousands, and few are special."""
-        (storage,) = block.storages
-        ((_, view),) = storage.views
-        held, names, nbytes = block.held, block.names, storage.nbytes
-        viewed = None if nbytes is None else view.nbytes
-        note = storage.note
-        if viewed is not None and viewed != nbytes:
-            note = note or _small_view(viewed, nbytes)
-        label, place, releasable, variable = held or (None, None, False, None)
-        kind = self._kind(block) if self._any_is_special or storage.is_parameter or storage.from_graph else "plain"
-        return TensorRow(
-            storage.device, block.nbytes, view.shape, view.dtype, kind, names[0] if names else None, names,
-            label, place, releasable, False, None, 0, storage.requires_grad, None, viewed, note, (storage.number,),
-            variable,
-        )  # fmt: skip
-
-    def _shared_row(self, block: _Block) -> TensorRow:
-        storages, names = block.storages, block.names
-        first = storages[0]
-        views = [view for storage in storages for _, view in storage.views]
-        named = block.named or views
+    def _row(self, block: _Block) -> TensorRow:
+        """Return the row of a block; of most of the thousands that there may be, one tensor is all."""
+        storages, names, held = block.storages, block.names, block.held
+        first, is_one = storages[0], len(storages) == 1
+        count = len(first.views) if is_one else sum([len(storage.views) for storage in storages])
+        named = block.named or [view for storage in storages for _, view in storage.views]
         shown = named[0] if len(named) == 1 else max(named, key=attrgetter("elements"))
         viewed = viewed_nbytes(storages, named)
-        held = block.held
-        in_graph = held is None and bool(block.roots) and not names
-        frees = None
-        if in_graph:
-            outer = self._outer(block.roots)
+        note = first.note if is_one else next((each.note for each in storages if each.note), None)
+        in_graph, frees = False, None
+        if block.roots and held is None and not names:
+            in_graph, outer = True, self._outer(block.roots)
             if (key := tuple(outer)) not in self._keepers:
                 self._keepers[key] = self._keeper(outer)
             held, frees = self._keepers[key]
-        elif held is not None and block.roots and (held.releasable or held.label.startswith(SCRIPTS)):
+        elif block.roots and held is not None and (held.releasable or held.label.startswith(SCRIPTS)):
             held, frees = self._kept_by_both(held, self._outer(block.roots))
-        note = first.note if len(storages) == 1 else next((each.note for each in storages if each.note), None)
+        may_be_special = self._any_is_special or count > 1 or first.is_parameter or first.from_graph or block.roots
+        label, place, releasable, variable = held or (None, None, False, None)
+        # Positional, as names take as long again.
         return TensorRow(
-            device=first.device,
-            nbytes=block.nbytes,
-            shape=shown.shape,
-            dtype=shown.dtype,
-            kind=self._kind(block),
-            name=names[0] if names else None,
-            names=names,
-            holder=held and held.label,
-            place=held and held.place,
-            releasable=held is not None and held.releasable,
-            in_graph=in_graph,
-            frees=frees,
-            views=len(views) - 1,
-            requires_grad=any(storage.requires_grad for storage in storages),
-            graph_nbytes=None if in_graph else self._graph_nbytes(block),
-            viewed_nbytes=viewed,
-            note=note or _small_view(viewed, first.nbytes),
-            numbers=(first.number,) if len(storages) == 1 else tuple([storage.number for storage in storages]),
-            variable=held and held.variable,
-        )
+            first.device, block.nbytes, shown.shape, shown.dtype, self._kind(block) if may_be_special else "plain",
+            names[0] if names else None, names, label, place, releasable, in_graph, frees, count - 1,
+            first.requires_grad if is_one else any(storage.requires_grad for storage in storages),
+            self._graph_nbytes(block) if self.graph_of and not in_graph else None, viewed,
+            note or _small_view(viewed, first.nbytes),
+            (first.number,) if is_one else tuple([storage.number for storage in storages]), variable,
+        )  # fmt: skip
 
     def _kind(self, block: _Block) -> str:
         kinds, gradient_of = self.kinds, self.gradient_of

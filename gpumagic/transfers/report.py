@@ -136,10 +136,6 @@ class LineReport(Report[LineRow]):
     missing: str = ""
     """Why lines have no memory, or only some."""
 
-    @property
-    def rows(self) -> tuple[LineRow, ...]:
-        return self.lines
-
 
 @dataclass(frozen=True, repr=False)
 class TransferReport(Report[TransferRow]):
@@ -174,7 +170,3 @@ class TransferReport(Report[TransferRow]):
     origin: Origin = field(default_factory=Origin)
     by_line: LineReport | None = None
     """With ``--trace``, what each line took: a report of its own, with rows and `to_pandas()`."""
-
-    @property
-    def rows(self) -> tuple[TransferRow, ...]:
-        return self.moves
