@@ -157,6 +157,9 @@ class Payload(pickle.Pickler):
         numpy = sys.modules.get("numpy")
         if numpy is not None and type(obj) is numpy.ndarray and obj.nbytes > parts.SMALL and not obj.flags.forc:
             obj = numpy.ascontiguousarray(obj)  # else it is no buffer
+        if isinstance(obj, tuple) and isinstance(type(obj).__new__, types.FunctionType):
+            # Of a named tuple it reads a scope that may be filled only after this
+            return tuple.__new__, (type(obj), tuple(obj)), getattr(obj, "__dict__", None) or None
         return self._plain(obj)
 
     def _plain(self, obj: Any) -> Any:

@@ -360,6 +360,16 @@ model(torch.ones(5, 8, device="simgpu:0")).sum().backward()
     assert report.error is None, report.error
 
 
+def test_records_of_a_named_tuple_are_there_before_what_makes_new_ones() -> None:
+    """Its `__new__` reads a scope of its own, which is sent after a memory of records that holds it."""
+    namespace = {"__name__": "__main__"}
+    exec("import collections, torch\nStep = collections.namedtuple('Step', 'state action')", namespace)
+    exec("memory = collections.deque([Step(torch.ones(3), 1)], maxlen=9)", namespace)
+    cell = "memory.append(Step(memory[0].state, 2))\nassert [each.action for each in memory] == [1, 2]"
+    report = gpumagic.dry_run(cell, namespace)
+    assert report.error is None, report.error
+
+
 def test_a_loop_of_another_size_each_pass_is_run_whole(two_devices) -> None:
     cell = "import torch\nfor n in (10, 20, 900, 30):\n    x = torch.zeros(n, 512, device='simgpu:0')"
     assert needed(gpumagic.dry_run(cell, {})) == (900 + 30) * 2048
