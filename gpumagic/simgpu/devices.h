@@ -219,12 +219,15 @@ inline LentAllocator& lent_allocator(DeviceIndex index) {
 // The card whose operator this thread is running, if any.
 inline thread_local Card* running_on = nullptr;
 
-// The host's allocator, except that an operator on a card is refused what the whole card could not hold. It
-// would be refused at the end anyway; this spares the host from computing it first.
+// What the host may take for an operator without asking whether the card could hold it.
+constexpr size_t kFreeOfHost = 256 * 1024 * 1024;
+
+// The host's allocator, except that an operator on a card is refused a lot that the whole card could not hold. It
+// would most likely be refused at the end, of its result; this spares the host from computing it first.
 struct HostAllocator final : c10::Allocator {
   explicit HostAllocator(c10::Allocator* host) : host(host) {}
   c10::DataPtr allocate(size_t size) override {
-    if (running_on != nullptr && size > running_on->capacity()) {
+    if (running_on != nullptr && size > std::max(running_on->capacity(), kFreeOfHost)) {
       running_on->give_back(running_on->take(size));
     }
     return host->allocate(size);

@@ -3,7 +3,8 @@
     python -m gpumagic.fakecuda --devices 2 -- python tests/cuda/oom_corpus_followed.py > tests/oom/FOLLOWED.md
 
 Cells of other people's libraries follow: those of `real_cells/` and `user_cells/` on which no value that the host reads
-has an influence, each on a device with three quarters of what it needs beyond what earlier cells keep.
+has an influence, each on a device with three quarters of what the allocator reserves for it beyond what earlier cells
+keep.
 
 Each suggestion with a verdict is followed in a notebook of its own, against torch's own CUDA allocator: what is said
 to fit must pass, and what is said not to fit alone must fail. With names as arguments, only
@@ -97,10 +98,10 @@ def _needs(cell: cell_runs.Cell) -> int:
             torch.cuda.reset_peak_memory_stats(0)
             if not oom_corpus._run(shell, cell.code).success:
                 return 0
-            peak = torch.cuda.max_memory_allocated(0)
+            peak = torch.cuda.max_memory_reserved(0)
     except AssertionError:  # what runs before it fails
         return 0
-    room = max(room, before + int(0.75 * (peak - before)))
+    room = max(room + (1 << 20), before + int(0.75 * (peak - before)))
     return room if room < peak else 0
 
 
