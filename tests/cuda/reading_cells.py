@@ -196,7 +196,7 @@ torch.save(torch.cat(found), io.BytesIO())
 print(torch.stack(found).mean(0)[0].tolist(), hits / 128)
 # %% a decision by a value that the host put there: 2
 limit = torch.tensor(1).cuda()
-x = data[0][0].cuda().requires_grad_()
+x = torch.randn(1024, 1024).cuda().requires_grad_()
 h = x * 1
 if limit.item() > 0:
     sum(h * each for each in range(1, 9)).sum().backward()

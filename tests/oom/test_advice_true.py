@@ -16,7 +16,7 @@ from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.oom import advice as advising
 from gpumagic.oom import trials
 from gpumagic.oom.report import Advice, EditTrial, Need
-from gpumagic.oom.rules import collected, kept, limits, parts
+from gpumagic.oom.rules import batch, collected, kept, limits, parts
 from gpumagic.oom.rules.facts import Collection, Facts, TensorFact
 from gpumagic.oom.rules.verdict import explain
 from gpumagic.report.text import render
@@ -174,6 +174,13 @@ def test_parts_are_made_smaller_where_the_code_says_how_large_they_are(code, lin
 def test_smaller_parts_are_told_with_the_setting_and_its_line(code, line, title) -> None:
     (choice,) = parts.smaller(of_cell(PIECES, code, line, numbers={"step": 500}))
     assert choice.make(choice.guess).title == title
+
+
+def test_what_is_looked_up_in_fewer_rows_lies_within_them() -> None:
+    code = "buffer = Replay(capacity=4000)\nstart = 4000.0\nidx = torch.randint(0, 4000, (64,))\nq = net(buffer.x[idx])"
+    (choice,) = batch.numbers(of_cell(PIECES, code, 1, numbers={"capacity": 4000}))
+    assert [change.new for change in choice.make(750).changes] == ["750", "750"]
+    assert "randint(0, 750, (64,))" in (choice.make(750).edit or "")
 
 
 def test_a_number_of_the_notebook_is_set_before_the_cell() -> None:

@@ -215,12 +215,16 @@ def numbers(facts: Facts) -> Iterator[Choice]:
         return
     lengths = {length for each in (*facts.tensors.values(), *facts.operands.values()) for length in each.shape}
     lengths |= {each for each in facts.numbers.values() if type(each) is int}  # of what was about to be made
-    for name, literal in dict(ints_named(facts.text.tree)).items():
+    named = dict(ints_named(facts.text.tree))
+    for name, literal in named.items():
         now = literal.value
         if now >= LEAST_LENGTH and now in lengths and not is_batch_name(name):
+            # The same number without a name is most likely a bound of what is looked up there
+            unnamed = [each for each in facts.text.nodes() if isinstance(each, ast.Constant) and each.value == now
+                       and type(each.value) is int and each not in named.values()]  # fmt: skip
             yield numbered(
-                name, now, f"Lower {name}", written(facts.text, [literal]), evidence=f"tensors at work are {now} long",
-                cost="another result", changes_result=True, is_setting=True, least=now // 8,
+                name, now, f"Lower {name}", written(facts.text, [literal, *unnamed]), cost="another result",
+                evidence=f"tensors at work are {now} long", changes_result=True, is_setting=not unnamed, least=now // 8,
             )  # fmt: skip
 
 
