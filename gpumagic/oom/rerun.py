@@ -143,8 +143,11 @@ class Rerun(guards.BodyRuns):
         place = setting.place(self._size) if is_smaller and setting is not None and self._size is not None else ""
         report = replace(report, tries=tuple(self._tries), shrunk=self._plan.shrink or "", place=place)
         self._guard.publish(report)
-        reports = [(each, each.report) for each in (self._elsewhere,) if each is not None and each.report is not None]
-        return [] if self._guard.quiet else [*reports, (self._guard, report)]
+        if self._guard.quiet:
+            return []
+        there = self._elsewhere
+        reports = [(there, there.report)] if there is not None and there.report is not None else []
+        return [*reports, (self._guard, report)]
 
 
 def _elsewhere(name: str | None, failed: str | None) -> str | None:
