@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpumagic.errors import OptionError
 from gpumagic.gpus.report import GPUReport, GpuRow
@@ -57,8 +57,6 @@ class PlacedRow:
 @dataclass(frozen=True, repr=False)
 class ClusterReport(Report[PlacedRow]):
     """The reports of many engines, with all their rows; `to_pandas` puts host, engine and rank before their columns."""
-
-    row_type: ClassVar[type[Any]] = PlacedRow
 
     magic: str
     """The magic of these reports: ``"gpuinfo"``, ``"devices"``, ``"ondevice"`` or ``"oomguard"``."""

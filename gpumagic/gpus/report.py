@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpumagic.gpus.nvml import Unavailable
 from gpumagic.report.base import Origin, Report
@@ -208,8 +208,6 @@ NOT_KNOWN, SIMULATED = "not known", "simulated"
 @dataclass(frozen=True, repr=False)
 class GPUReport(Report[GpuRow]):
     """The GPUs of this machine and this kernel's part in them, at one moment."""
-
-    row_type: ClassVar[type[Any]] = GpuRow
 
     devices: tuple[GpuRow, ...]
     torch_version: str | None = None

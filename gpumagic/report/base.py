@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_args, overload
 
 from gpumagic.errors import OptionError
 from gpumagic.report import html, progress, text
@@ -43,6 +43,9 @@ class Report(Generic[Row]):
     __slots__ = ()
     row_type: ClassVar[type[Any]]
     """The frozen dataclass or named tuple of one row; its fields are the columns of `to_pandas`."""
+
+    def __init_subclass__(cls) -> None:
+        (cls.row_type,) = get_args(cls.__orig_bases__[0])  # type: ignore[attr-defined]  # `Report[Row]`
 
     @property
     def rows(self) -> tuple[Row, ...]:

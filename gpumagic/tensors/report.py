@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from gpumagic.errors import GpuMagicError
 from gpumagic.report.base import Origin, Report
@@ -95,8 +95,6 @@ class DeviceMemoryRow:
 @dataclass(frozen=True, repr=False)
 class TensorReport(Report[TensorRow]):
     """The live tensors of this process, one row per storage, largest first."""
-
-    row_type: ClassVar[type[Any]] = TensorRow
 
     tensors: tuple[TensorRow, ...]
     by_device: tuple[DeviceMemoryRow, ...] = ()
@@ -209,7 +207,6 @@ class DeviceChange:
 class DiffReport(Report[DiffRow]):
     """What is new and what was freed between two reports, one row per storage, largest change first."""
 
-    row_type: ClassVar[type[Any]] = DiffRow
     view_module: ClassVar[str] = "leaks_view"
 
     changes: tuple[DiffRow, ...]
@@ -278,7 +275,6 @@ class LeakReport(Report[TensorRow]):
     Their first numbers are for ``%devices --why NUMBER``.
     """
 
-    row_type: ClassVar[type[Any]] = TensorRow
     view_module: ClassVar[str] = "leaks_view"
 
     leaks: tuple[TensorRow, ...]
@@ -308,7 +304,6 @@ class FreedRow:
 class FreedReport(Report[FreedRow]):
     """What IPython and Python were made to forget, what that freed on each device, and what is still held."""
 
-    row_type: ClassVar[type[Any]] = FreedRow
     view_module: ClassVar[str] = "leaks_view"
 
     freed: tuple[FreedRow, ...]
@@ -337,7 +332,6 @@ class WayRow:
 class WhyReport(Report[WayRow]):
     """Every holder of one tensor, the nearest first: it is freed when none of them keeps it."""
 
-    row_type: ClassVar[type[Any]] = WayRow
     view_module: ClassVar[str] = "leaks_view"
 
     tensor: TensorRow

@@ -206,21 +206,23 @@ def bytes_by_device(value: Any, kind: str) -> Counter[str]:
         totals[str(value.device)] = 0
         return totals
     with torch._C.DisableTorchFunction():
-        for tensor in {id(each): each for each in _tensors_in(value, kind)}.values():
+        for tensor in {id(each): each for each in tensors_in(value, kind)}.values():
             totals[str(tensor.device)] += nbytes_of(tensor)
     return totals
 
 
-def _tensors_in(value: Any, kind: str) -> Iterator[Any]:
+def tensors_in(value: Any, kind: str) -> Iterator[Any]:
+    """Yield the tensors that a value of a kind holds, but for those that have no memory yet."""
     import torch
 
     if kind == "tensor":
-        yield value
+        yield from () if torch.nn.parameter.is_lazy(value) else (value,)
     elif kind == "module":
         for _, part in kinds.modules_in(value):
             kept = [*kinds.registered(part, "_parameters"), *kinds.registered(part, "_buffers")]
             yield from (each for _, each in kept if not torch.nn.parameter.is_lazy(each))
     elif kind == "optimizer":
+        value = kinds.unwrapped(value)
         yield from (each for group in kinds.parameter_groups(value) for each in group["params"])
         kept = [(key, each) for state in value.state.values() for key, each in state.items()]
         yield from (each for key, each in kept if key != "step" and kind_of(each) == "tensor")

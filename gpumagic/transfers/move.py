@@ -15,8 +15,10 @@ from typing import Any
 from gpumagic import notebook
 from gpumagic.errors import GpuMagicError, OptionError, nearest
 from gpumagic.heap import branches, kinds
+from gpumagic.heap.storages import nbytes_of
 from gpumagic.memory.devices import room
 from gpumagic.report.units import size
+from gpumagic.transfers.log import kind_of, tensors_in
 from gpumagic.transfers.sites import MOVE, CallSites
 
 
@@ -147,13 +149,7 @@ def _parameters_of(optimizer: Any) -> list[Any]:
 
 def _tensors_of(part: Any) -> Iterator[Any]:
     """Yield a tensor, or those of a module or an optimizer, with their gradients."""
-    import torch
-
-    if issubclass(type(part), torch.nn.Module):
-        tensors = [each for _, _, each in _slots_of(part)]
-    else:
-        tensors = [part] if issubclass(type(part), torch.Tensor) else _parameters_of(part)
-    for each in tensors:
+    for each in tensors_in(part, kind_of(part)):
         yield each
         if each.is_leaf and each.grad is not None:
             yield each.grad
@@ -182,23 +178,11 @@ def _state_of(optimizer: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
 
 
 def _check_room(parts: Iterable[Any], names: list[str], device: str) -> None:
-    import torch
-
-    found: dict[int, Any] = {}
-    for part in parts:
-        found.update((id(each), each) for each in _tensors_of(part))
-        for _, _, value in _state_of(part) if issubclass(type(part), torch.optim.Optimizer) else ():
-            found.update((id(each), each) for each in _flat(value)[0] if issubclass(type(each), torch.Tensor))
-    nbytes, free = sum(_nbytes(each) for each in found.values() if str(each.device) != device), room(device)
+    found = {id(each): each for part in parts for each in _tensors_of(part)}
+    nbytes, free = sum(nbytes_of(each) for each in found.values() if str(each.device) != device), room(device)
     if free is not None and nbytes > free:
         need = f"{', '.join(names)} need{'s' if len(names) == 1 else ''} {size(nbytes)}"
         raise GpuMagicError(f"{MOVE}: {need} on {device}, which has {size(free)} free; nothing was moved")
-
-
-def _nbytes(tensor: Any) -> int:
-    from torch.nn.parameter import is_lazy
-
-    return 0 if is_lazy(tensor) else int(tensor.numel() * tensor.element_size())
 
 
 # ---- The move

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 from gpumagic.report.base import Holder, Origin, Report
 from gpumagic.report.units import size
@@ -124,8 +124,6 @@ class LineRow:
 class LineReport(Report[LineRow]):
     """Time and memory, line by line."""
 
-    row_type: ClassVar[type[Any]] = LineRow
-
     device: str
     lines: tuple[LineRow, ...]
     elapsed: float = 0.0
@@ -140,8 +138,6 @@ class LineReport(Report[LineRow]):
 @dataclass(frozen=True, repr=False)
 class TransferReport(Report[TransferRow]):
     """What a cell created where, and every transfer between devices that its lines asked for."""
-
-    row_type: ClassVar[type[Any]] = TransferRow
 
     device: str
     moves: tuple[TransferRow, ...]
