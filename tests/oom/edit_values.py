@@ -41,10 +41,10 @@ CANNOT_RUN = ("loader_workers", "outer_on_host", "shared_memory", "dataclass_con
 """What fails with any memory, for want of the host's or of a second run."""
 AMPLIFY = (
     "greedy_decoding", "unet_segmentation", "gan", "batch_unnamed", "ddpm_training", "encoder_with_a_config_dict",
-    "fit_function_of_an_earlier_cell",
+    "fit_function_of_an_earlier_cell", "reinforce", "similar_items",
 )  # fmt: skip
-"""What makes much of few digits: a token that is chosen decides on the next, norms of batches on small gradients; a
-loss is the difference of two means, a gradient of random labels nearly nothing after a dozen layers."""
+"""What makes much of few digits: a token or an action that is chosen decides on the next, norms of batches on small
+gradients; a loss is the difference of two means, a gradient of random labels nearly nothing after a dozen layers."""
 SHARES = (60, 30)
 """The parts of what another's cell needs at which it fails, in percent."""
 TOLERANCE, LOOSE = 1e-3, 0.1
@@ -258,7 +258,7 @@ def undeclared(cell: str, each: Proposed, differs: Mapping[str, list[str]]) -> d
     excused |= {name for found in LEFT.findall(each.advice.cost) for part in found for name in part.split(", ")}
     excused |= set(re.findall(r"(?m)^(\w+) = [\"\d]", each.advice.first or ""))
     excused |= {"what it printed"} if re.search("digits|graph|of the last part", said) else set()
-    is_random = re.search(r"rand|shuffle|sample|Dropout", cell) and "same gradient" in said
+    is_random = re.search(r"rand|shuffle|sample|Dropout", f"{cell}{each.advice.edit}") and "same gradient" in said
     found = {}
     for kind, paths in differs.items():
         if (is_random and kind == "values") or (kind == "fails" and paths[0].startswith(MISSING)):

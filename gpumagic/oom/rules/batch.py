@@ -6,12 +6,12 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from gpumagic.oom.rules import loops
 from gpumagic.oom.rules.facts import Facts
 from gpumagic.oom.rules.proposal import (
     Choice,
+    Edit,
     Region,
     bound_in,
     called_models,
@@ -41,16 +41,16 @@ def smaller(facts: Facts) -> Iterator[Choice]:
     if facts.stage not in ("forward", "backward") and not facts.trains and not _goes_with(facts, found):
         return
     where = f"line {found.line}{f' of {found.cell}' if found.cell else ''}"
-    said = f"the cell uses {found.name}, which is" if found.line is None else f"{where} says {found.name} ="
-    said = f"{found.name} is a DataLoader of batches of" if found.loader else said
+    said = f"the cell uses {found.name}, which is " if found.line is None else f"{where} says {found.name}="
+    said = f"{found.name} is a DataLoader of batches of " if found.loader else said
 
-    def edit(value: int, steps: int) -> dict[str, Any]:
+    def edit(value: int, steps: int) -> Edit:
         lower, passes = _edit(facts, found, value), loops.accumulating(facts, found, steps) if steps > 1 else {}
         return together(lower, passes) if passes or steps == 1 else {}
 
     yield loops.lowered(
         facts, found.name, found.value, f"{found.name}'s batch_size" if found.loader else found.name,
-        f"{said} {found.value}", edit, is_setting=not found.loader and not found.cell, least=found.value // MOST_PARTS,
+        f"{said}{found.value}", edit, is_setting=not found.loader and not found.cell, least=found.value // MOST_PARTS,
     )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def _goes_with(facts: Facts, found: BatchSize) -> bool:
     return found.name.partition(".")[0] in names or bool(lengths & {found.value, 2 * found.value})  # two views of each
 
 
-def _edit(facts: Facts, found: BatchSize, value: int) -> dict[str, Any]:
+def _edit(facts: Facts, found: BatchSize, value: int) -> Edit:
     if found.loader:
         return {"first": f"{found.name}.batch_sampler.batch_size = {value}"}
     for text in (each for each in facts.texts if each.cell == found.cell):
