@@ -22,10 +22,9 @@ Given = dict[str, Any]
 """A call's arguments by name."""
 is_unknown = re.compile(
     r"_?linalg_(?!vector_norm|cross)|_?cholesky|_fft|geqrf|ormqr|triangular_solve|lu_|m?sort|argsort|topk|kthvalue|median"
-    r"|nanmedian|mode|_?unique|multinomial|randperm|_index_put_impl|index_put|cumsum|cumprod|_logcumsumexp|_cummax|_cummin"
-    r"|histc|bincount|_histogramdd|_ctc_loss|_cudnn"
+    r"|nanmedian|mode|_?unique|multinomial|randperm|histc|bincount|_histogramdd|_ctc_loss|_cudnn"
 ).match
-"""Finds operators whose kernels sort or scan or call a library, which has memory of its own."""
+"""Finds operators whose kernels sort or call a library, which has memory of its own."""
 _CONTIGUOUS = {
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), ("input",)),
     **dict.fromkeys(("native_layer_norm_backward", "_fused_rms_norm_backward"), ("grad_out", "input")),
@@ -188,13 +187,16 @@ def _of_indices(given: Given) -> list[int]:
 
 def _of_putting(given: Given) -> list[int]:
     """Return what is added, copied, and sorted places (`Indexing.cu`), with an estimate of the sort's own."""
-    copied = _of_indices(given)
     if not given["accumulate"]:
-        return copied
-    values, found = given["values"], [each for each in given["indices"] if each is not None]
+        return _of_indices(given)
+    whole, values = given["self"], given["values"]
+    dims = [dim for dim, each in enumerate(given["indices"]) if each is not None]
+    found = [given["indices"][dim] for dim in dims]
+    is_turned = dims[-1] - dims[0] >= len(dims) or not whole.is_contiguous()  # these dimensions come first
     count = torch.broadcast_tensors(*found)[0].numel()
-    sorting = 16 * count + _sorting(count) if count > _SORTED_IN_PLACE else 512
-    return [*([] if values.is_contiguous() else [values.nbytes]), *[8 * count] * 4, sorting]
+    sorting = 16 * count + _sorting(count) if count > 1024 else 512
+    copied = [whole.nbytes] * is_turned + [values.nbytes] * (not values.is_contiguous())
+    return [*copied, *[8 * count] * 4, sorting]
 
 
 def _of_sorting(given: Given) -> list[int]:
@@ -205,6 +207,17 @@ def _of_sorting(given: Given) -> list[int]:
         return [8 * length]
     more = 512 if count > length else _SORTING_HALVES if keys.itemsize == 2 else _sorting(count)
     return [8 * count, keys.nbytes + 8 * count + more]
+
+
+def _of_sums(given: Given) -> list[int]:
+    """Return what is summed up in its type, laid out, and of one row the parts (`ScanKernels.cpp`): a little over."""
+    values = given["self"]
+    is_whole = not (values.is_floating_point() or values.is_complex())
+    dtype: torch.dtype = given.get("dtype") or (torch.int64 if is_whole else values.dtype)
+    whole = values.numel() * dtype.itemsize
+    is_one_row = values.dim() and values.numel() == values.shape[given["dim"]]
+    parts = [whole * dtype.itemsize // 3584 + 1280] if is_one_row else []
+    return [whole] * ((dtype != values.dtype) + (not values.is_contiguous())) + parts
 
 
 def _of_median(given: Given) -> list[int]:
@@ -248,6 +261,7 @@ _RULES: dict[str, Callable[[Given], list[int]]] = {
     **dict.fromkeys(("_index_put_impl", "index_put"), _of_putting),
     "sort": _of_sorting,
     **dict.fromkeys(("median", "nanmedian"), _of_median),
+    **dict.fromkeys(("cumsum", "cumprod", "_logcumsumexp"), _of_sums),
     "randperm": _of_permutation,
     "count_nonzero": _of_count,
     "multinomial": lambda given: _whole(given, 3 if given["replacement"] and given["num_samples"] > 1 else 1),
