@@ -158,23 +158,16 @@ class Modules:
         """Say what a module's own parameters and buffers are, and whose, if it has a number."""
         for kind in "parameters", "buffers":
             for each in (vars(module).get(f"_{kind}") or {}).values():
-                self._mark(each, kind)
-                if number is not None:
-                    self._own(each, number)
+                self._mark(each, kind, number)
 
-    def _mark(self, tensor: object, kind: str) -> None:
-        for key in self._keys(tensor):
+    def _mark(self, tensor: object, kind: str, number: int | None = None) -> None:
+        with torch._C.DisableTorchFunction():  # under `Names` the device would say another name
+            keys = [key for each in with_storages(tensor) if (key := self._key_of(each))]
+        for key in keys:
             self._note(Ledger.mark, key, kind)
-
-    def _own(self, tensor: object, number: int) -> None:
-        for key in self._keys(tensor):
-            if self._owners.get(key) != number:
+            if number is not None and self._owners.get(key) != number:
                 self._owners[key] = number
                 self._note(Ledger.own, key, number)
-
-    def _keys(self, tensor: object) -> list[int]:
-        with torch._C.DisableTorchFunction():  # under `Names` the device would say another name
-            return [key for each in with_storages(tensor) if (key := self._key_of(each))]
 
     def _leaf(self, leaf: torch.Tensor) -> None:
         if isinstance(leaf, parts.Absent):
@@ -182,16 +175,12 @@ class Modules:
         if isinstance(leaf, nn.Parameter):
             self._mark(leaf, "parameters")
         if leaf.is_leaf and leaf.grad is not None:
-            self._mark(leaf.grad, "gradients")
-            if leaf in self._leaves:
-                self._own(leaf.grad, self._leaves[leaf])
+            self._mark(leaf.grad, "gradients", self._leaves.get(leaf))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         for leaf, state in optimizer.state.items():
             for value in state.values() if isinstance(state, dict) else ():
-                self._mark(value, "optimizer state")
-                if leaf in self._leaves:
-                    self._own(value, self._leaves[leaf])
+                self._mark(value, "optimizer state", self._leaves.get(leaf))
         for group in optimizer.param_groups:
             for leaf in group["params"]:
                 self._mark(leaf, "parameters")

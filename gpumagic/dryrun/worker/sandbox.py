@@ -298,6 +298,10 @@ _REFUSED_HERE = frozenset({"os.fork", "os.forkpty", "os.system"})
 """What the kernel does not refuse, or refuses to a process of which the cell is told no more than a number."""
 
 
+_OWN = re.compile(r"(b')?(localhost|::1?|0\.0\.0\.0|127\..*?)'?")
+"""Names of this process's own network, as text or bytes."""
+
+
 class _CannotConnect(CannotDryRun, ConnectionRefusedError):
     """Raised as the network would: libraries that can do without it then do, from what they have cached."""
 
@@ -309,7 +313,7 @@ def _hook(note: Callable[[str], object], made: Box) -> Callable[[str, tuple[Any,
         path = effects.path_of(event, args)
         if path is not None and (made.has_files or path == os.devnull):
             return
-        is_name = event == "socket.getaddrinfo" and not _is_own(args[0])
+        is_name = event == "socket.getaddrinfo" and not _OWN.fullmatch(str(args[0] or "localhost"))
         # Nor does the kernel refuse a name: C asks for one in the same ways as for this host's own.
         if path is None and not is_name and made.listener is not None and event not in _REFUSED_HERE:
             return
@@ -322,9 +326,3 @@ def _hook(note: Callable[[str], object], made: Box) -> Callable[[str, tuple[Any,
         raise (_CannotConnect if event.startswith("socket.") else CannotDryRun)(f"it {what}, {NOT_DONE}")
 
     return hook
-
-
-def _is_own(host: object) -> bool:
-    """Return whether a name is one of this process's own network."""
-    name = host.decode(errors="replace") if isinstance(host, bytes) else str(host or "localhost")
-    return name in {"localhost", "::1", "0.0.0.0", "::"} or name.startswith("127.")  # noqa: S104
