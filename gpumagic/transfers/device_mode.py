@@ -136,14 +136,6 @@ def create(recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: di
     return result
 
 
-def construct_from_host(recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a constructor that copies Python data, an array or another tensor."""
-    # as_tensor(x, dtype, device) takes it by position
-    if kwargs.get("device") is None and (len(args) == 1 or not any(isinstance(each, torch.device) for each in args)):
-        kwargs["device"] = recorder.device
-    return create(recorder, func, args, kwargs)
-
-
 _CREATORS = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "normal")
 _METHOD_CREATORS = ("new_tensor", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
 
@@ -153,7 +145,6 @@ def handlers() -> dict[Function, Handler]:
     """Return the handler of each function that the mode has to know."""
     return {
         **dict.fromkeys(_device_constructors(), construct),
-        **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), construct_from_host),
         **dict.fromkeys((getattr(torch, name) for name in _CREATORS), create),
         **dict.fromkeys((getattr(torch.Tensor, name) for name in _METHOD_CREATORS), create),
     }

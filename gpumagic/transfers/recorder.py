@@ -49,11 +49,8 @@ class Recorder:
     def add_created(self, tensor: torch.Tensor) -> None:
         """Count a new tensor."""
         nbytes = 0 if tensor.is_meta else storages.nbytes_of(unwrapped(tensor))
-        if not nbytes:  # `torch.load` creates empty ones and then fills them
-            modules = map(frames.module_of, frames.stack(sys._getframe(1)))
-            if next((each for each in modules if not each.startswith("gpumagic.")), None) == "torch._utils":
-                return
-        self.log.add_created(tensor.device, nbytes)
+        if nbytes or tensor.is_meta:  # `torch.load` creates empty ones and then fills them
+            self.log.add_created(tensor.device, nbytes)
 
     def add_move(
         self, source: torch.Tensor, target: torch.Tensor, here: torch.device, there: torch.device, seconds: float,
