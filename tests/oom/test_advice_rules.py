@@ -14,7 +14,8 @@ from gpumagic.oom.rules.facts import Collection, Facts, Model, Optimizer, Owners
 from gpumagic.oom.rules.verdict import explain
 from gpumagic.oom.trials import Trials
 from gpumagic.report.base import Holder
-from gpumagic.source import cell_code  # fmt: skip
+from gpumagic.source import cell_code
+from gpumagic.source import text as texts
 from gpumagic.source.cell_code import BatchSize
 
 MIB, GIB = 2**20, 2**30
@@ -195,6 +196,9 @@ def test_evaluation_with_a_graph_is_put_under_no_grad() -> None:
         replace(EVALUATING, cell=cell_code.read_cell("with torch.no_grad(): out = net(x)")),
         replace(EVALUATING, cell=cell_code.read_cell("net(x).sum().backward()")),
         replace(EVALUATING, cell=None),
+        replace(
+            EVALUATING, failing=texts.parse("def f(x):\n    with torch.no_grad():\n        return net(x)", "In [2]", 3)
+        ),
     ],
 )
 def test_no_grad_is_not_advised_where_a_graph_is_needed_or_already_off(facts) -> None:

@@ -52,15 +52,12 @@ def graphs(facts: Facts) -> Iterator[Advice]:
 
 def _is_differentiated(facts: Facts, text: CellText, values: Sequence[ast.expr]) -> bool:
     """Return whether gradients may be computed of what is collected: below the loop, or by who calls the function."""
-    functions = [each for each in text.nodes() if isinstance(each, ast.FunctionDef) and _is_in(each, values[0])]
-    if facts.trains and functions and not any(does(each, "backward") for each in functions):
+    functions = [each for each in text.nodes() if isinstance(each, ast.FunctionDef)]
+    around = [each for each in functions if any(node is values[0] for node in ast.walk(each))]
+    if facts.trains and around and not any(does(each, "backward") for each in around):
         return True
     end = (loop_around(text, values[0].lineno) or values[0]).end_lineno or 0
     return any(called_name(each) in ("backward", "grad") and each.lineno > end for each in text.expressions())
-
-
-def _is_in(outer: ast.AST, node: ast.AST) -> bool:
-    return any(each is node for each in ast.walk(outer))
 
 
 def results(facts: Facts) -> Iterator[Advice]:
@@ -92,7 +89,7 @@ def results(facts: Facts) -> Iterator[Advice]:
                 ],
                 first=_moved(place, held) if _is_there(facts, target) and not (longer or held.graphs) else None,
                 evidence=f"{place} holds {count(held.tensors, 'tensor')} with {size(held.nbytes)}"
-                + (", more with every pass" if values else ""),
+                + (", more with every pass" if values and id(values[0]) in _blocks(text) else ""),
                 cost="a copy in each pass" + ("" if joined else f"; what uses {place} finds it on the CPU"),
             )  # fmt: skip
 
@@ -170,12 +167,17 @@ def _moved(place: str, held: Collection) -> str:
 _JOINS = ("stack", "cat", "concat")
 
 
+def _blocks(text: CellText) -> dict[int, ast.stmt]:
+    """Return the innermost loop or function that each part of a text is in, by the part's `id`."""
+    blocks = [node for node in text.nodes() if isinstance(node, ast.For | ast.While | ast.FunctionDef)]
+    return {id(node): block for block in blocks for node in ast.walk(block)}
+
+
 def _joined(text: CellText, name: str) -> tuple[list[ast.Call], list[ast.Call]]:
     """Return the calls that join what comes from a collection: those in loops and functions, and those after them."""
-    blocks = [node for node in text.nodes() if isinstance(node, ast.For | ast.While | ast.FunctionDef)]
-    inner = {id(node): node for block in blocks for node in ast.walk(block)}
+    inner = _blocks(text)
     derived = {name}
-    assigned = (node for node in inner.values() if isinstance(node, ast.Assign))
+    assigned = (node for node in text.nodes() if isinstance(node, ast.Assign) and id(node) in inner)
     for made in sorted(assigned, key=lambda each: each.lineno):
         is_joined = any(called_name(each) in _JOINS for each in ast.walk(made.value))
         if not is_joined and names_in(made.value) & derived:
@@ -191,8 +193,7 @@ def _additions(facts: Facts) -> Iterator[tuple[CellText, str, list[ast.expr]]]:
     A function that adds to what outlives its call does the same. Of a record, the values are its tensors on the device.
     """
     for text in facts.texts:
-        blocks = [node for node in text.nodes() if isinstance(node, ast.For | ast.While | ast.FunctionDef)]
-        places = {id(node): block for block in blocks for node in ast.walk(block)}
+        places = _blocks(text)
         alone = {id(node.value) for node in text.nodes() if isinstance(node, ast.Expr)}
         for node in text.nodes():
             place = places.get(id(node))

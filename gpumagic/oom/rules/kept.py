@@ -159,6 +159,8 @@ def _updated(facts: Facts) -> frozenset[str]:
 def _evaluated(facts: Facts, said: str) -> Iterator[Advice]:
     if facts.cell is None or facts.trains or facts.cell.switches_grad_off:
         return
+    if facts.failing is not None and re.search("no_grad|inference_mode", facts.failing.source):
+        return  # the function that failed does so already
     if any(name.isidentifier() and each.requires_grad and not each.graph for name, each in facts.tensors.items()):
         return  # who asks for the gradient of a tensor computes it, if in a function that is not seen here
     graphs = [*facts.graph_names, *(name for name, each in facts.collections.items() if each.graphs)]
