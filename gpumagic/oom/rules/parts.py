@@ -45,8 +45,12 @@ def _int(facts: Facts, text: CellText, node: ast.expr) -> int | None:
 def _smaller_parts(facts: Facts, text: CellText, call: ast.Call, alike: list[ast.expr], now: int) -> Choice:
     number, is_count = alike[0], called_name(call) in _COUNTS
     name = number.id if isinstance(number, ast.Name) else ""
-    places = [] if name else [*alike, *(_slices(text, call, now) if called_name(call) == "range" else ())]
+    places = [] if name else [*alike]
     places += [each for said, each in ints_named(text.tree) if said == name]
+    if called_name(call) == "range" and not name:  # the number is written again in slices: ``x[i : i + 512]``
+        ends = [node.upper for node in text.nodes() if isinstance(node, ast.Slice) and node.lower is not None]
+        added = [each.right for each in ends if isinstance(each, ast.BinOp) and each.lineno >= call.lineno]
+        places += [each for each in added if isinstance(each, ast.Constant) and each.value == now]
     put = written(text, places) if places else lambda value: {"first": f"{name} = {value}"}
     line = f"line {number.lineno}{f' of {text.cell}' if text.cell else ''}"
     most = 1 << MOST_DOUBLINGS if is_count else now
@@ -82,13 +86,6 @@ def _parts_in(text: CellText, line: int | None) -> Iterator[tuple[ast.Call, ast.
             if name in ("range", "split", "batched", "chunked", *_COUNTS) and len(call.args) > place:
                 yield call, call.args[place]
     yield from ((call, call.args[1]) for _, call in calls([text], "DataLoader") if len(call.args) > 1)
-
-
-def _slices(text: CellText, step_of: ast.Call, number: int) -> list[ast.expr]:
-    """Return where the number of a loop is written again, in a slice: ``x[i : i + 512]``."""
-    ends = [node.upper for node in text.nodes() if isinstance(node, ast.Slice) and isinstance(node.upper, ast.BinOp)]
-    added = [each.right for each in ends if each.lineno >= step_of.lineno]
-    return [each for each in added if isinstance(each, ast.Constant) and each.value == number]
 
 
 REDUCING = frozenset({
@@ -148,8 +145,7 @@ def by_rows(facts: Facts) -> Iterator[Choice]:
     # What the statements after it compute of as many rows goes with it
     text = found.text
     last = text.statement_at(found.joined.last.lineno)
-    block = text.block_of(last) if last is not None else []
-    later = [each for each in block if last is not None and each.lineno > last.lineno]
+    later = [each for each in text.block_of(last) if each.lineno > last.lineno] if last is not None else []
     alike = (_part(facts, is_sum, text, one) for each in later for is_sum in (True, False)
              for one in joined_in(text, each) if not one.before)  # fmt: skip
     rows, sources = found.rows.length, found.sources.keys()
