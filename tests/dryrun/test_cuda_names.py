@@ -70,6 +70,19 @@ assert torch.cuda.max_memory_allocated() >= torch.cuda.memory_allocated() > 0
     assert report.overhead == (0, 64 << 20), "torch may have 16 GiB; cuBLAS's workspaces lie in it and are not modelled"
 
 
+def test_cuda_without_a_number_is_the_current_device() -> None:
+    cell = """
+import torch
+with torch.cuda.device(1):
+    made = [torch.ones(4, device="cuda"), torch.ones(4).cuda(), torch.ones(4).to("cuda")]
+assert all(each.device.index == 1 for each in made)
+assert torch.ones(4).cuda(device=0, non_blocking=True).device.index == 0
+"""
+    report = gpumagic.dry_run(cell, {}, device="cuda:1", capacity="16GiB")
+    assert report.error is None, report.error
+    assert report.peak == {"cuda:0": 512, "cuda:1": 3 * 512}
+
+
 @pytest.mark.parametrize(
     "line",
     [

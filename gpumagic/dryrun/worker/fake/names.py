@@ -50,6 +50,7 @@ class Names(TorchFunctionMode):
     def __init__(self, known: str) -> None:
         super().__init__()
         self._known = known
+        self._current: Callable[[], int] = lambda: 0
         is_known = getattr(getattr(torch.Tensor, f"is_{known}"), "__get__", None)
         self._handlers: dict[Any, Any] = {
             # What the code makes and compares keeps the name that it gave.
@@ -83,12 +84,11 @@ class Names(TorchFunctionMode):
     def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(args[0], torch.Tensor):
             return NotImplemented
-        wanted = args[1] if len(args) > 1 else None
-        if wanted is None or isinstance(wanted, int):
-            device = torch.device(OURS) if wanted is None else torch.device(OURS, wanted)
-        else:
-            device = self.ours(torch.device(wanted))
-        return torch.Tensor.to(args[0], device, *args[2:], **kwargs)
+        how = dict(zip(("device", "non_blocking", "memory_format"), args[1:], strict=False)) | kwargs
+        wanted = how.pop("device", None)
+        named = self._known if wanted is None else wanted
+        device = torch.device(OURS, named) if isinstance(named, int) else self.ours(torch.device(named))
+        return torch.Tensor.to(args[0], device, **how)
 
     def _refuse_recurrent(self, func: Any, args: tuple[Any, ...], _: dict[str, Any]) -> Any:
         if args and _is_here(args[0]):
@@ -99,13 +99,16 @@ class Names(TorchFunctionMode):
         """Return a device by our name, anything else as it is; a generator of ours is none."""
         kind = type(value)
         if kind is torch.device:
-            return torch.device(OURS, value.index or 0) if value.type == self._known else value
+            if value.type != self._known:
+                return value
+            return torch.device(OURS, self._current() if value.index is None else value.index)
         if kind is str and Device.parse(value).backend == self._known:
             return self.ours(torch.device(value))
         return None if kind is DeviceGenerator else value
 
     def install(self, module: FakeModule) -> None:
         """Make the names hold for the rest of the process."""
+        self._current = module.current_device
         _share(getattr(torch, self._known), module)
         torch.__future__.set_swap_module_params_on_conversion(True)  # a module keeps its parameters' identity on CUDA
         torch.utils.swap_tensors = functools.partial(_swap, torch.utils.swap_tensors)
