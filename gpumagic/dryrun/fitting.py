@@ -182,9 +182,8 @@ def _next(runs: Mapping[int, DryRunReport]) -> int | None:
     if guess is not None and guess < 1:
         return low + 1
     is_short = peak_of(runs[high]) > _room(runs[high])  # else what is free lies in pieces, of which no line tells
-    if (
-        is_short and 2 * high > 3 * low and len(runs) > 4 and len(runs) % 2
-    ):  # a curve, which a line nears from one side only
+    # A curve is neared by a line from one side only.
+    if is_short and 2 * high > 3 * low and len(runs) > 4 and len(runs) % 2:
         return max(low + 1, math.isqrt(low * high) if low else high // 4)
     # Where blocks fall into segments badly, the line of what is allocated leads too high; what is reserved does not.
     scaled = int(high * _room(runs[high]) / (reserved_of(runs[high]) or 1))

@@ -166,10 +166,8 @@ def make_class(meta: type, name: str, bases: tuple[type, ...], body: dict[str, A
     """Return a class of the notebook's, without its methods yet."""
     made = types.new_class(name, bases, {"metaclass": meta}, lambda scope: scope.update(body))
     assert isinstance(made, type)
-    if (
-        made.__module__ == "__main__" and made.__qualname__ == name
-    ):  # where pickle looks, as when the cell saves a model
-        vars(sys.modules["__main__"]).setdefault(name, made)
+    if made.__module__ == "__main__" and made.__qualname__ == name:
+        vars(sys.modules["__main__"]).setdefault(name, made)  # where pickle looks, as when the cell saves a model
     return made
 
 
@@ -274,8 +272,6 @@ _PAGE = mmap.ALLOCATIONGRANULARITY
 _FRACTIONS = "efdgc"
 """The ends of formats of fractions; that of a tensor's storage is ``c`` or, of whole numbers, ``b``."""
 
-_held: list[int] = []
-
 
 class Slot(NamedTuple):
     """Where memory of the notebook lies in what is shared."""
@@ -325,16 +321,16 @@ class SharedMemory:
         self._file.close()
 
 
-def hold(path: str) -> None:
-    """Open shared memory, for a process that will not be able to."""
-    _held[:] = [os.open(path, os.O_RDONLY)]
+def mapped(descriptor: int, slot: Slot) -> Any:
+    """Return what lies there, as memory of this process alone; what is not there reads as zeros, and takes no pages.
 
-
-def mapped(slot: Slot) -> Any:
-    """Return what lies there, as memory of this process alone; what is not there reads as zeros, and takes no pages."""
+    Args:
+        descriptor: of the shared memory.
+        slot: where.
+    """
     if slot.offset is not None:
         flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
-        return mmap.mmap(_held[0], slot.nbytes, flags, access, offset=slot.offset)
+        return mmap.mmap(descriptor, slot.nbytes, flags, access, offset=slot.offset)
     memory = mmap.mmap(-1, slot.nbytes)
     if not slot.is_whole:
         blanks.append(memory)

@@ -41,12 +41,7 @@ _CLASS_OWN = frozenset({
 _METHODS = (types.FunctionType, property, classmethod, staticmethod)
 
 
-def pack(
-    namespace: Mapping[str, Any],
-    names: Iterable[str],
-    extra: object,
-    target: Target,
-) -> Payload:
+def pack(namespace: Mapping[str, Any], names: Iterable[str], extra: object, target: Target) -> Payload:
     """Return what code that uses these names of the namespace needs.
 
     Args:

@@ -30,7 +30,6 @@ from typing import Any, NoReturn
 from unittest import mock
 
 from gpumagic import fakecuda
-from gpumagic.dryrun import parts
 from gpumagic.dryrun.worker.box import Watch
 from gpumagic.memory import devices
 from gpumagic.report.units import size
@@ -152,7 +151,7 @@ def _serve(request: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> N
     """Run the dry run in this process."""
     with contextlib.suppress(OSError):
         os.chdir(request["folder"])
-    parts.hold(request["shared"])
+    request["shared"] = os.open(request["shared"], os.O_RDONLY)  # while it can look at the notebook's process
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if request["engine"] == "cuda":
         from gpumagic.dryrun.worker.cuda.run import CudaRun

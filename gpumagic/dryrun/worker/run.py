@@ -79,7 +79,8 @@ class Run:
         main.__builtins__ = builtins
         sys.modules["__main__"] = main  # where pickle looks for what the notebook defines
         scopes = [vars(main), *({"__builtins__": builtins} for _ in range(1, self.request["scopes"]))]
-        reading = _Unpickler(io.BytesIO(self.request["data"]), map(parts.mapped, self.request["slots"]), scopes)
+        buffers = (parts.mapped(self.request["shared"], slot) for slot in self.request["slots"])
+        reading = _Unpickler(io.BytesIO(self.request["data"]), buffers, scopes)
         while True:
             try:
                 index, name, value = reading.load()
