@@ -210,7 +210,7 @@ class GPUMagic(Magics):
         if body is None:  # IPython runs the cell, with the line magic on its first line
             line = re.search(r"(?m)^[ \t]*%%dryrun(?!\S).*$", cell)
             if line is None or not cell[line.end() :].strip():
-                raise OptionError("a dry run needs the whole cell: write %%dryrun on its first line")
+                raise OptionError("a dry run needs the whole cell: write %%dryrun on its first line, and code below it")
             body = cell[line.end() + 1 :]
         text, whole = body.rstrip(), cell.rstrip()
         return "\n" * whole.removesuffix(text).count("\n") * whole.endswith(text) + body

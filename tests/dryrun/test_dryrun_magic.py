@@ -110,7 +110,8 @@ def test_of_an_amd_gpu_the_size_counts_and_nothing_is_certain(run) -> None:
     ("line", "said"),
     [
         ("%%dryrun --capacity lots\n1", "%%dryrun: argument --capacity: 'lots' is not a size; write bytes or a unit: "),
-        ("x = 1\n%dryrun\ny = 1", "a dry run needs the whole cell: write %%dryrun on its first line"),
+        ("%%dryrun\n", "a dry run needs the whole cell: write %%dryrun on its first line, and code below it"),
+        ("x = 1\n%dryrun\ny = 1", "a dry run needs the whole cell: write %%dryrun on its first line, and "),
         ("%%dryrun\n\n1 +", "the code cannot be dry-run: invalid syntax in line 3"),
         ("%%dryrun --fit nothing\nn = 1", "--fit nothing: the cell has no int called nothing; it has n"),
         ("%%dryrun --fit model\nmodel(1)", "--fit model: model is a Linear, not an int"),
