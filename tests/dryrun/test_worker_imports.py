@@ -63,3 +63,21 @@ def test_a_package_that_starts_a_thread_stays_out_also_where_it_would_be_preload
 
 def test_what_only_the_cell_imports_stays_out_of_it(imported) -> None:
     assert imported("COUNT = 3", has_it=False) == [[], []]
+
+
+TRAINS = """
+import sys, torch
+model = torch.nn.Linear(10, 10).to("cuda:0")
+optimizer = torch.optim.AdamW(model.parameters())
+optimizer.zero_grad()
+model(torch.ones(10, 10, device="cuda:0")).sum().backward()
+optimizer.step()
+assert "torch._dynamo" not in sys.modules
+torch._dynamo.config.cache_size_limit
+assert "torch._dynamo" in sys.modules
+"""
+
+
+def test_a_step_of_an_optimizer_imports_no_compiler_and_what_asks_for_it_does() -> None:
+    client.close()
+    assert gpumagic.dry_run(TRAINS, {}, device="cuda:0", capacity=2**30).error is None
