@@ -44,6 +44,8 @@ class Site:
     """Those of them that are a function's own."""
     source: CodeType | None = None
     """Kept, so that no other code has the `id` by which this one is remembered."""
+    is_made: bool = False
+    """Whether torch makes what it copies, of a list: it is another one each time."""
     sums: dict[Any, Any] = field(default_factory=dict)
     """What the log counts here, by devices and variable."""
 
@@ -97,7 +99,7 @@ class CallSites:
         """
         if self.moving is not None:
             return Site(cause=MOVE), found, self.moving
-        frame, is_called = self._causes.asking_frame(sys._getframe(3))  # from the kernel's on
+        frame, is_called = self._causes.asking_frame(sys._getframe(5))  # the kernel's
         if frame is None:
             return self._through_a_library(frame, is_called, asks, found)
         key = id(frame.f_code), frame.f_lasti, asks
@@ -108,7 +110,8 @@ class CallSites:
             if len(self._instructions) > _MOST:
                 self._instructions.clear()
             site = self._instructions[key] = self._instruction(frame, asks, found)
-        return site, found, site.name or _name(frame, site, found)
+        subject = None if site.is_made else found
+        return site, subject, site.name or _name(frame, site, subject)
 
     def _instruction(self, frame: FrameType, asks: str, found: object) -> Site:
         """Return what an instruction of the cell's own asks for."""
@@ -120,16 +123,19 @@ class CallSites:
         if is_target or not isinstance(node, ast.Call | ast.Subscript):
             return self._site(frame, line, cause)
         site = self._site(frame, line, cause, tuple(sorted(names_in(node))))
-        site.name = self._certain_name(frame, node, cause, asks)
+        site.name, site.is_made = self._certain_name(frame, node, cause, asks)
         return site
 
-    def _certain_name(self, frame: FrameType, node: ast.Call | ast.Subscript, cause: str, asks: str) -> str | None:
-        """Return the tensor's variable whose method is called, or the list's of which torch makes what it copies."""
+    def _certain_name(
+        self, frame: FrameType, node: ast.Call | ast.Subscript, cause: str, asks: str
+    ) -> tuple[str | None, bool]:
+        """Return the variable whose method is called, or of which torch makes what it copies, and whether it does."""
         if isinstance(node, ast.Subscript):
             parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
             (index, *others) = [each for each in parts if not isinstance(each, ast.Constant | ast.Slice)] or parts
             is_list = isinstance(_value(frame, index), list | tuple | range)
-            return ast.unparse(index) if asks == self._causes.COPY and not others and is_list else None
+            is_made = asks == self._causes.COPY and not others and is_list
+            return (ast.unparse(index) if is_made else None), is_made
         is_from_host = called_name(node) in self._causes.FROM_HOST
         given = node.args[0] if node.args else None
         if isinstance(node.func, ast.Attribute) and not isinstance(_value(frame, node.func.value), ModuleType):
@@ -137,7 +143,8 @@ class CallSites:
         kind = object if is_from_host else sys.modules["torch"].Tensor
         is_certain = is_from_host or cause.startswith(".")
         is_it = is_certain and isinstance(given, ast.Name) and isinstance(_value(frame, given), kind)
-        return ast.unparse(given) if given is not None and is_it else None
+        is_made = is_from_host and (cause == "tensor" or isinstance(given, ast.List | ast.ListComp))
+        return (ast.unparse(given) if given is not None and is_it else None), is_made
 
     def _through_a_library(
         self, innermost: FrameType | None, is_called: bool, asks: str, found: object
