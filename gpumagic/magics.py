@@ -46,7 +46,9 @@ def _magic(method: Callable[..., object]) -> Callable[..., object]:
             result = method(self, options, *cell)
         except GpuMagicError as error:
             raise UsageError(str(error)) from None
-        except KeyboardInterrupt as interrupt:  # without the frames of gpumagic that it came in
+        except KeyboardInterrupt as interrupt:
+            # Without the frames of gpumagic that it came in: IPython shows this in place of a traceback
+            vars(interrupt)["_render_traceback_"] = lambda: ["KeyboardInterrupt"]
             raise interrupt.with_traceback(None) from None
         if cell and cell[0] is not None:
             assert callable(result)

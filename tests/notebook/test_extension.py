@@ -147,6 +147,18 @@ def test_an_interrupt_while_the_simulated_gpu_is_compiled_leaves_nothing_loaded(
     assert "gpuinfo" not in bare_shell.magics_manager.magics["line"]
 
 
+def test_an_interrupted_magic_shows_no_line_of_ours(bare_shell, monkeypatch, capsys):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gpumagic.tensors.scan.scan", interrupted)
+    extension.load(bare_shell)
+    bare_shell.run_cell("%devices")
+    shown = capsys.readouterr()
+    assert "KeyboardInterrupt" in shown.out + shown.err
+    assert "magics.py" not in shown.out + shown.err
+
+
 @pytest.mark.parametrize("used", ["", "get_ipython().run_cell('%%ondevice --help\\n1')"])
 def test_loading_imports_nothing_heavy(start_kernel, used):
     """Neither torch nor pandas, nor the driver's library, in a process that had none of them."""

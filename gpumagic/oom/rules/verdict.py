@@ -61,8 +61,8 @@ def _device(facts: Facts) -> Iterator[tuple[str, str]]:
     others, left = facts.other_processes or 0, sum(each.nbytes for each in facts.leftovers)
     if facts.requested is not None and 0 < capacity < facts.requested:
         said = (
-            f"One request of {size(facts.requested)} is larger than all of {device} ({size(capacity)}): no "
-            "clearing up can make it fit."
+            f"One request of {size(facts.requested)} is larger than all of {device} ({size(capacity)}): it would not "
+            "fit even if nothing else were there."
         )
         yield "one request", said
     if facts.kind == "memory fraction":
