@@ -36,7 +36,7 @@ from torch._C._dynamo import eval_frame  # torch 2.4 has it as an attribute only
 from torch.library import Library
 
 from gpumagic.transfers import causes
-from gpumagic.transfers.recorder import Recorder, current_recorder
+from gpumagic.transfers.recorder import current_recorder
 
 set_eval_frame = eval_frame.set_eval_frame
 _set_tracing_state: Callable[[object], None] = torch._C._set_tracing_state  # type: ignore[attr-defined, unused-ignore]
@@ -167,11 +167,28 @@ def _copying(kernel: Function) -> Function:
         here, there = source.device, target.device
         if here == there:
             return kernel(keyset, target, source, non_blocking)
-
-        def tell(recorder: Recorder, seconds: float) -> None:
-            recorder.add_move(source, target, here, there, seconds, non_blocking)
-
-        return _told(kernel, (keyset, target, source, non_blocking), source, tell)
+        compiling, tracing = set_eval_frame(None), _get_tracing_state()
+        recorder, outer = None, None
+        try:
+            if tracing is not None:
+                _set_tracing_state(None)
+            recorder = current_recorder()
+            if recorder is None:
+                return kernel(keyset, target, source, non_blocking)
+            outer = recorder.copied
+            if outer is None:
+                recorder.copied = source
+            before, start = recorder.counted, perf_counter()
+            result = kernel(keyset, target, source, non_blocking)
+            seconds = perf_counter() - start
+            if recorder.counted == before:
+                recorder.add_move(source, target, here, there, seconds, non_blocking)
+            return result
+        finally:
+            if recorder is not None:
+                recorder.copied = outer
+            if tracing is not None or compiling is not None:
+                _count_no_more(compiling, tracing)
 
     return copy_
 
@@ -186,45 +203,30 @@ def _reading(operator: Any, kernel: Function) -> Function:
             return tensor if operator is _VALUE else kernel(keyset, tensor, *args)
         if tensor.is_cpu or tensor.is_meta:
             return kernel(keyset, tensor, *args)
-
-        def tell(recorder: Recorder, seconds: float) -> None:
-            recorder.add_read(tensor, _bytes_read(name, tensor, args), seconds, asks)
-
-        return _told(kernel, (keyset, tensor, *args), tensor, tell)
+        compiling, tracing = set_eval_frame(None), _get_tracing_state()
+        try:
+            if tracing is not None:
+                _set_tracing_state(None)
+            recorder = current_recorder()
+            before, start = 0 if recorder is None else recorder.counted, perf_counter()
+            result = kernel(keyset, tensor, *args)
+            seconds = perf_counter() - start
+            if recorder is not None and recorder.counted == before:
+                recorder.add_read(tensor, _bytes_read(name, tensor, args), seconds, asks)
+            return result
+        finally:
+            if tracing is not None or compiling is not None:
+                _count_no_more(compiling, tracing)
 
     return read
 
 
-def _told(kernel: Function, args: tuple[Any, ...], given: Any, tell: Callable[[Recorder, float], None]) -> Any:
-    """Call a kernel and tell the run of this thread, unless that was told of calls within.
-
-    Nothing of what counting does is traced or compiled.
-    """
-    __tracebackhide__ = True
-    compiling, tracing = set_eval_frame(None), _get_tracing_state()
-    recorder, outer = None, None
-    try:
-        if tracing is not None:
-            _set_tracing_state(None)
-        recorder = current_recorder()
-        if recorder is None:
-            return kernel(*args)
-        outer = recorder.copied
-        if outer is None:
-            recorder.copied = given
-        before, start = recorder.counted, perf_counter()
-        result = kernel(*args)
-        seconds = perf_counter() - start
-        if recorder.counted == before:
-            tell(recorder, seconds)
-        return result
-    finally:
-        if recorder is not None:
-            recorder.copied = outer
-        if tracing is not None:
-            _set_tracing_state(tracing)
-        if compiling is not None:
-            set_eval_frame(compiling)
+def _count_no_more(compiling: Any, tracing: Any) -> None:
+    """Let torch trace and compile again what it did before: nothing of what counting does is."""
+    if tracing is not None:
+        _set_tracing_state(tracing)
+    if compiling is not None:
+        set_eval_frame(compiling)
 
 
 def _bytes_read(operator: str, tensor: torch.Tensor, options: tuple[Any, ...]) -> int:

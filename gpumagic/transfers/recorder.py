@@ -76,7 +76,7 @@ class Recorder:
         """Count what the host reads of a device tensor, a value or a size: a copy to the host, and a sync."""
         if nbytes:
             self.counted += 1
-            self.log.add_move(asks, tensor.device, _HOST, nbytes, seconds, True, self.copied)
+            self.log.add_move(asks, tensor.device, _HOST, nbytes, seconds, True, tensor)
 
 
 _HOST = torch.device("cpu")

@@ -99,7 +99,7 @@ class CallSites:
         """
         if self.moving is not None:
             return Site(cause=MOVE), found, self.moving
-        frame, is_called = self._causes.asking_frame(sys._getframe(5))  # the kernel's
+        frame, is_called = self._causes.asking_frame(sys._getframe(3))  # the kernel's
         if frame is None:
             return self._through_a_library(frame, is_called, asks, found)
         key = id(frame.f_code), frame.f_lasti, asks
