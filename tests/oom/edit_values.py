@@ -41,7 +41,7 @@ CANNOT_RUN = ("loader_workers", "outer_on_host", "shared_memory", "dataclass_con
 """What fails with any memory, for want of the host's or of a second run."""
 AMPLIFY = (
     "greedy_decoding", "unet_segmentation", "gan", "batch_unnamed", "ddpm_training", "encoder_with_a_config_dict",
-    "fit_function_of_an_earlier_cell", "reinforce", "similar_items",
+    "fit_function_of_an_earlier_cell", "reinforce", "similar_items", "wgan_gp",
 )  # fmt: skip
 """What makes much of few digits: a token or an action that is chosen decides on the next, norms of batches on small
 gradients; a loss is the difference of two means, a gradient of random labels nearly nothing after a dozen layers."""
