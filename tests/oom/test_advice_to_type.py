@@ -208,6 +208,12 @@ def test_layers_in_place_are_told_not_to_be_where_their_input_is_needed_again() 
     assert net[0].weight.grad is not None
 
 
+def test_a_name_that_is_bound_twice_and_read_twice_after_that_keeps_its_statement() -> None:
+    code = "b = d.relu()\nb = d.abs()\nc = b + 1\nout = b.softmax(-1).amax(1)"
+    for choice in parts.by_rows(facts(code, 4, tensors=tensor_facts())):
+        assert "b = d.abs()" in edited(code, choice.make(7))
+
+
 @pytest.mark.parametrize(
     "code",
     [

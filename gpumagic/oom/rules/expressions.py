@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -144,7 +145,10 @@ def _inlined(text: CellText, value: ast.expr, before: Sequence[ast.stmt]) -> tup
             continue
         uses = [node for node in text.nodes() if isinstance(node, ast.Name) and node.id == target.id]
         reads = sum(isinstance(node.ctx, ast.Load) for node in uses)
-        if 2 * reads == len(uses) and len(re.findall(rf"\b{target.id}\b", code)) == 1:
+        later = [node for node in uses if node.lineno > (each.end_lineno or 0)]
+        bound = min((node.lineno for node in later if not isinstance(node.ctx, ast.Load)), default=math.inf)
+        read_after = sum(isinstance(node.ctx, ast.Load) and node.lineno <= bound for node in later)
+        if 2 * reads == len(uses) and read_after == 1 and len(re.findall(rf"\b{target.id}\b", code)) == 1:
             put = f"({text.code(each.value)})".replace("\\", r"\\")  # no escapes of a template
             code, used = re.sub(rf"\b{target.id}\b", put, code), [*used, each]
     return code, used
