@@ -23,6 +23,9 @@ from gpumagic.transfers.advice import CHECK
 
 _MODULE_MOVES = frozenset({"to", "cuda", "cpu", "xpu", "to_empty"})
 _DISPATCHERS = frozenset({"__torch_function__", "__torch_dispatch__"})
+_DEPTHS = 5, 7
+"""Where the line's frame mostly is: the function mode calls the kernel, itself or by a constructor's handler. To look
+at each frame between, as is done where the line is not known yet, would make objects of them."""
 MOVE = "--move"
 """The cause of what is moved before a cell."""
 _MOST = 10_000
@@ -99,18 +102,26 @@ class CallSites:
         """
         if self.moving is not None:
             return Site(cause=MOVE), found, self.moving
-        frame, is_called = self._causes.asking_frame(sys._getframe(3))  # the kernel's
-        if frame is None:
-            return self._through_a_library(frame, is_called, asks, found)
-        key = id(frame.f_code), frame.f_lasti, asks
-        site = self._instructions.get(key)
+        site, frame = None, None
+        for depth in _DEPTHS:
+            try:
+                frame = sys._getframe(depth)
+            except ValueError:  # autograd's threads have fewer frames
+                break
+            if (site := self._instructions.get((id(frame.f_code), frame.f_lasti, asks))) is not None:
+                break
         if site is None:
-            if not self.is_own(frame) or get_ident() != self._thread:
+            frame, is_called = self._causes.asking_frame(sys._getframe(3))  # the kernel's
+            if frame is None or not self.is_own(frame) or get_ident() != self._thread:
                 return self._through_a_library(frame, is_called, asks, found)
+            key = id(frame.f_code), frame.f_lasti, asks
             if len(self._instructions) > _MOST:
                 self._instructions.clear()
-            site = self._instructions[key] = self._instruction(frame, asks, found)
+            site = self._instructions.get(key) or self._instructions.setdefault(
+                key, self._instruction(frame, asks, found)
+            )
         subject = None if site.is_made else found
+        assert frame is not None
         return site, subject, site.name or _name(frame, site, subject)
 
     def _instruction(self, frame: FrameType, asks: str, found: object) -> Site:
