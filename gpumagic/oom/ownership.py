@@ -146,7 +146,7 @@ def _model(
         name, _nbytes(parameters), _nbytes(parameters, torch.float32), frozen=frozen, gradients=_nbytes(gradients),
         training=bool(branches.attributes_of(module).get("training")), checkpoints=_checkpoints(inside),
         blocks=_blocks(name, inside), local=local, methods=methods,
-        embeddings=tuple(_code(name, path) for path, weight in weights if _nbytes(weight) >= LARGE),
+        embeddings=tuple(_code(name, path, inside) for path, weight in weights if _nbytes(weight) >= LARGE),
         sequential=issubclass(type(module), torch.nn.Sequential),
         in_place=any(branches.attributes_of(each).get("inplace") is True for _, each in inside),
         uneven=tuple(word for part, word in UNEVEN if any(part in each for each in layers)),
@@ -175,16 +175,23 @@ def _blocks(name: str, inside: list[tuple[str, Any]]) -> str | None:
         if len(blocks) > longest and issubclass(type(child), torch.nn.ModuleList | torch.nn.Sequential):
             is_of_one_kind = all(type(each) is type(blocks[0]) for each in blocks)
             if is_of_one_kind and any(kinds.registered(blocks[0], "_modules")):
-                best, longest = _code(name, path), len(blocks)
+                best, longest = _code(name, path, inside), len(blocks)
     children = [each for _, each in kinds.registered(inside[0][1], "_modules")]
     if best is None and sum(any(kinds.registered(each, "_modules")) for each in children) > 1:
         return f"{name}.children()"
     return best
 
 
-def _code(name: str, path: str) -> str:
-    """Return the code for a module inside another: ``net.layers[0].mlp``."""
-    return name + "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in path.split(".") if part)
+def _code(name: str, path: str, inside: list[tuple[str, Any]]) -> str:
+    """Return the code for a module inside another: ``net.layers[0].mlp``, of a `ModuleDict` ``net["0"]``."""
+    import torch
+
+    above, modules = "", dict(inside)
+    for part in path.split(".") if path else ():
+        is_key = issubclass(type(modules[above]), torch.nn.ModuleDict)
+        name += f'["{part}"]' if is_key else f"[{part}]" if part.isdecimal() else f".{part}"
+        above = f"{above}.{part}" if above else part
+    return name
 
 
 def _optimizer(

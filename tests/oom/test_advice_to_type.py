@@ -214,6 +214,15 @@ def test_a_name_that_is_bound_twice_and_read_twice_after_that_keeps_its_statemen
         assert "b = d.abs()" in edited(code, choice.make(7))
 
 
+def test_blocks_are_named_as_the_modules_that_they_are_in_take_it() -> None:
+    """Torchvision's backbones for segmentation are a `ModuleDict` with numbers for keys."""
+    blocks = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(3)))
+    net = torch.nn.ModuleDict({"backbone": torch.nn.ModuleDict({"4": torch.nn.ModuleList([blocks])})})
+    (model,), _ = ownership.find_models_and_optimizers([("net", net, False)], "cpu")
+    assert model.blocks is not None
+    assert eval(model.blocks) is blocks
+
+
 @pytest.mark.parametrize(
     "code",
     [
