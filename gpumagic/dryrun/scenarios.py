@@ -8,39 +8,40 @@ comparison, a truth, a size. A loss that is printed does not, and one run tells 
 2. In a second run each place that decides goes the other way, but for one turn of a loop, so that what either outcome
    leaves behind is there together: a truth has its other outcome, a mask selects nothing, a number that went where
    nothing is noted falls. Where something may be sized by such a number, a third one takes it large.
-3. Runs whose memory went the same way end it. Otherwise places that went one way only go the other in a further run,
-   and of the notebook's own any mixture is run, as many as `_MOST_RUNS` and `_PATIENCE` allow.
-4. What needs most counts. Where the runs disagree on whether it fits, the verdict is open, and names the lines.
+3. Runs whose memory went the same way end it, but for a few more where that takes no time. Otherwise the search goes
+   on from the run that needs most: each place that it came to goes the other way, and what needs more is combined,
+   until every mixture was run, or `_MOST_RUNS` or `_PATIENCE` ends it.
+4. What needs most counts. Where the runs disagree on whether it fits, the verdict is open, and names the lines; also
+   where not every mixture was run, and those that were differ by more than the room that is left.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gpumagic.dryrun import client, targets
-from gpumagic.dryrun.worker.guesses import A_FEW, ALWAYS, BUT_ONCE, HOST, LARGE, LARGER, NUMBER, ONCE, SELECTION, Key
+from gpumagic.dryrun.worker import guesses
+from gpumagic.dryrun.worker.guesses import ALWAYS, FALLING, HOST, LARGE, NUMBER, SELECTION, TRUTH, Key
 from gpumagic.report.units import size
 
 _ALIKE = 0.01
 _NEGLIGIBLE = 0.001
 """The share of its peak by which what two runs allocate in all may differ: the way by which a trainer sums its loss."""
-_PATIENCE = 5.0
-"""Seconds that mixtures may take."""
-_MOST_RUNS = 12
-"""The runs of which the one that needs most is chosen."""
-_MASKS: Key = (None, "masks", "")
+_PATIENCE, _BRIEFLY = 5.0, 0.3
+"""Seconds that mixtures may take: where the runs before differ, and where they do not."""
+_MOST_RUNS, _FEW_RUNS = 24, 8
+"""The runs of which the one that needs most is chosen: where they differ, and where the first ones do not."""
 _LIBRARIES: Key = (None, "libraries", "")
-"""Stand for all masks and for all that libraries decide, which go one way together in mixtures."""
+"""Stands for all that libraries decide, which goes one way together in mixtures."""
 
 Outcome = dict[str, Any]
 Request = dict[str, Any]
 Scenario = dict[str, Any]
 """How what is read goes in a run: see `worker.guesses.Guesses`; and whether values are followed."""
-USUAL: Scenario = {"numbers": 0, "turned": [], "when": ALWAYS, "notes": True, "follows": False}
+USUAL: Scenario = {"ways": [], "when": ALWAYS, "notes": True, "follows": False}
 
 
 def run(request: Request, only: Scenario | None = None) -> Outcome:
@@ -55,14 +56,14 @@ def run(request: Request, only: Scenario | None = None) -> Outcome:
     outcome = scenarios.first()
     if "ended" not in outcome and not outcome["is_open"]:
         if only is not None:
-            outcome["most"] = scenarios.scenario if outcome["decides"] or only["numbers"] else None
+            outcome["most"] = scenarios.scenario if outcome["decides"] else None
         elif outcome["decides"]:
             outcome = scenarios.worst(outcome)
     seconds = time.monotonic() - start
     return {**outcome, "runs": scenarios.count, "seconds": seconds, "worked": scenarios.worked}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Run:
     """A scenario that was run: how what is read goes in it, and its outcome."""
 
@@ -73,6 +74,11 @@ class _Run:
     def decides(self) -> list[tuple[Key, str, tuple[bool, bool] | None]]:
         """Each place that decides, the kind of what decides, a truth's first and last outcome."""
         return [(tuple(place), kind, outcomes) for place, kind, outcomes in self.outcome.get("decides", ())]
+
+    @property
+    def groups(self) -> list[Key]:
+        """What goes one way together in mixtures: each of the notebook's own places, and all those of libraries."""
+        return list(dict.fromkeys(map(_group, (place for place, *_ in self.decides))))
 
     @property
     def is_conclusive(self) -> bool:
@@ -88,6 +94,11 @@ class _Run:
     def peak(self) -> int:
         return max((device["peak"] for device in self.outcome.get("devices", ())), default=0)
 
+    @property
+    def is_beyond_a_list(self) -> bool:
+        """Whether a number was too large an index."""
+        return (self.outcome.get("error") or {}).get("text", "").endswith("index out of range")
+
     def did_the_same(self, other: _Run) -> bool:
         """Return whether its memory went as in another run: all that is counted of it is the same, or nearly."""
         return all(
@@ -95,6 +106,33 @@ class _Run:
             and abs(one["traffic"] - another["traffic"]) <= _NEGLIGIBLE * one["peak"]
             for one, another in zip(self.outcome.get("devices", ()), other.outcome.get("devices", ()), strict=False)
         )
+
+    @property
+    def ways(self) -> dict[tuple[Key, str], int]:
+        """What goes another way in it than usual."""
+        return dict(self.scenario["ways"])
+
+    def turned(self, groups: Collection[Key], when: str | None = None) -> Scenario:
+        """Return the scenario in which what some groups decide goes the other way, or as usual where it did already.
+
+        Args:
+            groups: those of `groups`.
+            when: at which turns of a loop; as in this run where it is not given.
+        """
+        ways = self.ways
+        for place, kind, outcomes in self.decides:
+            if _group(place) in groups and ways.pop((place, kind), None) is None:
+                ways[place, kind] = FALLING if outcomes is None else not outcomes[1]
+        return _scenario(self.scenario, ways, when or self.scenario["when"])
+
+    def sized(self, number: int) -> Scenario:
+        """Return the scenario in which what may size something, and went no other way yet, is a certain number."""
+        ways = {(place, kind): number for place, kind, _ in self.decides if kind == NUMBER} | self.ways
+        return self.scenario if ways == self.ways else _scenario(self.scenario, ways, ALWAYS)
+
+
+def _scenario(like: Scenario, ways: Mapping[tuple[Key, str], int], when: str) -> Scenario:
+    return {**like, "ways": sorted(ways.items(), key=str), "when": when if ways else ALWAYS}
 
 
 class _Scenarios:
@@ -151,17 +189,15 @@ class _Scenarios:
             device |= {"failed": failed["failed"], "failure": failed["failure"]}
         return more
 
-    def _run(self, scenarios: Iterable[Scenario]) -> bool:
-        """Run scenarios that were not run yet, as many as there may be; return whether there was one."""
+    def _run(self, scenarios: Iterable[Scenario]) -> list[_Run]:
+        """Run scenarios that were not run yet, as many as there may be, and return those runs."""
         known = [run.scenario for run in self._all]
         new = [each for each in scenarios if each not in known][: _MOST_RUNS - len(known)]
-        self._all += self._brief(new)
-        return bool(new)
-
-    def _brief(self, scenarios: Sequence[Scenario]) -> list[_Run]:
         limit = min(self._request["time_limit"], 5 + 5 * self._all[0].outcome["seconds"])
-        outcomes = self._ask([{**each, "is_brief": True, "time_limit": limit} for each in scenarios])
-        return [_Run(*each) for each in zip(scenarios, outcomes, strict=True)]
+        outcomes = self._ask([{**each, "is_brief": True, "time_limit": limit} for each in new])
+        runs = [_Run(*each) for each in zip(new, outcomes, strict=True)]
+        self._all += runs
+        return runs
 
     # ---- Which are run
 
@@ -173,107 +209,123 @@ class _Scenarios:
         """
         first = _Run(self.scenario, outcome)
         self._all = [first]
-        kinds = {kind for _, kind, _ in first.decides}
-        is_loop = outcome["most_turns"] > 1 and kinds != {SELECTION}
-        sizes = [{**first.scenario, "numbers": LARGE}] if NUMBER in kinds else []
-        self._run([self._turned(self._places(), BUT_ONCE if is_loop else ALWAYS), *sizes])
-        while not any(each.is_conclusive for each in self._all) and self._run([self._turned(self._places(), ALWAYS)]):
-            pass  # of the checks that a library makes, each comes only where those before it hold
+        is_of_masks = {kind for _, kind, _ in first.decides} == {SELECTION}  # the more they select, the more is needed
+        is_loop = outcome["most_turns"] > 1 and not is_of_masks
+        is_constant = any(outcomes is None or outcomes[0] == outcomes[1] for _, _, outcomes in first.decides)
+        when = guesses.BUT_ONCE if is_loop and is_constant else ALWAYS  # else the first run had either outcome
+        self._run([first.turned(first.groups, when), first.sized(LARGE)])
+        self._run(each.sized(LARGE) for each in self._all[1:2])  # numbers that only the other outcome comes to
+        if any(each.is_beyond_a_list for each in self._all):
+            self._run([first.sized(guesses.LAST)])
         self._leave_out_endless()
-        is_sure = self._agree() or kinds == {SELECTION} or self._run_mixed()
+        is_alike = self._agree()
+        is_all = is_of_masks or (is_alike and len(self._groups()) == 1) or self._search(is_loop)
         conclusive = [each for each in self._all if each.is_conclusive]
         if not conclusive:  # it fails for certain, if it always does so alike
-            if len({(each.outcome["error"]["line"], each.outcome["error"]["kind"]) for each in self._all}) > 1:
+            ends = {(each.outcome["error"]["line"], each.outcome["error"]["kind"]) for each in self._all}
+            if len(ends) > 1 or _one_way(self._all):
                 outcome["error"]["depends"] = _named(self._places())
             return outcome
-        numbers = {place for each in conclusive for place, kind, _ in each.decides if kind == NUMBER}
-        is_sure = is_sure and numbers.isdisjoint(_one_way(conclusive))  # else every other number made it fail
         grows = self._grows(conclusive)
-        counted = [each for each in conclusive if each.scenario["numbers"] != LARGE or not grows] or conclusive
+        counted = [each for each in conclusive if LARGE not in each.ways.values() or not grows] or conclusive
         if all(each.fits is None for each in counted):
             return outcome
         most = max(counted, key=lambda run: (run.fits is not None, run.fits is False, run.peak, run is first))
         if most is not first and (most.fits is not False or first.fits is not False):
             whole = self._whole(most.scenario)
             outcome = most.outcome if "ended" in whole else whole
-        return self._judged(outcome, most, conclusive, grows, is_sure)
+        kinds = {kind for run in self._all for _, kind, _ in run.decides}
+        is_certain = is_all and kinds <= {TRUTH} and (is_alike or not is_loop)  # each outcome of all was run
+        is_bounded = not grows and (is_all or self._has_room(conclusive))
+        return self._judged(outcome, most, conclusive, is_bounded=is_bounded, is_certain=is_certain)
 
     def _leave_out_endless(self) -> None:
         """Leave out endless loops, such as drawing until all is in bounds, where a few turns need as much as many."""
         endless = [each for each in self._all[1:] if each.fits is None and each.peak]
-        if endless:
-            self._run([self._turned(self._places(), A_FEW)])
-            few = self._all[-1]
+        for few in self._run([self._all[0].turned(self._groups(), guesses.A_FEW)] if endless else []):
             if few.is_conclusive and few.fits is not None:
-                most = few.peak * (1 + _ALIKE)
-                self._all = [each for each in self._all if each not in endless or each.peak > most]
+                flat = [each for each in endless if each.peak <= few.peak * (1 + _ALIKE)]
+                self._all = [each for each in self._all if each not in flat]
 
     def _places(self) -> list[Key]:
         return _sorted({place for each in self._all for place, *_ in each.decides})
 
-    def _turned(self, places: Iterable[Key], when: str) -> Scenario:
-        """Return the scenario in which some places, or those that one stands for, go the other way at some turns."""
-        wanted = set(places)
-        turned: dict[Key, bool | None] = {}  # of a truth not the last outcome in the first run that came there
-        for place, kind, outcomes in (each for one in self._all for each in one.decides):
-            if {place, _group(place, kind)} & wanted and turned.get(place) is None:
-                turned[place] = None if outcomes is None else not outcomes[1]
-        return {**self.scenario, "turned": list(turned.items()), "when": when}
+    def _groups(self) -> set[Key]:
+        return set(map(_group, self._places()))
 
     def _agree(self) -> bool:
         """Return whether what was run tells that the values do not matter."""
         conclusive = [each for each in self._all if each.is_conclusive]
-        fits = {each.fits for each in conclusive}
-        if len(fits) != 1 or None in fits or _one_way(conclusive):
+        if not self._are_alike() or _one_way(conclusive):
             return False
         is_one = len(self._places()) == 1
-        if len(conclusive) > 1 and all(each.did_the_same(conclusive[0]) for each in conclusive):
-            return len(conclusive) == len(self._all) or is_one
-        peaks = [each.peak for each in conclusive]
-        return is_one and max(peaks) <= min(peaks) * (1 + _ALIKE)
+        did_the_same = len(conclusive) > 1 and all(each.did_the_same(conclusive[0]) for each in conclusive)
+        return is_one or (did_the_same and len(conclusive) == len(self._all))
 
-    def _run_mixed(self) -> bool:
-        """Run scenarios in which some places go one way and some the other, also those that only these come to.
+    def _are_alike(self) -> bool:
+        """Return whether the runs that tell anything need about the same."""
+        conclusive = [each for each in self._all if each.is_conclusive]
+        peaks, fits = [each.peak for each in conclusive], {each.fits for each in conclusive}
+        return len(fits) == 1 and None not in fits and max(peaks) <= min(peaks) * (1 + _ALIKE)
 
-        Return whether every mixture was run.
-        """
-        self._run([self._turned(_one_way(self._all), ALWAYS)])
-        seen: list[Key] = []
-        while (groups := _sorted({_group(*each[:2]) for run in self._all for each in run.decides})) != seen:
-            seen = groups
-            in_loop = any(each.outcome.get("most_turns", 0) > 1 for each in self._all[1:])
-            seconds = self._all[0].outcome["seconds"] * len(groups)
-            if groups == [_LIBRARIES] or seconds > _PATIENCE or len(self._all) == _MOST_RUNS:
+    def _search(self, is_loop: bool) -> bool:
+        """Run mixtures of outcomes, from the run that needs most on; return whether every one was run."""
+        first, groups = self._all[0], self._groups()
+        if groups == {_LIBRARIES} or (self._agree() and (is_loop or len(groups) > 3)):
+            return False
+        self._run(first.turned(first.groups, each) for each in ((ALWAYS, guesses.ONCE) if is_loop else ()))
+        seen: list[_Run] = []
+        while rest := [each for each in self._all if each not in seen]:
+            is_alike, fits = self._are_alike(), {each.fits for each in self._all if each.is_conclusive}
+            most, patience = (_FEW_RUNS, _BRIEFLY) if is_alike else (_MOST_RUNS, _PATIENCE)
+            seconds = sum(each.outcome.get("seconds", 0) for each in self._all)
+            is_seen = is_alike and is_loop and not _one_way(self._all)  # of a loop's turns not all mixtures can be run
+            if len(self._all) >= most or seconds > patience or is_seen or {True, False} <= fits:
                 return False
-            sizes = range(1, len(groups) + 1) if in_loop or len(groups) > 1 else ()
-            parts = itertools.chain.from_iterable(itertools.combinations(groups, number) for number in sizes)
-            is_constant = any(each and each[0] == each[1] for _, _, each in self._all[0].decides)
-            once = [self._turned(groups, ONCE)] if in_loop and is_constant else []
-            self._run([*once, *(self._turned(each, ALWAYS) for each in itertools.islice(parts, _MOST_RUNS))])
-        return len(self._all) < _MOST_RUNS and _LIBRARIES not in groups
+            best = max(rest, key=lambda run: (run.fits is False, run.peak))
+            seen.append(best)
+            turned = [best.turned([group]) for group in best.groups]
+            self._run(turned)
+            grown = [each.scenario for each in self._all if each.peak > best.peak]
+            more = [group for group, scenario in zip(best.groups, turned, strict=True) if scenario in grown]
+            self._run([best.turned(more)] if len(more) > 1 else [])
+        return True
 
     def _grows(self, conclusive: list[_Run]) -> bool:
         """Return whether the larger a number is that is read, the more is needed: it sizes something."""
-        large = next((each for each in conclusive if each.scenario["numbers"] == LARGE), None)
-        others = [each.peak for each in conclusive if each is not large]
-        if large is None or not large.fits or not others or large.peak <= max(others) * (1 + _ALIKE):
+        large = [each for each in conclusive if LARGE in each.ways.values()]
+        others = [each.peak for each in conclusive if each not in large]
+        most = max((each for each in large if each.fits), key=lambda each: each.peak, default=None)
+        if most is None or not others or most.peak <= max(others) * (1 + _ALIKE):
             return False
-        larger = self._brief([{**self.scenario, "numbers": LARGER}])[0]
-        return not larger.is_conclusive or not larger.fits or larger.peak > large.peak * (1 + _ALIKE)
+        ways = [(each, guesses.LARGER if way == LARGE else way) for each, way in most.ways.items()]
+        (larger,) = self._ask([{**most.scenario, "ways": ways, "is_brief": True}])
+        run = _Run(most.scenario, larger)
+        return not run.is_conclusive or not run.fits or run.peak > most.peak * (1 + _ALIKE)
+
+    def _has_room(self, runs: list[_Run]) -> bool:
+        """Return whether mixtures that were not run would fit, too, if they needed more by what the others differ."""
+        for device, capacity in enumerate(self._request["capacities"]):
+            peaks = [each.outcome["devices"][device]["peak"] for each in runs if each.fits]
+            if capacity is not None and peaks and 2 * max(peaks) - min(peaks) > capacity:
+                return False
+        return True
 
     # ---- What they tell
 
-    def _judged(self, outcome: Outcome, most: _Run, conclusive: list[_Run], grows: bool, is_sure: bool) -> Outcome:
+    def _judged(
+        self, outcome: Outcome, most: _Run, conclusive: list[_Run], *, is_bounded: bool, is_certain: bool
+    ) -> Outcome:
         """Return an outcome that says what depends on the values."""
         peaks = [each.peak for each in conclusive if each.fits]
         varies = bool(peaks) and max(peaks) > min(peaks) * (1 + _ALIKE)
         # Of a branch one side or the other is run. What the host holds may select anything between.
-        is_bounded = not grows and not (varies and HOST in self._places())
+        is_bounded = is_bounded and not (varies and HOST in self._places())
         if is_bounded and len({each.fits for each in conclusive}) == 1:
             if varies:
                 less = f"with other values in place of those that are read it needs as little as {size(min(peaks))}"
                 outcome["assumed"].append(less)
-            return {**outcome, "varies": varies or not is_sure, "depends": False, "most": most.scenario}
+            return {**outcome, "varies": varies or not is_certain, "depends": False, "most": most.scenario}
         for device in outcome["devices"]:
             device["failed"] = False  # with other values it may fit
         base = next(each for each in conclusive if each.fits is not None)
@@ -287,19 +339,17 @@ class _Scenarios:
         return {**outcome, "varies": True, "depends": True, "open_on": open_on, "is_open": not ends}
 
 
-def _group(place: Key, kind: str) -> Key:
+def _group(place: Key) -> Key:
     """Return what a place goes one way with in mixtures: itself, if it is the notebook's own."""
-    return _MASKS if kind == SELECTION else _LIBRARIES if place[2] else place
+    return _LIBRARIES if place[2] else place
 
 
 def _one_way(runs: Iterable[_Run]) -> list[Key]:
     """Return the places that decide and went one way only, also those that only some scenarios came to."""
     ways: dict[Key, set[bool]] = {}
     for each in runs:
-        turned = {place for place, _ in each.scenario["turned"]}
-        for place, _, outcomes in each.decides:
-            is_other = place in turned or each.scenario["numbers"] > 0
-            ways.setdefault(place, set()).update([is_other] if outcomes is None else outcomes)
+        for place, kind, outcomes in each.decides:
+            ways.setdefault(place, set()).update([(place, kind) in each.ways] if outcomes is None else outcomes)
     return _sorted(place for place, each in ways.items() if len(each) < 2)
 
 

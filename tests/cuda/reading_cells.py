@@ -305,7 +305,7 @@ for x, y in data:
     worst = max(norms, key=norms.get)
     total = math.sqrt(sum(norm**2 for norm in norms.values()))
     print(" ".join(f"{name}={norm:.3f}" for name, norm in norms.items()), worst, f"{total:.3f}")
-# %% a smooth loss that ends the loop: 6
+# %% a smooth loss that ends the loop: 5
 smooth, weight = None, 0.98
 for number, (x, y) in enumerate(data, 1):
     value = step(x, y)[0].item()

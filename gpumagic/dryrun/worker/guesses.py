@@ -43,9 +43,9 @@ THREAD = "a thread"
 NOBODY: Key = (None, "nobody", "")
 """What reads is not the cell, or only shows it."""
 
-TRUTH, SELECTION, NUMBER = "truth", "selection", "number"
-"""Kinds of what decides: a truth or a comparison; how many elements a mask selects; a number, or a tensor of some, that
-went where nothing is noted."""
+TRUTH, ORDER, SELECTION, NUMBER = "truth", "order", "selection", "number"
+"""Kinds of what decides: a truth or a comparison; an order or a key by which C code sorts and finds, with more than
+two outcomes; how many elements a mask selects; a number, or a tensor of some, that went where nothing is noted."""
 MOST_FILLED = 64 << 20
 """Bytes of what of the host was not sent that are filled with something."""
 FILLING = (0x3F, 0x47, 0xBF)
@@ -55,10 +55,11 @@ NUMBERS: tuple[tuple[str, Callable[[int], float]], ...] = (
     ("fall, from 0.06", lambda turn: float((turn + 2) ** -4)),  # it stays positive however often it is read
     ("rise, from 1,000,000", lambda turn: 1e6 + 1e4 * min(turn, 100)),
     ("rise, from 3,000,000", lambda turn: 3e6 + 1e4 * min(turn, 100)),
+    ("be -1", lambda _: -1.0),
 )
 """What a number may be, by how often it was read before; whole numbers are rounded."""
-FALLING, LARGE, LARGER = 1, 2, 3
-"""Of the last two, what needs more in the second has a number for its size."""
+FALLING, LARGE, LARGER, LAST = 1, 2, 3, 4
+"""What needs more with a larger number has it for its size; the last of a list has -1 for its index."""
 ALWAYS, BUT_ONCE, ONCE, A_FEW = "always", "but once", "once", "a few"
 _TURNS: dict[str, Callable[[int], bool]] = {
     ALWAYS: lambda _: True, BUT_ONCE: lambda turn: turn != 1, ONCE: lambda turn: turn == 0,
@@ -71,9 +72,9 @@ class Guesses:
     """The answers of one run.
 
     Args:
-        scenario: `numbers`, which of `NUMBERS` is read; `turned`, the places that go another way, where a number falls
-            and a mask selects nothing, with the outcome that a truth has there; `when`, at which turns of a loop;
-            `notes`, whether numbers note what they decide.
+        scenario: `ways`, what goes another way, by its place and its kind: the outcome of a truth, which of `NUMBERS`
+            a number is; a mask selects nothing then; `when`, at which turns of a loop; `notes`, whether numbers note
+            what they decide.
         assume: called with a sentence for each thing that is assumed.
         where: tells which expression of the cell runs; None for a read that is not the cell's.
     """
@@ -89,8 +90,7 @@ class Guesses:
         """Ends a run in which something is decided by what a run that follows values may know."""
         self.host: Any
         """The run's `host.Host`: takes a large tensor that was copied from a device, and remembers others."""
-        self._number: int = scenario["numbers"]
-        self._turned: dict[Key, bool | None] = dict(scenario["turned"])
+        self._ways: dict[tuple[Key, str], int] = dict(scenario["ways"])
         self._is_turned = _TURNS[scenario["when"]]
         self._notes: bool = scenario["notes"]
         self._assume = assume
@@ -129,21 +129,22 @@ class Guesses:
     def _takes(self) -> Callable[[Read], None] | None:
         return getattr(self._thread, "takes", None)
 
-    def decide(self, read: Read, outcome: bool) -> bool:
+    def decide(self, read: Read, outcome: bool, kind: str = TRUTH) -> bool:
         """Return the outcome of a comparison with what was read, or of its truth.
 
         Args:
             read: what decides.
             outcome: what it would be.
+            kind: of what decides, `TRUTH` or `ORDER`.
         """
-        place, turn = self._turn(TRUTH)
+        place, turn = self._turn(kind)
         if place is NOBODY:
             return outcome
         self._matters(read.may_be_known)
-        forced = self._turned.get(place) if self._is_turned(turn) else None
-        outcome = outcome if forced is None else forced
-        first, _ = self.decides.get((place, TRUTH)) or (outcome, outcome)
-        self.decides[place, TRUTH] = first, outcome
+        forced = self._ways.get((place, kind)) if self._is_turned(turn) else None
+        outcome = outcome if forced is None else bool(forced)
+        first, _ = self.decides.get((place, kind)) or (outcome, outcome)
+        self.decides[place, kind] = first, outcome
         if forced is not None or type(read.number) is bool:
             self._say(place, f"is taken to be {outcome}")
         else:
@@ -176,7 +177,7 @@ class Guesses:
         """
         if blanks:
             self.decides[HOST, NUMBER] = None
-        for memory in blanks if HOST in self._turned else ():
+        for memory in blanks if (HOST, NUMBER) in self._ways else ():
             part = min(len(memory), MOST_FILLED) // len(FILLING)
             for place, byte in enumerate(FILLING):
                 memory[place * part : (place + 1) * part] = bytes([byte]) * part
@@ -200,7 +201,7 @@ class Guesses:
     def selected(self, most: int, *, may_be_known: bool) -> int:
         """Return how many elements a mask selects, or how many are unique."""
         key, turn = self._turn(SELECTION)
-        selects = not (key in self._turned and self._is_turned(turn))
+        selects = not ((key, SELECTION) in self._ways and self._is_turned(turn))
         if key is not NOBODY:
             self._matters(may_be_known)
             self.decides.setdefault((key, SELECTION))
@@ -219,7 +220,7 @@ class Guesses:
         key, turn = self._turn("contents")
         number = self._number_at(key, turn)
         if host.dtype == torch.bool:
-            number = key in self._turned and self._is_turned(turn)
+            number = (key, NUMBER) in self._ways and self._is_turned(turn)
         elif host.dtype.is_floating_point:
             number = min(number, torch.finfo(host.dtype).max)
         elif not host.dtype.is_complex:
@@ -239,7 +240,7 @@ class Guesses:
         return key, self._turns[key, kind] - 1
 
     def _way(self, key: Key) -> int:
-        return FALLING if key in self._turned else self._number
+        return self._ways.get((key, NUMBER), 0)
 
     def _number_at(self, key: Key, turn: int) -> float:
         return NUMBERS[self._way(key) if self._is_turned(turn) else 0][1](turn)

@@ -19,12 +19,13 @@ import statistics
 import sys
 from collections import deque
 from collections.abc import Callable
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gpumagic.dryrun.worker import cell
-from gpumagic.dryrun.worker.guesses import Read
+from gpumagic.dryrun.worker.guesses import ORDER, TRUTH, Read
 from gpumagic.dryrun.worker.modules import tensors_in
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ class Noted(Read):
 
     def decide(self, outcome: bool) -> bool:
         """Return what is decided, which a run may turn over."""
-        return self.guesses.decide(self, outcome)
+        is_of_c = _operation().startswith("CALL")
+        return self.guesses.decide(self, outcome, ORDER if is_of_c else TRUTH)
 
     def _beside(self, other: Any) -> Any:
         """Return the plain number for an operation with another value, told where that could not note it."""
@@ -113,7 +115,7 @@ class Noted(Read):
     def __hash__(self) -> int:
         """Let all keys of a dict be alike or all be different: comparing each with each would be as many decisions."""
         if self.hashed is None:
-            self.hashed = hash(self.number) if self.decide(True) else id(self)
+            self.hashed = hash(self.number) if self.guesses.decide(self, True, ORDER) else id(self)
         return self.hashed
 
     def __float__(self) -> float:
@@ -203,15 +205,22 @@ def _plain(value: Any, met: list[Noted]) -> Any:
     return {name: _plain(each, met) for name, each in value.items()} if type(value) is dict else value
 
 
-def _is_formatting() -> bool:
-    """Return whether the innermost frame outside of this module makes text by ``%``, which asks for a plain number."""
+def _operation() -> str:
+    """Return what the innermost frame outside of this module does: a name in `dis`, with the operator if it has one."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back
-    running = next((each for each in dis.get_instructions(frame.f_code) if each.offset == frame.f_lasti), None)
-    return running is not None and (
-        running.opname == "BINARY_MODULO" or (running.opname == "BINARY_OP" and running.argrepr in {"%", "%="})
-    )
+    return _operations(frame.f_code).get(frame.f_lasti, "")
+
+
+@functools.lru_cache(maxsize=64)
+def _operations(code: CodeType) -> dict[int, str]:
+    return {each.offset: f"{each.opname} {each.argrepr}" for each in dis.get_instructions(code)}
+
+
+def _is_formatting() -> bool:
+    """Return whether text is made by ``%``, which asks for a plain number."""
+    return _operation() in {"BINARY_MODULO ", "BINARY_OP %", "BINARY_OP %="}
 
 
 def install(guesses: Guesses) -> None:

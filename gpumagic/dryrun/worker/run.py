@@ -91,7 +91,7 @@ class Run:
 
     def execute(self, note: Callable[..., None], key_of: Callable[[torch.Tensor], int]) -> None:
         """Run the cell and send the outcome, as plain data; the arguments are those of `Modules`."""
-        self.host = host.Host(self.guesses, self.shown, self.known, draws=not self.request["turned"])
+        self.host = host.Host(self.guesses, self.shown, self.known, draws=not self.request["ways"])
         self.host.install()
         self.guesses.host = self.host
         noted.install(self.guesses)
