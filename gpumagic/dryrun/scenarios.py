@@ -97,7 +97,8 @@ class _Run:
     @property
     def is_beyond_a_list(self) -> bool:
         """Whether a number was too large an index."""
-        return (self.outcome.get("error") or {}).get("text", "").endswith("index out of range")
+        error = self.outcome.get("error") or {"text": ""}
+        return str(error["text"]).endswith("index out of range")
 
     def did_the_same(self, other: _Run) -> bool:
         """Return whether its memory went as in another run: all that is counted of it is the same, or nearly."""
@@ -116,19 +117,20 @@ class _Run:
         """Return the scenario in which what some groups decide goes the other way, or as usual where it did already.
 
         Args:
-            groups: those of `groups`.
+            groups: some of `groups`, or single places.
             when: at which turns of a loop; as in this run where it is not given.
         """
         ways = self.ways
         for place, kind, outcomes in self.decides:
-            if _group(place) in groups and ways.pop((place, kind), None) is None:
+            if {place, _group(place)} & set(groups) and ways.pop((place, kind), None) is None:
                 ways[place, kind] = FALLING if outcomes is None else not outcomes[1]
         return _scenario(self.scenario, ways, when or self.scenario["when"])
 
     def sized(self, number: int) -> Scenario:
-        """Return the scenario in which what may size something, and went no other way yet, is a certain number."""
-        ways = {(place, kind): number for place, kind, _ in self.decides if kind == NUMBER} | self.ways
-        return self.scenario if ways == self.ways else _scenario(self.scenario, ways, ALWAYS)
+        """Return the scenario in which all numbers are one, if some may size something; else its own."""
+        if all((place, kind) in self.ways for place, kind, _ in self.decides if kind == NUMBER):
+            return self.scenario
+        return _scenario(self.scenario, {(guesses.EVERY, NUMBER): number, **self.ways}, ALWAYS)
 
 
 def _scenario(like: Scenario, ways: Mapping[tuple[Key, str], int], when: str) -> Scenario:
@@ -271,9 +273,12 @@ class _Scenarios:
     def _search(self, is_loop: bool) -> bool:
         """Run mixtures of outcomes, from the run that needs most on; return whether every one was run."""
         first, groups = self._all[0], self._groups()
-        if groups == {_LIBRARIES} or (self._agree() and (is_loop or len(groups) > 3)):
+        if self._agree() and (is_loop or len(groups) > 3 or groups == {_LIBRARIES}):
             return False
-        self._run(first.turned(first.groups, each) for each in ((ALWAYS, guesses.ONCE) if is_loop else ()))
+        if groups == {_LIBRARIES}:  # whose mixtures are not run
+            self._run([first.turned(_one_way(self._all), ALWAYS)])
+            return False
+        self._run(first.turned(first.groups, each) for each in (ALWAYS, guesses.ONCE) if is_loop)
         seen: list[_Run] = []
         while rest := [each for each in self._all if each not in seen]:
             is_alike, fits = self._are_alike(), {each.fits for each in self._all if each.is_conclusive}
@@ -349,7 +354,8 @@ def _one_way(runs: Iterable[_Run]) -> list[Key]:
     ways: dict[Key, set[bool]] = {}
     for each in runs:
         for place, kind, outcomes in each.decides:
-            ways.setdefault(place, set()).update([(place, kind) in each.ways] if outcomes is None else outcomes)
+            is_other = not {(place, kind), (guesses.EVERY, NUMBER)}.isdisjoint(each.ways)
+            ways.setdefault(place, set()).update([is_other] if outcomes is None else outcomes)
     return _sorted(place for place, each in ways.items() if len(each) < 2)
 
 

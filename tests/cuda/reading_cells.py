@@ -305,7 +305,7 @@ for x, y in data:
     worst = max(norms, key=norms.get)
     total = math.sqrt(sum(norm**2 for norm in norms.values()))
     print(" ".join(f"{name}={norm:.3f}" for name, norm in norms.items()), worst, f"{total:.3f}")
-# %% a smooth loss that ends the loop: 5
+# %% a smooth loss that ends the loop: 6
 smooth, weight = None, 0.98
 for number, (x, y) in enumerate(data, 1):
     value = step(x, y)[0].item()
@@ -320,7 +320,7 @@ for x, y in data:
     recent.append(step(x, y)[0].item())
     if len(recent) == recent.maxlen and statistics.mean(recent) < 1e-3:
         break
-# %% arrays of losses: 4
+# %% arrays of losses: 1
 losses, scores = [], []
 for x, y in data:
     loss, out = step(x, y)
@@ -351,6 +351,41 @@ for epoch in range(2):
     except OverflowError:
         perplexity = float("inf")
     print(f"epoch {epoch}: {validation:.3f}, perplexity {perplexity:.1f}")
+# %% arrays that are shown: 1
+rows = []
+for x, y in data:
+    loss, out = step(x, y)
+    found, true = out.detach().argmax(1).cpu().numpy(), y.numpy()
+    rows.append((found == true).mean())
+    spread = out.detach().cpu().numpy().std()
+    print(found[:4], found.shape, f"{rows[-1]:.3f}", (found == true).sum() / len(true), spread)
+print(np.array(rows).mean(), np.mean(rows).item(), np.concatenate([found, found]).tolist()[:3], np.round(rows, 3))
+# %% arrays in a state of its own: 1
+from dataclasses import dataclass, field
+@dataclass
+class State:
+    loss: float = 0.0
+    losses: list = field(default_factory=list)
+state, running = State(), collections.deque(maxlen=100)
+for x, y in data:
+    loss, out = step(x, y)
+    state.loss = 0.9 * state.loss + 0.1 * loss.item()
+    state.losses.append(out.detach().float().cpu().numpy())
+    running.append(loss.detach().cpu().numpy())
+    print(f"{state.loss:.4f} {np.mean(running):.4f} {np.asarray(running).max():>8.2e}", state)
+print(np.vstack(state.losses).mean(axis=0).round(2), torch.from_numpy(state.losses[-1]).softmax(1).mean().item())
+# %% a tensor of losses: 1
+losses = []
+for x, y in data:
+    losses.append(step(x, y)[0].item())
+print(torch.tensor(losses).mean().item(), torch.tensor(losses), torch.tensor(losses).std())
+# %% rich and pandas rows: 1
+from types import SimpleNamespace
+log = SimpleNamespace(rows=[])
+for number, (x, y) in enumerate(data):
+    loss, out = step(x, y)
+    log.rows.append(dict(step=number, loss=round(loss.item(), 4), right=f"{loss:.1%}"))
+    print(*log.rows[-1].values(), sep=" | ")
 # %% formats of all kinds: 1
 from string import Template
 for x, y in data:

@@ -209,12 +209,12 @@ def test_what_is_only_noted_leaves_the_verdict_as_it_is(notebook, use) -> None:
 
 
 def test_every_guess_is_named_with_its_line(notebook) -> None:
-    cell = "a = bool(x.sum().item())\nif x.sum() > 5: pass\nb = x[x > 0]\nc = x.cpu()\nd = c.numpy()"
+    cell = "a = bool(x.sum().item())\nif x.sum() > 5: pass\nb = x[x > 0]\nc = x.cpu()\nd = c.numpy().tobytes()"
     assert dry_run(cell, notebook).assumed[:4] == (
         "line 1: `x.sum().item()` is taken to be 1",
         "line 2: `x.sum() > 5` is taken to be False",
         "line 3: `x[x > 0]` is taken to select everything",
-        "line 4: `x.cpu()` is taken to be 1, throughout",
+        "line 4: `x.cpu()` is taken to be 1",
     )
 
 

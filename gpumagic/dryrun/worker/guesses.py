@@ -40,6 +40,8 @@ HOST: Key = (None, "", "")
 """Contents of the host that were not sent: which expression reads them is not known."""
 THREAD = "a thread"
 """What reads is a thread in which no line of the notebook runs."""
+EVERY: Key = (None, "every", "")
+"""Stands for all places at which a number is read and that go no way of their own."""
 NOBODY: Key = (None, "nobody", "")
 """What reads is not the cell, or only shows it."""
 
@@ -92,7 +94,7 @@ class Guesses:
         """The run's `host.Host`: takes a large tensor that was copied from a device, and remembers others."""
         self._ways: dict[tuple[Key, str], int] = dict(scenario["ways"])
         self._is_turned = _TURNS[scenario["when"]]
-        self._notes: bool = scenario["notes"]
+        self.notes: bool = scenario["notes"]
         self._assume = assume
         self._where = where
         self._turns: Counter[tuple[Key, str]] = Counter()
@@ -102,7 +104,12 @@ class Guesses:
 
     def is_noted(self, dtype: torch.dtype) -> bool:
         """Return whether numbers of a type are handed out noted."""
-        return self._notes and not dtype.is_complex and str(dtype) != "torch.bool"
+        return self.notes and not dtype.is_complex and str(dtype) != "torch.bool"
+
+    def is_read_by_notebook(self) -> bool:
+        """Return whether the notebook's own code is what reads now."""
+        key = self._where()
+        return key is not None and not key[2]
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[list[Read]]:
@@ -240,7 +247,7 @@ class Guesses:
         return key, self._turns[key, kind] - 1
 
     def _way(self, key: Key) -> int:
-        return self._ways.get((key, NUMBER), 0)
+        return self._ways.get((key, NUMBER), self._ways.get((EVERY, NUMBER), 0))
 
     def _number_at(self, key: Key, turn: int) -> float:
         return NUMBERS[self._way(key) if self._is_turned(turn) else 0][1](turn)

@@ -261,8 +261,7 @@ class Host:
         def looked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if self._is_drawing:
                 return look(tensor, *args, **kwargs)
-            self._write(tensor)
-            read = self.read_of(tensor)
+            read = self.looked_at(tensor)
             if read is not None:
                 self._guesses.lose(read, is_all=True)
             with self._guesses.looking():
@@ -272,12 +271,17 @@ class Host:
 
     def _deciding(self, is_true: Callable[..., bool]) -> Callable[..., bool]:
         def decided(tensor: torch.Tensor) -> bool:
-            read = self.read_of(tensor)
+            read = self.looked_at(tensor)
             if read is None:
                 return is_true(tensor)
             return self._guesses.decide(read, self.undisturbed(is_true, tensor))
 
         return decided
+
+    def looked_at(self, tensor: torch.Tensor) -> Read | None:
+        """Write a tensor at which the host looks, if it is unwritten, and return what is remembered of it."""
+        self._write(tensor)
+        return self.read_of(tensor)
 
     def undisturbed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that fills, or reads what was filled, and follow nothing that it does."""
@@ -296,14 +300,14 @@ class Host:
         whole = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage)
         if not known.is_exact:
             is_room = storage.nbytes() <= self._room
-            with self._guesses.looking():
-                is_noted = self.undisturbed(self._guesses.fill, whole if is_room else whole[:0])
+            is_noted = self.undisturbed(self._guesses.fill, whole if is_room else whole[:0])
             if not (is_room and is_noted):
                 return
             self._room -= storage.nbytes()
         if known.draw is not None and (known.is_exact or self._draws):
             self.undisturbed(known.draw, whole)
-        storage._dry_run_note = None
+        if known.is_exact:
+            storage._dry_run_note = None  # else `fill` has noted what is told of it
 
     # ---- Operators on them
 

@@ -1,10 +1,11 @@
-"""Numbers that the host read from a device and that no dry run knows: each notes what is decided by it.
+"""Numbers and arrays that the host read from a device and no dry run knows: each notes what is decided by it.
 
 A loss that is printed, logged, summed or averaged decides nothing, and one run is enough. So `.item()` returns neither
 a float nor an int but an object that says it is one: arithmetic carries it on, a comparison or a truth is told to
 `Guesses`, and C code, which could not tell, has to ask for the plain number by `__float__`, `__index__` or `__array__`
-and is told, too. (A subclass of float would be read by numpy and by torch without a word.) Code that takes only a real
-float raises; the cell is run again then with plain numbers.
+and is told, too. (A subclass of float would be read by numpy and by torch without a word.) `.numpy()` returns such an
+object in place of an array, where the notebook's own code calls it. Code that takes only a real float or array raises;
+the cell is run again then with plain ones.
 """
 
 from __future__ import annotations
@@ -41,15 +42,22 @@ _MOST_LISTED = 1 << 16
 _MATH = ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "pow", "fabs", "tanh", "fsum", "hypot")
 _TESTS = ("isnan", "isinf", "isfinite")
 _AVERAGES = ("mean", "fmean", "average", "sum", "median", "std", "var", "stdev", "pstdev", "nanmean", "percentile",
-             "round")  # fmt: skip
+             "round", "max", "min", "stack")  # fmt: skip
 _FILLS = ("fill", "full", "setitem", "scalar_tensor")
 """What puts a number on a device, from where it may be read again."""
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod", "and", "or", "xor", "lshift",
-               "rshift")  # fmt: skip
+               "rshift", "matmul")  # fmt: skip
 _OF_ONE = {"trunc": int, "floor": math.floor, "ceil": math.ceil, "round": round, "neg": operator.neg,
-           "pos": operator.pos, "abs": abs}  # fmt: skip
-_PLAIN = (int, float, complex)
+           "pos": operator.pos, "abs": abs, "invert": operator.inv}  # fmt: skip
+_numpy: Any = sys.modules.get("numpy")  # which torch imports, where it is installed
+_NUMPYS: tuple[type, ...] = (_numpy.ndarray, _numpy.number, _numpy.bool_) if _numpy else ()
+_PLAIN = (int, float, complex, *_NUMPYS)
+_SIZED = frozenset({
+    "unique", "nonzero", "flatnonzero", "argwhere", "bincount", "extract", "compress", "repeat", "intersect1d",
+    "union1d", "setdiff1d", "delete", "trim_zeros", "split", "array_split", "resize", "tobytes", "searchsorted",
+})  # fmt: skip
+"""What of numpy's returns as much as values say, or what cannot note."""
 _ORDINARY = frozenset({int, float})
 _SHOWN: deque[tuple[str, Any]] = deque(maxlen=64)
 """Numbers that were made a text lately, to know them again where the notebook makes a number of that."""
@@ -69,14 +77,16 @@ class Noted(Read):
     def __class__(self) -> type:
         return type(self.number)
 
-    def _like(self, number: Any, *others: Any) -> Any:
+    def _like(self, made: Any, *others: Any) -> Any:
         """Return the result of an operation as it is carried on."""
-        if type(number) is tuple:
-            return tuple(self._like(each, *others) for each in number)
-        if type(number) not in {int, float}:
-            return number
-        known = self.may_be_known or any(type(each) is Noted and each.may_be_known for each in others)
-        return Noted(number, self.key, known, self.guesses)
+        if type(made) in {tuple, list}:
+            return type(made)(self._like(each, *others) for each in made)
+        if type(made) is bool:
+            return self.decide(made)
+        if type(made) not in _ORDINARY and not isinstance(made, _NUMPYS):
+            return made
+        known = self.may_be_known or any(isinstance(each, Noted) and each.may_be_known for each in others)
+        return note(made, Read(made, self.key, known), self.guesses)
 
     def lose(self) -> Any:
         """Return the plain number to code that cannot note what it does with it."""
@@ -87,7 +97,7 @@ class Noted(Read):
     def decide(self, outcome: bool) -> bool:
         """Return what is decided, which a run may turn over."""
         is_of_c = _operation().startswith("CALL")
-        return self.guesses.decide(self, outcome, ORDER if is_of_c else TRUTH)
+        return self.guesses.decide(self, bool(outcome), ORDER if is_of_c else TRUTH)
 
     def _beside(self, other: Any) -> Any:
         """Return the plain number for an operation with another value, told where that could not note it."""
@@ -95,10 +105,12 @@ class Noted(Read):
         return self.number if is_on_device or isinstance(other, _PLAIN) else self.lose()
 
     def _combined(self, function: Callable[[Any, Any], Any], other: Any, *, is_right: bool = False) -> Any:
-        pair = self._beside(other), other.number if type(other) is Noted else other
+        pair = self._beside(other), other.number if isinstance(other, Noted) else other
         return self._like(function(*(pair[::-1] if is_right else pair)), other)
 
     def _compared(self, function: Callable[[Any, Any], Any], other: Any) -> Any:
+        if _is_array(self.number) or _is_array(other):
+            return self._combined(function, other)
         if not isinstance(other, _PLAIN):
             return function(self.number if isinstance(other, str | None) else self._beside(other), other)
         theirs: Any = other
@@ -125,9 +137,9 @@ class Noted(Read):
         return int(self.number if _is_formatting() else self.lose())
 
     def __index__(self) -> int:
-        if type(self.number) is not int:
-            raise TypeError("'float' object cannot be interpreted as an integer")
-        return int(self)
+        index = operator.index(self.number)  # which raises for what is none
+        self.lose()
+        return index
 
     def _of_one(self, function: Callable[..., Any], *args: Any) -> Any:
         return self._like(function(self.number, *args))
@@ -152,23 +164,32 @@ class Noted(Read):
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.number, name)
-        self.lose()
-        return found
+        if not isinstance(self.number, _NUMPYS) or name.startswith("_") or name in _SIZED:
+            self.lose()
+            return found
+        if callable(found):
+            return functools.partial(self._called, found)
+        return self._like(found) if isinstance(found, _NUMPYS) else found  # a shape or a type is what it is
+
+    def _called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what a function of numpy's makes of plain numbers, carried on."""
+        met = [self]
+        args, kwargs = _plain((args, kwargs), met)
+        return self._like(function(*args, **kwargs), *met)
 
     def __array__(self, dtype: Any = None, **_: Any) -> Any:
-        import numpy as np
-
-        return np.asarray(self.lose(), dtype)
+        return _numpy.asarray(self.lose(), dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        others = [each for each in inputs if type(each) is not Noted]
-        plain = all(getattr(each, "ndim", 0) == 0 for each in others) and method == "__call__" and not kwargs
-        numbers = [(each.number if plain else each.lose()) if type(each) is Noted else each for each in inputs]
-        made = getattr(ufunc, method)(*numbers, **kwargs)
-        if not plain or isinstance(made, tuple):
-            return made
-        value = made.item()
-        return self.decide(value) if isinstance(value, bool) else self._like(value, *inputs)
+        if "out" in kwargs:
+            self.lose()
+        return self._called(getattr(ufunc, method), *inputs, **kwargs)
+
+    def __array_function__(self, function: Any, _: Any, args: Any, kwargs: Any) -> Any:
+        is_sized = function.__name__ in _SIZED or (function.__name__ == "where" and len(args) == 1)
+        return (
+            self._called(function, *args, **kwargs) if not is_sized else _with_plain(_lose, function)(*args, **kwargs)
+        )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -185,6 +206,43 @@ class Noted(Read):
         return made
 
 
+class NotedArray(Noted):
+    """An array of numbers from a device."""
+
+    __slots__ = ()
+    __hash__: Any = None
+
+    def __len__(self) -> int:
+        return len(self.number)
+
+    def __iter__(self) -> Any:
+        return (self[place] for place in range(len(self)))
+
+    def __getitem__(self, index: Any) -> Any:
+        met: list[Noted] = []
+        index = _plain(index, met)
+        for each in met:
+            each.lose()  # it may be a mask
+        return self._like(self.number[index])
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.number[_plain(index, [])] = _plain(value, [])
+
+    def __contains__(self, value: Any) -> bool:
+        return self.decide(value in self.number)
+
+
+def note(value: Any, read: Read, guesses: Guesses) -> Any:
+    """Return a value that was read, of which the numbers note what they decide."""
+    if isinstance(value, list):
+        return [note(each, read, guesses) for each in value]
+    return (NotedArray if _is_array(value) else Noted)(value, read.key, read.may_be_known, guesses)
+
+
+def _is_array(value: Any) -> bool:
+    return _numpy is not None and isinstance(value, _numpy.ndarray)
+
+
 for _name in _ARITHMETIC:
     _function = divmod if _name == "divmod" else getattr(operator, f"__{_name}__")
     setattr(Noted, f"__{_name}__", functools.partialmethod(Noted._combined, _function))
@@ -197,10 +255,10 @@ for _name, _function in _OF_ONE.items():
 
 def _plain(value: Any, met: list[Noted]) -> Any:
     """Return a value with plain numbers in place of noted ones, which join `met`."""
-    if type(value) is Noted:
+    if isinstance(value, Noted):
         met.append(value)
         return value.number
-    if type(value) in {list, tuple}:
+    if type(value) in {list, tuple, deque}:
         return type(value)(_plain(each, met) for each in value)
     return {name: _plain(each, met) for name, each in value.items()} if type(value) is dict else value
 
@@ -235,13 +293,14 @@ def install(guesses: Guesses) -> None:
     encoder: Any = json.JSONEncoder
     setattr(builtins, "__dry_run_number__", _converting)  # noqa: B010
     carrying: list[tuple[Any, str]] = [(builtins, "min"), (builtins, "max"), *((math, name) for name in _MATH)]
-    carrying += [(each, name) for each in (statistics, sys.modules.get("numpy")) for name in _AVERAGES]
+    carrying += [(each, name) for each in (statistics, _numpy) for name in _AVERAGES]
     for replacing, places in (
-        (functools.partial(_reading, guesses), [(tensor, "item"), (tensor, "tolist")]),
+        (functools.partial(_reading, guesses), [(tensor, "item"), (tensor, "tolist"), (tensor, "numpy")]),
         (functools.partial(_with_plain, _carry), carrying),
-        (functools.partial(_with_plain, lambda made, met: met[0].decide(made)), [(math, name) for name in _TESTS]),
+        (functools.partial(_with_plain, _carry_in_notebook), [(_numpy, "array"), (_numpy, "asarray")]),
+        (functools.partial(_with_plain, _carry), [(math, name) for name in _TESTS]),
         (functools.partial(_with_plain, lambda made, _: made), [(encoder, "encode"), (encoder, "iterencode")]),
-        (functools.partial(_with_plain, _lose), [(torch, "tensor"), (torch, "as_tensor")]),
+        (functools.partial(_with_plain, _remember), [(torch, name) for name in ("tensor", "as_tensor", "from_numpy")]),
     ):
         for owner, name in places:
             if hasattr(owner, name):
@@ -250,24 +309,22 @@ def install(guesses: Guesses) -> None:
 
 def _reading(guesses: Guesses, read: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that reads a tensor with its numbers noted."""
+    is_array = read.__name__ == "numpy"
 
-    def wrapped(value: Any, origin: Read) -> Any:
-        if isinstance(value, list):
-            return [wrapped(each, origin) for each in value]
-        return Noted(value, origin.key, origin.may_be_known, guesses)
-
-    def noted(tensor: torch.Tensor) -> Any:
-        if tensor.is_meta or not guesses.is_noted(tensor.dtype) or tensor.numel() > _MOST_LISTED:
-            return read(tensor)
+    def noted(tensor: torch.Tensor, **kwargs: Any) -> Any:
+        may_note = guesses.is_noted(tensor.dtype) or (is_array and guesses.notes)
+        is_small = is_array or tensor.numel() <= _MOST_LISTED
+        if tensor.is_meta or not may_note or not is_small or (is_array and not guesses.is_read_by_notebook()):
+            return read(tensor, **kwargs)
         if tensor.is_cpu:
-            origin = guesses.host.read_of(tensor)
-            value = read(tensor) if origin is None else guesses.host.undisturbed(read, tensor)
+            origin = guesses.host.looked_at(tensor)
+            value = read(tensor, **kwargs) if origin is None else guesses.host.undisturbed(read, tensor, **kwargs)
         else:
             with guesses.noting() as reads:
-                value = read(tensor)
+                value = read(tensor, **kwargs)
             origin = next(iter(reads), None)
         guesses.noted |= origin is not None
-        return value if origin is None else wrapped(value, origin)
+        return value if origin is None else note(value, origin, guesses)
 
     return noted
 
@@ -301,8 +358,20 @@ def _with_plain(finish: Callable[[Any, list[Noted]], Any], function: Callable[..
 
 def _carry(made: Any, met: list[Noted]) -> Any:
     """Carry the note on: what `min` returns decides no more than its operands."""
-    value = made.item() if hasattr(made, "item") and getattr(made, "ndim", 1) == 0 else made
-    return met[0]._like(value, *met)
+    return met[0]._like(made, *met)
+
+
+def _carry_in_notebook(made: Any, met: list[Noted]) -> Any:
+    """Carry it on where the notebook's code has called; a library may give an array to C code."""
+    return _carry(made, met) if met[0].guesses.is_read_by_notebook() else _lose(made, met)
+
+
+def _remember(made: torch.Tensor, met: list[Noted]) -> torch.Tensor:
+    """Remember of a tensor on the host what it was made of; what is read of a device later is not known to be that."""
+    if not made.is_cpu:
+        return _lose(made, met)
+    met[0].guesses.host.remember(made, met[0])
+    return made
 
 
 def _lose(made: Any, met: list[Noted]) -> Any:
