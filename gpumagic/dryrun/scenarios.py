@@ -216,6 +216,11 @@ class _Scenarios:
         is_constant = any(outcomes is None or outcomes[0] == outcomes[1] for _, _, outcomes in first.decides)
         when = guesses.BUT_ONCE if is_loop and is_constant else ALWAYS  # else the first run had either outcome
         self._run([first.turned(first.groups, when), first.sized(LARGE)])
+        last = self._all[1:2]
+        while last and not any(each.is_conclusive for each in self._all):
+            # Of the checks that a library makes, each comes only where those before it hold.
+            new = [place for place, kind, _ in last[0].decides if (place, kind) not in last[0].ways]
+            last = self._run([last[0].turned(new, ALWAYS)] if new else [])
         self._run(each.sized(LARGE) for each in self._all[1:2])  # numbers that only the other outcome comes to
         if any(each.is_beyond_a_list for each in self._all):
             self._run([first.sized(guesses.LAST)])
