@@ -70,8 +70,8 @@ class Cell:
         elif kind in {"display_data", "execute_result"}:
             self.displays[content.get("transient", {}).get("display_id")] = len(self.seen)
             self.seen.append((kind, content["data"]["text/plain"]))
-        elif kind == "update_display_data":  # "" where nothing is left
-            text = content["data"].get("text/plain", "")
+        elif kind == "update_display_data" and content["transient"]["display_id"] in self.displays:
+            text = content["data"].get("text/plain", "")  # "" where nothing is left
             self.seen[self.displays[content["transient"]["display_id"]]] = "display_data", text
         elif kind == "error":
             self.seen.append((kind, plain("\n".join(content["traceback"]))))

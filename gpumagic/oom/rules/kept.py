@@ -322,7 +322,7 @@ def _steps(facts: Facts, text: CellText, name: str, value: ast.expr, first: list
     if not before:
         made_of = [fact for each in names_in(value) if (fact := facts.tensors.get(each)) is not None]
         is_copy = any(each.device != facts.device or "float" not in each.dtype for each in made_of)
-        is_made = isinstance(value, ast.BinOp) or (called_name(value) in CASTS and is_copy)
+        is_made = (isinstance(value, ast.BinOp) and made_of) or (called_name(value) in CASTS and is_copy)
         return bracketed(text, value) if is_made and not name else ""
     code = ", ".join(map(text.code, given))
     if any(name in names_in(each) for each in given):
