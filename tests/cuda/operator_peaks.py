@@ -63,7 +63,7 @@ class FakeAllocator(Allocator):
 
         request = {
             "filename": "<cell>", "sources": {}, "is_brief": True, "capacities": [None], "cuts_to_size": False,
-            "segments": [None], "backend": "cuda", "gpu": gpu, "numbers": 0, "turned": {}, "when": "always",
+            "segments": [None], "backend": "cuda", "gpu": gpu, "ways": [], "when": "always",
             "notes": False,
         }  # fmt: skip
         torchvisions = torch.library.Library("not_torchvision", "DEF")

@@ -22,7 +22,7 @@ from gpumagic.dryrun.script import script_of
 transformers = pytest.importorskip("transformers")
 
 MIB = 1 << 20
-ROOM = 200 * MIB
+ROOM = 300 * MIB  # of which what the first run imports, and later ones find, is 140
 """What a model of any size may cost the host, the import of its library included."""
 
 MEASURED = """
@@ -158,7 +158,7 @@ model.load_state_dict({**model.state_dict(), **best})
         dry_run(cell)
         dry_run(cell + "large = best['weight'].abs().max().item() > 2")
     assert told[0]["decides"] == []
-    assert [(place[0], kind) for place, kind, _ in told[1]["decides"]] == [(7, "number")]
+    assert [(place[0], kind) for place, kind, _ in told[1]["decides"]] == [(7, "truth")]
 
 
 def test_what_the_cell_computes_on_the_host_stays_true() -> None:

