@@ -78,6 +78,7 @@ assert "torch._dynamo" in sys.modules
 """
 
 
-def test_a_step_of_an_optimizer_imports_no_compiler_and_what_asks_for_it_does() -> None:
+def test_a_step_of_an_optimizer_imports_no_compiler_and_what_asks_for_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_PRELOADED", frozenset())  # else what other tests have imported is there
     client.close()
     assert gpumagic.dry_run(TRAINS, {}, device="cuda:0", capacity=2**30).error is None
