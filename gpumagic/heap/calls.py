@@ -126,12 +126,12 @@ def _traceback(value: types.TracebackType | None, _reader: Reader) -> Iterator[B
         yield _locals(call_label(step.tb_frame.f_code), step.tb_frame)
 
 
+def _cell(value: types.CellType, _reader: Reader) -> Iterator[Branch]:
+    yield Branch(".", CONTAINED, [("cell_contents", each) for each in gc.get_referents(value)])  # none if it is empty
+
+
 EXACTLY: dict[type, Read] = {
-    types.CellType: lambda cell, _reader: iter(
-        [
-            Branch(".", CONTAINED, [("cell_contents", each) for each in gc.get_referents(cell)])  # none if it is empty
-        ]
-    ),
+    types.CellType: _cell,
     types.FunctionType: _function,
     types.MethodType: _members(types.MethodType, "__self__", "__func__"),
     types.BuiltinMethodType: _members(types.BuiltinMethodType, "__self__"),
