@@ -220,7 +220,7 @@ inline LentAllocator& lent_allocator(DeviceIndex index) {
 inline thread_local Card* running_on = nullptr;
 
 // What the host may take for an operator without asking whether the card could hold it.
-constexpr size_t kFreeOfHost = 256 * 1024 * 1024;
+constexpr size_t kFreeOfHost = 64 * 1024 * 1024;
 
 // The host's allocator, except that an operator on a card is refused a lot that the whole card could not hold. It
 // would most likely be refused at the end, of its result; this spares the host from computing it first.
