@@ -34,12 +34,12 @@ class Copied(NamedTuple):
 
 
 class Accelerator:
-    """The first two devices of a backend."""
+    """The first two devices of a backend; where it has but one, that is the other as well."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
-        self.name, self.other = f"{backend}:0", f"{backend}:1"
         self.torch: Any = getattr(torch, backend)
+        self.name, self.other = f"{backend}:0", f"{backend}:{int(self.torch.device_count() > 1)}"
 
     @property
     def is_real(self) -> bool:

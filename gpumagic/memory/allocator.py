@@ -157,6 +157,13 @@ def mem_get_info(device: str) -> tuple[int, int] | None:
     return int(free), int(total)
 
 
+def cap(device: str) -> int | None:
+    """Return the bytes that this process may reserve on a device that is in use, or None where torch cannot tell."""
+    backend, index = Device.parse(device)
+    read, driver = getattr(device_module(backend), "get_per_process_memory_fraction", None), mem_get_info(device)
+    return None if read is None or driver is None else round(read(index) * driver[1])
+
+
 def empty_caches() -> None:
     """Empty the cache of every backend in use."""
     for backend in _backends():

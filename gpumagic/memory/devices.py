@@ -38,8 +38,9 @@ driver_figures: Callable[[Collection[str]], Mapping[str, DriverFigures]] = lambd
 def room(device: str) -> int | None:
     """Return the bytes that torch can still allocate on a device, or None where that is unknown.
 
-    They are what the driver has free and what torch's allocator has cached. A device that is not in use is not asked
-    itself, since that would create a context on it.
+    They are what the driver has free and what torch's allocator has cached, up to the cap that
+    `torch.cuda.set_per_process_memory_fraction` has set. A device that is not in use is not asked itself, since that
+    would create a context on it.
     """
     if device == "cpu":
         memory = available_memory()
@@ -49,7 +50,7 @@ def room(device: str) -> int | None:
     free = driver[0] if driver else driver_figures({backend}).get(device, DriverFigures(None, None)).free
     if free is None or figures is None:
         return free
-    return free + figures.reserved - figures.allocated
+    return min(free + figures.reserved, allocator.cap(device) or sys.maxsize) - figures.allocated
 
 
 def most_free(devices: list[str]) -> str | None:

@@ -18,10 +18,9 @@ import statistics
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from gpumagic import fakecuda
-
-if not fakecuda.is_enabled():
+if not torch.cuda.is_available():
     pytest.skip("needs torch's CUDA build over the fake runtime", allow_module_level=True)
 
 from cell_runs import Cell, Runs, cells

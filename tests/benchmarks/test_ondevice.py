@@ -7,8 +7,8 @@ The cells take turns. Each measures short parts of itself, of a few hundred micr
 that one part in twenty stays below. So other work on the machine does not show: it makes some parts longer, not all.
 Processor time would not do: where a machine is shared, the least of it may be less than what was spent.
 
-Over the fake CUDA runtime (`python -m gpumagic.fakecuda -- ...`) the cells are on `cuda:0`, else on a simulated device;
-both do their work on the host, so nothing hides what is spent there.
+On a GPU and over the fake CUDA runtime (`python -m gpumagic.fakecuda -- ...`) the cells are on `cuda:0`, else on a
+simulated device; the fakes do their work on the host, so nothing hides what is spent there.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import textwrap
 from time import perf_counter
 
 import pytest
+import torch
 from IPython.core.interactiveshell import InteractiveShell
 
-from gpumagic import fakecuda, simgpu
+from gpumagic import simgpu
 
 pytestmark = pytest.mark.benchmark
 
-DEVICE = "cuda:0" if fakecuda.is_enabled() else "simgpu:1"
+DEVICE = "cuda:0" if torch.cuda.is_available() else "simgpu:1"
 ROUNDS = 15
 SETUP = f"""
 import torch
@@ -88,7 +89,7 @@ def least(shell: InteractiveShell, body: str, before: str = "", parts: int = 20)
 
 @pytest.fixture(autouse=True)
 def prepared(shell: InteractiveShell) -> None:
-    if not fakecuda.is_enabled():
+    if not torch.cuda.is_available():
         simgpu.enable()
     assert shell.run_cell(SETUP).success
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 import gpumagic
-from gpumagic import fakecuda, simgpu
+from gpumagic import simgpu
 
 pytestmark = pytest.mark.benchmark
-needs_cuda = pytest.mark.skipif(not fakecuda.is_enabled(), reason="pytorch_memlab needs CUDA, or the fake runtime")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="pytorch_memlab needs CUDA, or the fake runtime")
 STEPS, ROUNDS = 100, 15
-DEVICE = "cuda:0" if fakecuda.is_enabled() else "simgpu:0"
-BAR = 0.5 if fakecuda.is_enabled() else 3.0
+DEVICE = "cuda:0" if torch.cuda.is_available() else "simgpu:0"
+BAR = 0.5 if torch.cuda.is_available() else 3.0
 """How many times the bare cell a trace may add to a cell under `%%ondevice`, while it runs; line_profiler adds 0.65."""
 
 
@@ -85,7 +85,7 @@ def spent_within(way: Any, train: Callable[[], None]) -> tuple[float, float]:
 
 
 def test_what_a_trace_costs_beside_the_bare_cell_and_other_profilers() -> None:
-    if not fakecuda.is_enabled():
+    if not torch.cuda.is_available():
         simgpu.enable()
     train = training()
     contexts: dict[str, Callable[[], Any]] = {
@@ -97,7 +97,7 @@ def test_what_a_trace_costs_beside_the_bare_cell_and_other_profilers() -> None:
     profilers: dict[str, Callable[[], object]] = {}
     if find_spec("line_profiler"):
         profilers["line_profiler"] = lambda: by_line_profiler(train)
-    if find_spec("pytorch_memlab") and fakecuda.is_enabled():
+    if find_spec("pytorch_memlab") and torch.cuda.is_available():
         profilers["pytorch_memlab"] = lambda: by_memlab(train)
     rounds = [
         {name: spent_within(make(), train) for name, make in contexts.items()}

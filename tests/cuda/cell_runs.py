@@ -1,4 +1,4 @@
-"""Cells in notebooks of their own over the fake runtime: really run, or dry-run by either engine.
+"""Cells in notebooks of their own over the fake runtime or on a real GPU: really run, or dry-run by either engine.
 
 A server has imported what the cells import, and forks for each notebook. What a cell really needs is what torch's CUDA
 allocator has after it has run there, which no code of a dry run's takes part in.
@@ -24,9 +24,10 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from rooms import DEVICES, IS_REAL, limit
+
 FOLDER = Path(__file__).parent
 MIB = 1 << 20
-DEVICES = 2
 AMPLE = 64 << 30
 RUNS = 8
 """Of a cell whose own peak may differ from run to run."""
@@ -106,7 +107,7 @@ class Runs:
             workspaces: whether cuBLAS is to have workspaces.
         """
         more = {"capacities": capacities or {}, "workspaces": workspaces}
-        told = [self.ask("really", cell, reads=reads, **more) for reads in cell.reads]
+        told = [self.ask("really", cell, reads=reads, **more) for reads in ([{}] if IS_REAL else cell.reads)]
         failed = next((each for each in told if "failed" in each), None)
         if failed is not None:
             return failed
@@ -232,14 +233,12 @@ def _notebook(asked: dict[str, Any]) -> dict[str, Any]:
     """Return the namespace after what ran before, with the devices' capacity set."""
     import torch
 
-    from gpumagic import fakecuda
-
     if not asked.get("workspaces", True):
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
     random.seed(0)
     torch.manual_seed(0)
     for device in range(DEVICES):
-        fakecuda.set_memory(device, capacity=AMPLE)
+        limit(device, AMPLE)
     warnings.simplefilter("ignore")
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
@@ -249,7 +248,7 @@ def _notebook(asked: dict[str, Any]) -> dict[str, Any]:
     exec(compile(setup, "<setup>", "exec"), names)
     torch.cuda.init()
     for device, capacity in asked.get("capacities", {}).items():
-        fakecuda.set_memory(int(device), capacity=max(capacity, torch.cuda.memory_reserved(int(device))))
+        limit(int(device), capacity)
     return names
 
 
@@ -257,7 +256,8 @@ def _really(asked: dict[str, Any]) -> dict[str, Any]:
     import torch
     from cell_reads import Reads
 
-    Reads(**asked["reads"]).install()
+    if not IS_REAL:
+        Reads(**asked["reads"]).install()
     names = _notebook(asked)
     held = [torch.cuda.memory_reserved(device) for device in range(DEVICES)]
     for device in range(DEVICES):

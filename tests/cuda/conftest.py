@@ -5,6 +5,7 @@ python -m gpumagic.fakecuda --devices 2 -- python -m pytest tests/cuda
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,8 +17,8 @@ REASON = "not over the fake CUDA runtime: python -m gpumagic.fakecuda --devices 
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.File | None:
-    """Import a file of this folder over the fake runtime only: elsewhere it may need what is not installed."""
-    return None if fakecuda.is_enabled() else _Skipped.from_parent(parent, path=module_path)
+    """Import a file of this folder over the fake runtime only, and where `tests/gpu` asks for it, on a GPU."""
+    return None if fakecuda.is_enabled() or "GPUMAGIC_ON_GPU" in os.environ else _Skipped.from_parent(parent, path=module_path)
 
 
 class _Skipped(pytest.File):

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 import oom_corpus
 import torch
 from oom_corpus import Case
+from rooms import DEVICES, as_small_cards, give
 
 import gpumagic
-from gpumagic import fakecuda
 from gpumagic.report.units import parse_size
 
 TRUTH: dict[str, dict[str, int]] = {}
@@ -49,9 +49,8 @@ def cases() -> dict[str, Case]:
 def run(case: Case) -> dict[str, object]:
     """Return what a cell's report says beside what was so."""
     others = parse_size(case.strangers) if case.strangers else 0
-    for index in (0, 1):
-        capacity = fakecuda.memory(index).used + parse_size(case.memory)
-        fakecuda.set_memory(index, capacity=capacity, others=others if index == 0 else 0)
+    for index in range(DEVICES):
+        give(index, parse_size(case.memory), others=others if index == 0 else 0)
     TRUTH.clear()
     seen: dict[str, object] = {}
     with _notebook() as shell:
@@ -64,7 +63,7 @@ def run(case: Case) -> dict[str, object]:
         seen |= {"failed": type(result.error_in_exec).__name__, "before": before, "truth": dict(TRUTH)}
         if report is not None:
             _read(report, shell, seen)
-    seen["left"] = [torch.cuda.memory_allocated(index) for index in (0, 1)]
+    seen["left"] = [torch.cuda.memory_allocated(index) for index in range(DEVICES)]
     return seen
 
 
@@ -99,7 +98,8 @@ def _notebook():
     shell.run_line_magic("load_ext", "gpumagic")
     shell.run_line_magic("config", "GPUMagic.advice_seconds = 0")
     try:
-        yield shell
+        with as_small_cards():
+            yield shell
     finally:
         shell.run_line_magic("unload_ext", "gpumagic")
         forget(shell)
@@ -120,7 +120,7 @@ def forget(shell) -> None:
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     configure("expandable_segments:False")
-    for index in (0, 1):
+    for index in range(DEVICES):
         torch.cuda.set_per_process_memory_fraction(1.0, index)
 
 
@@ -143,7 +143,7 @@ def faults(seen: dict[str, object], unexplained: int = 0) -> list[str]:
     if [seen["allocated_after"], seen["reserved_after"]] != seen["now"]:
         found.append(f"after: {seen['allocated_after']}, {seen['reserved_after']} for {seen['now']}")
     pinned = [holder for holder in seen["pinned"] if not holder.startswith(("graph of ", "Out["))]
-    if pinned or seen["unexplained"] != unexplained or seen["left"] != [0, 0]:
+    if pinned or seen["unexplained"] != unexplained or any(seen["left"]):
         found.append(f"not given back: {pinned}, unexplained {seen['unexplained']}, in the end {seen['left']}")
     found += [note for note in seen["notes"] if "could not be" in note]
     return found

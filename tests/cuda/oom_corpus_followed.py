@@ -29,8 +29,8 @@ import oom_corpus
 import oom_corpus_cuda
 import torch
 from oom_corpus import Case
+from rooms import DEVICES, give
 
-from gpumagic import fakecuda
 from gpumagic.dryrun import client
 from gpumagic.report.units import parse_size
 
@@ -39,9 +39,8 @@ from gpumagic.report.units import parse_size
 def notebook(case: Case, seconds: float):
     """Yield a shell in which the case's earlier cells have run, and their numbers."""
     others = parse_size(case.strangers) if case.strangers else 0
-    for index in (0, 1):
-        capacity = fakecuda.memory(index).used + parse_size(case.memory)
-        fakecuda.set_memory(index, capacity=capacity, others=others if index == 0 else 0)
+    for index in range(DEVICES):
+        give(index, parse_size(case.memory), others=others if index == 0 else 0)
     with mock.patch.object(client, "close"), oom_corpus_cuda._notebook() as shell:  # one worker serves all cells
         shell.run_line_magic("config", f"GPUMagic.advice_seconds = {seconds}")
         yield shell, [oom_corpus._ran(shell, text) for text in (oom_corpus.PRELUDE, *case.setup)][1:]

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gpumagic import simgpu
 from gpumagic.transfers.report import TransferReport
 from gpumagic.transfers.run import DeviceRun
@@ -95,7 +97,8 @@ def run(
         names: variables that the cell finds.
     """
     namespace: dict[str, Any] = {}
-    exec(SETUP.replace("simgpu", backend), namespace)
+    setup = SETUP if backend == "simgpu" or getattr(torch, backend).device_count() > 1 else SETUP.replace(":1", ":0")
+    exec(setup.replace("simgpu", backend), namespace)
     namespace.update(names or {})
     source = textwrap.dedent(cell).strip().replace("simgpu", backend)
     code = compile(source, "<cell>", "exec")
