@@ -34,6 +34,7 @@ MOST_ENTRIES = 200_000
 """Of the allocator's history, a device; of a longer run only its end is known line by line."""
 _THREADS = "how the threads of DataParallel take turns, by which its peak differs from run to run"
 _GARBAGE = "when Python's garbage collector frees what reference cycles hold, which differs from notebook to notebook"
+_COUNTS = "how many different elements a kernel finds, as where a sparse tensor is coalesced, which only values tell"
 
 
 class CudaRun(Run):
@@ -142,12 +143,15 @@ class CudaRun(Run):
         failed = error is not None and error["is_memory"]
         devices = [self._device(device, failed) for device in range(len(self._allocated))]
         unknown = fakecuda.unknown_sizes()
-        communicators = unknown.pop("NCCL communicator", 0)
+        communicators, counts = unknown.pop("NCCL communicator", 0), unknown.pop("count", 0)
         written = {"cudnn": "cuDNN", "cusolver": "cuSOLVER", "cusparse": "cuSPARSE", "cufft": "cuFFT"}
         for library in sorted({written.get(re.split("[^a-z]", name)[0], name) for name in unknown}):
             self.unknown.setdefault(f"what {library} takes for itself, which only a real GPU tells")
+        if counts:
+            self.unknown.setdefault(_COUNTS)
         others: Outcome = {
-            "lacks": bool(unknown) or not self.unknown.keys().isdisjoint((_THREADS, _GARBAGE)), "versions": _versions(),
+            "lacks": bool(unknown) or not self.unknown.keys().isdisjoint((_THREADS, _GARBAGE, _COUNTS)),
+            "versions": _versions(),
             "communicators": communicators,
             "rank": None if self._objects is None else {"said": self._objects.said, "stages": ranks.stages()},
             **({"error": None} if failed else {}),

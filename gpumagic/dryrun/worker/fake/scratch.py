@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._meta_registrations import calc_conv_nd_return_shape
 from torch._prims_common import suggest_memory_format
 
-from gpumagic.dryrun.worker.fake import attention
+from gpumagic.dryrun.worker.fake import attention, backend
 from gpumagic.dryrun.worker.fake.calls import Call
 from gpumagic.dryrun.worker.fake.reductions import PARTS, parts_of
 
@@ -34,6 +35,7 @@ _CONTIGUOUS = {
 """Operands that kernels copy where they are not contiguous."""
 _TAKES_A_GRADIENT = re.compile(r"(pool.*|upsample_.*|reflection_pad[12]d)_backward").search
 """Finds kernels that copy a gradient which does not lie as their input does."""
+_HOW_TO_CONVOLVE = ("stride", "padding", "dilation", "transposed", "groups", "output_padding")
 _LOSSES = frozenset({"mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"})
 """What is computed for each element, and then reduced."""
 _KEPT_LOSSES = frozenset({"mse_loss", "smooth_l1_loss", "binary_cross_entropy"})
@@ -138,11 +140,37 @@ def _is_copied(matrix: torch.Tensor) -> bool:
     return not ((down == 1 and along >= max(1, rows)) or (along == 1 and down >= max(1, columns)))
 
 
+def _of_convolution(given: Given) -> list[int]:
+    """Return cuDNN's workspace, or nothing where the result does not need one."""
+    images, weight, how = given["input"], given["weight"], [given[each] for each in _HOW_TO_CONVOLVE]
+    shape = calc_conv_nd_return_shape(images, weight, *how)
+    result = weight.new_empty(shape, device="meta")
+    return [_for_cudnn(images, weight, result.to(memory_format=suggest_memory_format(images)))]
+
+
 def _of_convolution_backward(given: Given) -> list[int]:
-    """Return the copied gradient, or the parts of the bias's, whichever is larger."""
-    gradient = given["grad_output"]
-    biases = {"self": gradient, "dim": [0, *range(2, gradient.dim())]} if given["output_mask"][2] else {}
-    return max(_as_input(given), parts_of("sum", biases), key=sum)
+    """Return the copied gradient, and cuDNN's workspace or the parts of the bias's, whichever is larger."""
+    gradient, (for_images, for_weight, for_bias) = given["grad_output"], given["output_mask"]
+    of_weight = _for_cudnn(given["input"], given["weight"], gradient, of_weight=True) if for_weight else 0
+    of_images = _for_cudnn(given["input"], given["weight"], gradient) if for_images else 0
+    workspace = max(of_weight, of_images - given["weight"].nbytes * for_weight)  # the images' gradient comes first
+    biases = {"self": gradient, "dim": [0, *range(2, gradient.dim())]} if for_bias else {}
+    return max([*_as_input(given), workspace], parts_of("sum", biases), key=sum)
+
+
+def _for_cudnn(images: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, *, of_weight: bool = False) -> int:
+    """Return the bytes of cuDNN's workspace by the rules of `fakecuda/native/cudnn.c`."""
+    multiple, has_tensor_cores = 16 // weight.itemsize, weight.itemsize == 2 or backend.gpu.major >= 8
+    if weight.itemsize > 4 or not has_tensor_cores or weight.shape[1] == 1:
+        return 0
+    if weight.numel() == weight.shape[0] * weight.shape[1]:
+        return of_weight << 20
+    pads = [(each, -each.shape[1] % multiple) for each in (images, weight, result)]
+    copies = sum(each.nbytes // each.shape[1] * (each.shape[1] + pad) for each, pad in pads if each.numel())
+    if all(each.stride(1) == 1 and not pad for each, pad in pads):
+        return copies // 4 * of_weight
+    copies += weight[:1].nbytes // weight.shape[1] * (weight.shape[1] + pads[1][1]) * (-weight.shape[0] % multiple)
+    return copies + copies // 4 * of_weight
 
 
 def _of_distances_backward(given: Given) -> list[int]:
@@ -254,6 +282,7 @@ _RULES: dict[str, Callable[[Given], list[int]]] = {
     **dict.fromkeys(("native_group_norm", "native_group_norm_backward"), _of_groups),
     "native_batch_norm_backward": lambda given: _as_input(given) if given["train"] and _is_of_cudnn(given) else [],
     "_softmax_backward_data": _of_softmax_backward,
+    "convolution": _of_convolution,
     "convolution_backward": _of_convolution_backward,
     **dict.fromkeys(("_cdist_backward", "_pdist_backward"), _of_distances_backward),
     **dict.fromkeys(("embedding_dense_backward", "_embedding_bag_backward"), _of_table_backward),
