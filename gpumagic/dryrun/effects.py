@@ -18,9 +18,11 @@ REACHES = {
 OF_OTHERS = ("starts a program", "starts a process", "looks into another process", "looks up ", *REACHES.values())
 """How sentences begin that are about other processes and machines."""
 COMPILERS = re.compile(
-    r"(?:[\w.-]+-)?(?:cc|gcc|g\+\+|c\+\+|clang|clang\+\+|cc1|cc1plus|collect2|ld|as|ldconfig|ptxas|nvcc|ninja)(?:[-.][\d.]+)?"
+    r"(?:[\w.-]+-)?(?:cc|gcc|g\+\+|c\+\+|clang|clang\+\+|cc1|cc1plus|collect2|ld|as|ldconfig|ptxas|nvcc|ninja)"
+    r"(?:[-.](?:[\d.]+|real|wrapped))*"
 )
-"""Programs that torch.compile starts, and those that they start: what they write is the dry run's own."""
+"""Programs that torch.compile starts, and those that they start, as behind a script of the same name: what they write
+is the dry run's own."""
 ASKS_THE_MACHINE = frozenset({"file", "uname", "lscpu", "nvidia-smi", "rocm-smi"})
 """Programs by which Python's `platform` and libraries such as accelerate learn where they are; they change nothing."""
 CACHES = ("/.cache/", "/torchinductor_", "/.triton/", "/__pycache__/", "/dev/")

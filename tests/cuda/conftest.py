@@ -18,7 +18,8 @@ REASON = "not over the fake CUDA runtime: python -m gpumagic.fakecuda --devices 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.File | None:
     """Import a file of this folder over the fake runtime only, and where `tests/gpu` asks for it, on a GPU."""
-    return None if fakecuda.is_enabled() or "GPUMAGIC_ON_GPU" in os.environ else _Skipped.from_parent(parent, path=module_path)
+    is_wanted = fakecuda.is_enabled() or "GPUMAGIC_ON_GPU" in os.environ
+    return None if is_wanted else _Skipped.from_parent(parent, path=module_path)
 
 
 class _Skipped(pytest.File):

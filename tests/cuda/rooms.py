@@ -1,8 +1,7 @@
-"""How much memory a process may have of its devices: over the fake runtime their capacity, on a real GPU its own cap."""
+"""How much memory a process may have of its devices: the fake runtime's capacity, on a real GPU its own cap."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +13,7 @@ from gpumagic import fakecuda
 from gpumagic.memory.devices import DriverFigures
 from gpumagic.oom import evidence, recognition
 
-IS_REAL = not fakecuda.is_enabled() or "PRETEND" in os.environ
+IS_REAL = not fakecuda.is_enabled()
 DEVICES = torch.cuda.device_count() if IS_REAL else 2
 _limits = dict[int, int]()
 
@@ -51,9 +50,11 @@ def as_small_cards() -> Iterator[None]:
         yield
         return
     read = recognition.read_numbers
-    others = mock.patch.object(evidence.devices, "driver_figures", lambda _: {
-        f"cuda:{index}": DriverFigures(info(index)[0], 0) for index in _limits
-    })  # fmt: skip
+
+    def figures(_: object) -> dict[str, DriverFigures]:
+        return {f"cuda:{index}": DriverFigures(info(index)[0], 0) for index in _limits}
+
+    others = mock.patch.object(evidence.devices, "driver_figures", figures)
     torchs = mock.patch.multiple(torch.cuda, mem_get_info=info, get_per_process_memory_fraction=lambda _: 1.0)
     with others, torchs, mock.patch.object(recognition, "read_numbers", uncapped):
         yield

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from gpumagic.dryrun import effects
 from gpumagic.dryrun.worker import box
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the box is Linux's")
@@ -27,3 +28,13 @@ def test_a_programs_path_is_read_whole_wherever_in_memory_it_lies(before_the_end
 
 def test_what_is_not_there_is_an_empty_text() -> None:
     assert box._text_of(os.getpid(), 0) == ""
+
+
+@pytest.mark.parametrize("name", ["gcc", "gcc-real", "x86_64-linux-gnu-gcc-12", "cc1plus", "clang++-18", "ptxas"])
+def test_compilers_are_known_by_the_names_that_they_have(name: str) -> None:
+    assert effects.COMPILERS.fullmatch(name)
+
+
+@pytest.mark.parametrize("name", ["gccx", "curl", "bash", "real", "python3.12"])
+def test_other_programs_are_not_taken_for_compilers(name: str) -> None:
+    assert not effects.COMPILERS.fullmatch(name)

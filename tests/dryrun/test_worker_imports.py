@@ -82,3 +82,17 @@ def test_a_step_of_an_optimizer_imports_no_compiler_and_what_asks_for_it_does(mo
     monkeypatch.setattr(run, "_PRELOADED", frozenset())  # else what other tests have imported is there
     client.close()
     assert gpumagic.dry_run(TRAINS, {}, device="cuda:0", capacity=2**30).error is None
+
+
+def test_mpi_which_starts_a_daemon_or_ends_the_process_is_not_there(tmp_path: Path, monkeypatch) -> None:
+    """As Lightning finds it, which looks for MPI wherever `mpi4py` is installed."""
+    folder = tmp_path / "site-packages" / "mpi4py"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("", encoding="utf-8")
+    (folder / "MPI.py").write_text("import os\nos._exit(1)", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(folder.parent))
+    code = (
+        "import torch\ntry:\n    from mpi4py import MPI\nexcept ImportError:\n    x = torch.ones(1000, device='cuda')"
+    )
+    report = gpumagic.dry_run(code, {}, device="cuda:0", capacity=2**30)
+    assert (report.error, report.peak) == (None, {"cuda:0": 4096})

@@ -1,4 +1,4 @@
-"""Runs on this machine's GPU what fakes cannot show, side by side where nothing is timed, and writes what came of it."""
+"""Runs on this machine's GPU what fakes cannot show, side by side where nothing is timed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -152,8 +151,15 @@ def _run(job: Job, room: Room, logs: Path) -> tuple[int, list[str], float]:
         start = time.monotonic()
         try:
             status = subprocess.run(
-                [sys.executable, *job.arguments], text=True, check=False, cwd=ROOT, timeout=LONGEST, env=environment,
-                input=job.given, stdout=output, stderr=subprocess.STDOUT,
+                [sys.executable, *job.arguments],
+                text=True,
+                check=False,
+                cwd=ROOT,
+                timeout=LONGEST,
+                env=environment,
+                input=job.given,
+                stdout=output,
+                stderr=subprocess.STDOUT,
             ).returncode
         except subprocess.TimeoutExpired:
             status = 124
@@ -169,13 +175,14 @@ def _pytest(name: str, *arguments: str, **environment: str) -> Job:
 
 def _told_by_pytest(status: int, said: list[str]) -> list[str]:
     last = next((line for line in reversed(said) if re.search(r"\d+ (passed|failed|skipped|error)", line)), "")
-    wrong = [line.split(" - ")[0] for line in said if line.startswith(("FAILED", "ERROR"))]
-    return [f"{'FAILED' if status else 'ok'}: {last.strip('= ')}", *(f"FAILED {each.split(' ', 1)[1]}" for each in wrong)]
+    wrong = [line.split(" - ")[0].split(" ", 1)[1] for line in said if line.startswith(("FAILED", "ERROR"))]
+    return [f"{'FAILED' if status else 'ok'}: {last.strip('= ')}", *(f"FAILED {each}" for each in wrong)]
 
 
 def _tests() -> list[Job]:
     """What runs on any device; one test takes the whole GPU for a moment."""
-    return [_pytest("on every device", "-m", "device and not deep", "--ignore=tests/cuda", "--ignore=tests/gpu", "tests")]
+    left_out = ("--ignore=tests/cuda", "--ignore=tests/gpu")
+    return [_pytest("on every device", "-m", "device and not deep", *left_out, "tests")]
 
 
 def _cupti() -> list[Job]:
@@ -186,12 +193,20 @@ def _cupti() -> list[Job]:
 
 
 def _benchmarks() -> list[Job]:
-    names = ("gpuinfo", "ondevice", "devices", "oomguard", "trace", "cells", "dryrun")
-    files = [f"tests/benchmarks/test_{name}.py" for name in names]
-    return [Job(
-        "benchmarks", ("-m", "pytest", "-p", "no:cacheprovider", "-m", "benchmark", "-s", *files),
-        lambda status, said: [*_told_by_pytest(status, said), *(f"    {each}" for each in said if " us" in each or "x " in each)],
-    )]  # fmt: skip
+    names = ("gpuinfo", "ondevice", "cells", "devices", "trace", "dryrun")
+    return [
+        Job(
+            f"benchmark of {name}",
+            ("-m", "pytest", "-p", "no:cacheprovider", "-m", "benchmark", "-s", f"tests/benchmarks/test_{name}.py"),
+            _told_by_benchmarks,
+        )
+        for name in names
+    ]
+
+
+def _told_by_benchmarks(status: int, said: list[str]) -> list[str]:
+    figures = [each for each in said if re.search(r"\d (us|ms|s)\b|\dx ", each) and not each.startswith(("E ", ">"))]
+    return [*_told_by_pytest(status, said), *(f"    {each.strip()}" for each in figures)]
 
 
 def _notebooks() -> list[Job]:
@@ -280,7 +295,8 @@ def _told_of_advice(status: int, said: list[str]) -> list[str]:
 def _failures() -> list[Job]:
     """Every cell of the corpus that runs out, and ways to run out: the report's figures are the allocator's."""
     code = "import sys; from measured import failures; failures(*map(int, sys.argv[1:]))"
-    return [Job(f"failures {start}", ("-c", code, str(start), "4"), _told_of_cells, memory=2 * GIB) for start in range(4)]
+    starts = [str(start) for start in range(4)]
+    return [Job(f"failures {each}", ("-c", code, each, "4"), _told_of_cells, memory=2 * GIB) for each in starts]
 
 
 PARTS: dict[str, Callable[[], list[Job]]] = {
@@ -297,9 +313,13 @@ PARTS: dict[str, Callable[[], list[Job]]] = {
 ALONE = {"tests", "benchmarks"}
 """What is timed, or takes the whole GPU."""
 HEADERS = {
-    "cells": "| cell | told, MiB | taken, MiB | | reserved | need, MiB | just below, at, above: told | really | s |\n"
-             "| --- | ---: | ---: | ---: | --- | ---: | --- | --- | ---: |",
-    "published": "| cell | figure | this GPU, B | fake runtime | published, B | |\n| --- | --- | ---: | ---: | ---: | ---: |",
-    "advice": "| cell | share | first suggestion | said of it | when followed | 3 % more | s to it | s | runs |\n"
-              "| --- | ---: | --- | --- | --- | --- | ---: | ---: | ---: |",
-}  # fmt: skip
+    "cells": """\
+| cell | told, MiB | taken, MiB | | reserved | need, MiB | just below, at, above: told | really | s |
+| --- | ---: | ---: | ---: | --- | ---: | --- | --- | ---: |""",
+    "published": """\
+| cell | figure | this GPU, B | fake runtime | published | versions |
+| --- | --- | ---: | ---: | ---: | --- |""",
+    "advice": """\
+| cell | share | first suggestion | said of it | when followed | 3 % more | s to it | s | runs |
+| --- | ---: | --- | --- | --- | --- | ---: | ---: | ---: |""",
+}

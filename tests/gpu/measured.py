@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,14 @@ def cells(names: list[str]) -> None:
     cell_runs.RUNS = 2  # a peak with workspaces of cuDNN is never what was told
     with cell_runs.Runs() as runs:
         for name in names:
-            try:
-                tell(_cell(runs, name))
-            except Exception as error:
-                tell(f"FAILED {name}: {type(error).__name__}: {error}".replace("\n", " ")[:400])
+            tell(_or_why_not(name, lambda name=name: _cell(runs, name)))
+
+
+def _or_why_not(name: str, row: Callable[[], str]) -> str:
+    try:
+        return row()
+    except Exception as error:
+        return f"FAILED {name}: {type(error).__name__}: {error}".replace("\n", " ")[:400]
 
 
 def _cell(runs: Any, name: str) -> str:
@@ -81,27 +86,31 @@ def operators(expressions: list[str]) -> None:
 
     gpu = presets.name_of(torch.cuda.get_device_name(0))
     fake = fakecuda.environment(presets.like(0))
-    real, cuda, tensors = _peaks("cuda", expressions, {}), _peaks("cuda", expressions, fake), _peaks(
-        "fake", expressions, fake, gpu
+    real, cuda, tensors = (
+        _peaks("cuda", expressions, {}),
+        _peaks("cuda", expressions, fake),
+        _peaks("fake", expressions, fake, gpu),
     )
-    counts = dict.fromkeys(("parts", "equal by the fake runtime", "equal by fake tensors", "said to be unknown"), 0)
+    names = ("parts", "equal by the fake runtime", "equal by fake tensors", "said to be unknown")
+    counts = dict.fromkeys(names, 0)
     for expression in expressions:
         for dtype, truth in real[expression].items():
-            other, fakes = cuda[expression][dtype], tensors[expression][dtype]
-            if "error" in truth or "error" in other:
-                if ("error" in truth) != ("error" in other):
-                    tell(f"    {expression}, {dtype}: {truth.get('error', 'runs')[:90]} here, {other.get('error', 'runs')[:90]} there")
+            told = (cuda[expression][dtype], tensors[expression][dtype])
+            if "error" in truth or "error" in told[0]:
+                if ("error" in truth) != ("error" in told[0]):
+                    here, there = (each.get("error", "runs")[:90] for each in (truth, told[0]))
+                    tell(f"    {expression}, {dtype}: {here} here, {there} there")
                 continue
             for part in sorted(truth.keys() - {"unknown"}):
-                told = [each.get(part) for each in (other, fakes)]
-                counts["parts"] += 1
-                counts["equal by the fake runtime"] += told[0] == truth[part]
-                counts["equal by fake tensors"] += told[1] == truth[part]
-                counts["said to be unknown"] += bool(fakes["unknown"])
-                if told[0] != truth[part]:
-                    shares = [None if each is None else _share(each, truth[part]) for each in told]
-                    unknown = ", unknown" if fakes["unknown"] else ""
-                    tell(f"    {expression}, {part} in {dtype}: {truth[part]} B here, fake runtime {shares[0]}, fake tensors {shares[1]}{unknown}")
+                figures = (1, *(each.get(part) == truth[part] for each in told), bool(told[1]["unknown"]))
+                counts = {name: counts[name] + more for name, more in zip(names, figures, strict=True)}
+                if not figures[1]:
+                    shares = [_share(each[part], truth[part]) if part in each else "none" for each in told]
+                    unknown = ", unknown" if told[1]["unknown"] else ""
+                    tell(
+                        f"    {expression}, {part} in {dtype}: {truth[part]} B here, "
+                        f"fake runtime {shares[0]}, fake tensors {shares[1]}{unknown}"
+                    )
     tell("; ".join(f"{count} {name}" for name, count in counts.items()))
 
 
@@ -122,8 +131,6 @@ def published(run: str) -> None:
     """Run the cell of some published figures on this GPU, and over a fake runtime that is like it."""
     from published import table
 
-    from gpumagic.memory import presets
-
     cell, arguments = json.loads(run)
     wanted = [row for row in table.rows() if json.dumps([row.cell, dict(row.arguments)]) == run]
     drawn = table.NO_VALUES.replace("fakecuda.leave_out(2**20)", "")
@@ -137,10 +144,7 @@ def published(run: str) -> None:
     table.ALIKE.update(dict.fromkeys((row.gpu for row in wanted), _this_gpu()))
     for row, fake in table.measure(wanted):
         mine, share = here[row.kind], _share(fake, here[row.kind])
-        tell(
-            f"| {row.name} | {row.figure} {row.unit} | {mine} | {share} | {row.error(mine):+.2%} | "
-            f"{row.versions} |"
-        )
+        tell(f"| {row.name} | {row.figure} {row.unit} | {mine} | {share} | {row.error(mine):+.2%} | {row.versions} |")
 
 
 @functools.cache
@@ -165,8 +169,17 @@ def failures(start: int, step: int) -> None:
     right = 0
     for name, case in list(every.items())[start::step]:
         text = "\n".join((*case.setup, case.cell))
-        if case.strangers or "cuda:1" in text or "DataParallel" in text or name in (
-            "loader_workers", "outer_on_host", "shared_memory", "for the workspace of cuBLAS",
+        if (
+            case.strangers
+            or "cuda:1" in text
+            or "DataParallel" in text
+            or name
+            in (
+                "loader_workers",
+                "outer_on_host",
+                "shared_memory",
+                "for the workspace of cuBLAS",
+            )
         ):
             continue
         try:

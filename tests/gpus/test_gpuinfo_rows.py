@@ -190,7 +190,9 @@ def test_memory_is_the_drivers_and_the_allocators(device: Accelerator) -> None:
     kept = torch.empty(50 * 2**20, dtype=torch.uint8, device=device.name)
     [row] = probe.read_gpus([device.name])
     free, total = device.torch.mem_get_info(0)
-    assert (row.memory_total, row.memory_free) == (total, free)
+    # What the driver keeps for itself torch does not count: 615 MiB of an H200.
+    assert (row.memory_total or 0) - (row.memory_reserved or 0) == pytest.approx(total, rel=1e-5)
+    assert row.memory_free == pytest.approx(free, rel=1e-3)
     assert (row.kernel_allocated, row.kernel_reserved) == (device.allocated(), device.torch.memory_reserved(0))
     assert row.kernel_allocated >= kept.nbytes
 

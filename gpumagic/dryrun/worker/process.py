@@ -94,6 +94,7 @@ def _warm_up(engine: str) -> None:
     from gpumagic.dryrun.worker import known, sandbox
 
     sandbox.do_without_compiler()
+    sys.modules["mpi4py.MPI"] = None  # type: ignore[assignment]  # starts a daemon, or ends the process that may not
     tempfile.gettempdir()  # it is found by writing to it, which a dry run does not do
     importlib.import_module(f"gpumagic.dryrun.worker.{engine}")
     known.get_ready()

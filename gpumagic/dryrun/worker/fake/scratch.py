@@ -158,7 +158,7 @@ def _of_convolution_backward(given: Given) -> list[int]:
     return max([*_as_input(given), workspace], parts_of("sum", biases), key=sum)
 
 
-def _for_cudnn(images: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, *, of_weight: bool = False) -> int:
+def _for_cudnn(images: Any, weight: Any, result: Any, *, of_weight: bool = False) -> int:
     """Return the bytes of cuDNN's workspace by the rules of `fakecuda/native/cudnn.c`."""
     multiple, has_tensor_cores = 16 // weight.itemsize, weight.itemsize == 2 or backend.gpu.major >= 8
     if weight.itemsize > 4 or not has_tensor_cores or weight.shape[1] == 1:
@@ -166,7 +166,7 @@ def _for_cudnn(images: torch.Tensor, weight: torch.Tensor, result: torch.Tensor,
     if weight.numel() == weight.shape[0] * weight.shape[1]:
         return of_weight << 20
     pads = [(each, -each.shape[1] % multiple) for each in (images, weight, result)]
-    copies = sum(each.nbytes // each.shape[1] * (each.shape[1] + pad) for each, pad in pads if each.numel())
+    copies: int = sum(each.nbytes // each.shape[1] * (each.shape[1] + pad) for each, pad in pads if each.numel())
     if all(each.stride(1) == 1 and not pad for each, pad in pads):
         return copies // 4 * of_weight
     copies += weight[:1].nbytes // weight.shape[1] * (weight.shape[1] + pads[1][1]) * (-weight.shape[0] % multiple)
