@@ -250,6 +250,8 @@ GOES_BACK = {
     "backward through an earlier cell's graph", "a step after an earlier cell's graph",
     "backward to a leaf of another class",
 }  # fmt: skip
+BY_VALUES = {"backward through a sparse product", "a product on the device", "a sparse embedding's step"}
+"""Where kernels count elements, so that nothing is certain: on an H200 the first took 4 MiB more than was told."""
 REFUSED = {
     "what is typed": "n = int(input('How many? '))",
     "a generator": "n = next(numbers)",
@@ -306,7 +308,9 @@ def test_a_cell_needs_what_it_then_takes(device: Any, notebook: Any, tmp_path: A
     device.torch.reset_peak_memory_stats(0)
     exec(cell, notebook)
     real = device.torch.max_memory_allocated(0)
-    if name not in GOES_BACK:
+    if name in BY_VALUES and device.backend == "cuda":
+        assert (report.peak[device.name], report.certain) == (pytest.approx(real, rel=0.1), False)
+    elif name not in GOES_BACK:
         assert (report.peak[device.name], report.certain) == (real, True)
     else:
         assert report.peak[device.name] == pytest.approx(real, rel=0.1)

@@ -144,14 +144,16 @@ static int64_t element_size(int type) {
   }
 }
 
-/* The backend: graphs of operations. Its one engine has no knobs and no notes.
+/* The backend: graphs of operations. Its engine has no knobs and no notes.
  *
- * A workspace is passed on from an operation to its graph, to what the heuristics find for that, and to the plan.
+ * A workspace is passed on from an operation to its graph, to what the heuristics find for that, and to the plan. They
+ * find two ways to run a graph, of which the second takes no workspace: torch tries it where there is no room for one.
  */
 
 enum { TYPE_INT64 = 3, TYPE_BACKEND_DESCRIPTOR = 15 };
 
 enum {
+  HEURISTICS_RESULTS = 202,
   PLAN_WORKSPACE_SIZE = 402,
   PLAN_JSON = 405,
   FORWARD_W = 703,
@@ -238,6 +240,8 @@ FAKE_API int cudnnBackendGetAttribute(struct descriptor *descriptor, int attribu
   switch (attribute) {
   case ENGINE_KNOBS: case ENGINE_NUMERICAL_NOTES: case ENGINE_LAYOUTS: case ENGINE_BEHAVIOR_NOTES: case PLAN_JSON:
     count = 0;
+    break;
+  case HEURISTICS_RESULTS: count = 2;
   }
   if (given) *given = count;
   if (!count || wanted < 1 || !values) return OK;
