@@ -9,7 +9,8 @@ No kernel runs, so **computed values mean nothing**: they are zeros or what the 
 copied are right. `nonzero`, masks, `unique` and `any()` find nothing; other sizes that depend on values (`bincount`,
 `one_hot`) cannot be trusted. What looks at values to decide what to do may fail: `torch.linalg.eig`, `matrix_exp` and
 `lobpcg` do. Processes of one job do not reach each other through NCCL. How much memory cuDNN, cuSOLVER, cuSPARSE and
-cuFFT take for themselves is not known without a GPU: it is left out, and `unknown_sizes()` says how often.
+cuFFT take for themselves is not known without a GPU: of cuDNN it follows rules that were measured on an H200, of the
+others it is left out, and `unknown_sizes()` says how often each was asked.
 
 Each process has the cards for itself and sees no other's memory; what a context and loaded kernels take of a card is
 not counted. Device memory and events are not shared between processes (`cudaIpc...`), as `torch.multiprocessing`
@@ -176,8 +177,9 @@ def launches() -> Counter[str]:
 def unknown_sizes() -> Counter[str]:
     """Return how often a library was asked how much memory it wants where only the real one knows, since `reset`.
 
-    The answer was 0: the workspaces of cuDNN, cuSOLVER, cuSPARSE and cuFFT and the reserve space of an RNN are missing
-    from what torch has allocated here. `{"cudnn graph": 3}` is three plans of convolutions or attention.
+    The workspaces of cuSOLVER, cuSPARSE and cuFFT are missing from what torch has allocated here; those of cuDNN, and
+    the reserve space of an RNN, are what an H200 took of the like. `{"cudnn graph": 3}` is three plans of convolutions
+    or attention; a `count` is one of different elements, of which none was found.
     """
     return _counted("fakecuda_unknown_sizes", _UnknownSize)
 
