@@ -187,6 +187,8 @@ class Parser(argparse.ArgumentParser):
     def _unknown(self, word: str, words: Sequence[str] = ()) -> str:
         if not word.startswith("-"):
             valued = [f"did you mean {each}={word}?" for each in self.valued if f"{each}=" in words]
+            if self.prog == "%%dryrun" and re.fullmatch(r"(cuda|gpu|mps|xpu|simgpu)(:\d+)?", word):
+                valued = ["each device that the cell uses is looked at"]
             hint = next(iter(valued), f"see {self.prog} --help")
             return f"{self.prog}: {word!r} is one argument too many; {hint}"
         option = word.partition("=")[0]

@@ -55,6 +55,7 @@ def test_a_size_is_its_number_times_its_unit(number: int, unit: str) -> None:
         ("gpuinfo", "--each-cell of", "argument --each-cell: invalid choice: 'of' (choose from"),
         ("ondevice", "cuda --trcae", "did you mean --trace?"),
         ("dryrun", "--gpu=T4 --fti n", "did you mean --fit?"),
+        ("dryrun", "cuda:1", "'cuda:1' is one argument too many; each device that the cell uses is looked at"),
         ("ondevice", "cuda:0 cuda:1", "'cuda:1' is one argument too many"),
         ("ondevice", "cuda:0 --trace step", "'step' is one argument too many; did you mean --trace=step?"),
         ("ondevice", "cuda -o 1x", "'1x' cannot be a variable"),
