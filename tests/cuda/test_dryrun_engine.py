@@ -18,6 +18,7 @@ from gpumagic import fakecuda
 from gpumagic.dryrun import client, run, targets
 from gpumagic.dryrun.report import DryRunReport
 from gpumagic.dryrun.script import script_of
+from gpumagic.memory import allocator
 
 MIB = 1 << 20
 NEED_VALUES = ("lengths read back",)
@@ -144,6 +145,33 @@ def test_what_a_cell_needs_that_chooses_its_size_by_what_is_free_is_of_the_size_
     assert (report.fits, report.failure_line) == (False, 3)
     room = report.devices[0].capacity - report.devices[0].before
     assert 1.8 * room < report.peak["cuda:0"] - report.devices[0].before < 2 * room
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize(("spare", "cap", "fits"), [(500, None, True), (100, None, None), (100, 401, True)])
+def test_what_cudas_libraries_may_yet_take_leaves_open_what_would_just_fit(
+    monkeypatch: pytest.MonkeyPatch, spare: int, cap: int | None, fits: bool | None
+) -> None:
+    """As on an H200, whose context takes 527 MiB and grows to 871; a cap on this process leaves the rest to them."""
+    names = notebook("first = torch.ones(1, device='cuda:0')")
+    fakecuda.set_memory(0, capacity=2048 * MIB)
+    ask = allocator.mem_get_info
+
+    def with_a_context(device: str) -> tuple[int, int]:
+        free, total = ask(device)
+        return free - 527 * MIB, total
+
+    monkeypatch.setattr(allocator, "mem_get_info", with_a_context)
+    room = 2048 - 527 - (cap or 0)
+    try:
+        torch.cuda.set_per_process_memory_fraction(room / 2048 if cap else 1.0)
+        asked = room - torch.cuda.memory_reserved() // MIB - (0 if cap else spare)
+        report = dry_run(f"x = torch.empty({asked} << 20, dtype=torch.uint8, device='cuda:0')", names)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert report.fits is fits
+    assert report.overhead == (0, 0 if cap else 350 * MIB)
+    assert ("CUDA itself takes" in str(report)) is (fits is None)
 
 
 def test_what_the_notebook_holds_and_the_gaps_between_are_there() -> None:
