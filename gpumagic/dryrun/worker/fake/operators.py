@@ -101,7 +101,7 @@ class Operators:
 
     def unknown(self) -> list[str]:
         """Return the operators that were answered and of which CUDA's kernels have more than is known."""
-        found = {name.partition(".")[0] for name in self.seen if is_unknown(name)}
+        found = {name.partition(".")[0].removesuffix("_overrideable") for name in self.seen if is_unknown(name)}
         return sorted(found) if self._is_cuda else []
 
     def _fallback(self, op: Any, *args: Any, **kwargs: Any) -> Any:

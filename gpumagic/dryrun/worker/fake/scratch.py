@@ -23,7 +23,7 @@ Given = dict[str, Any]
 """A call's arguments by name."""
 is_unknown = re.compile(
     r"_?linalg_(?!vector_norm|cross)|_?cholesky|_fft|geqrf|ormqr|triangular_solve|lu_|m?sort|argsort|topk|kthvalue|median"
-    r"|nanmedian|mode|_?unique|multinomial|randperm|histc|bincount|_histogramdd|_ctc_loss|_cudnn"
+    r"|nanmedian|mode|_?unique|multinomial|randperm|histc|bincount|_histogramdd|_ctc_loss|_cudnn|convolution"
 ).match
 """Finds operators whose kernels sort or call a library, which has memory of its own."""
 _CONTIGUOUS = {
