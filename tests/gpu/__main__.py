@@ -6,8 +6,8 @@
 The parts: `tests` (what runs on each device) and `benchmarks` run alone; side by side run `cupti` (tests/gpu, and the
 owners of all bytes), `cells` (dry runs of third-party cells against what these then take), `advice` (first suggestions
 after an out-of-memory, followed), `failures` (reports against torch's allocator), `published` (the figures of
-tests/published on this GPU), `operators` (peaks here, over the fake runtime and of fake tensors) and `notebooks`. A part
-that fails does not keep the next from running, and the page is written after each command.
+tests/published on this GPU), `operators` (peaks here, over the fake runtime and of fake tensors) and `notebooks`. A
+part that fails does not keep the next from running, and the page is written after each command.
 """
 
 from __future__ import annotations
