@@ -27,8 +27,8 @@ People measured 254 MiB (lazy loading), 426 (RTX 6000 Ada) and 600 to 625 (A10G)
 kernel, 685 with a product, 749 with a backward pass, 767 with convolutions and 871 with singular values."""
 EAGER = 1900 * MIB
 """The most where all kernels are loaded at the start: 815 and 1,343 MiB were measured, and 1,841 on the H200."""
-WORKSPACES = (0, 400 * MIB)
-"""What cuBLAS and cuDNN take for themselves, least and most: an estimate."""
+WORKSPACES = (0, 200 * MIB)
+"""What cuBLAS and cuDNN take of torch's allocator, least and most: an estimate."""
 LIBRARIES = 350 * MIB
 """The most that libraries take of a device that is in use already, outside of torch's allocator: see `CONTEXT`."""
 STATED = (0, 64 * MIB)
@@ -141,16 +141,16 @@ def of_ranks(target: Target, ranks: Ranks) -> Target:
 
 def _extra(*, has_context: bool) -> tuple[int, int]:
     if has_context:
-        return WORKSPACES
+        return WORKSPACES[0], WORKSPACES[1] + LIBRARIES
     most = EAGER if os.environ.get("CUDA_MODULE_LOADING") == "EAGER" else CONTEXT[1]
     return CONTEXT[0] + WORKSPACES[0], most + WORKSPACES[1]
 
 
-def _still_to_load(device: str, target: Target) -> int:
+def _still_to_load(device: str, backend: str) -> int:
     """Return the bytes that CUDA's libraries may yet take of a device in use; 0 where a cap leaves so much alone."""
     figures, driver, cap = allocator.device_stats(device), allocator.mem_get_info(device), allocator.cap(device)
-    others = devices.driver_figures({target.backend}).get(device, devices.DriverFigures(None, None)).other_processes
-    if target.is_imagined or figures is None or driver is None or others is None:
+    others = devices.driver_figures({backend}).get(device, devices.DriverFigures(None, None)).other_processes
+    if figures is None or driver is None or others is None:
         return 0
     free, total = driver
     taken = total - free - figures.reserved - others
@@ -176,8 +176,10 @@ def with_engine(target: Target) -> Target:
     reason = _unavailable()
     if reason is not None:
         return replace(target, unknown=(*target.unknown, reason))
-    most = max(0, target.extra[1] - WORKSPACES[1])
-    extra = (max(0, target.extra[0] - WORKSPACES[0]), most or _still_to_load(target.names[target.chosen], target))
+    least, most = (max(0, each - modelled) for each, modelled in zip(target.extra, WORKSPACES, strict=True))
+    if most and not least:  # the device is in use
+        most = min(most, _still_to_load(target.names[target.chosen], target.backend))
+    extra = (least, most)
     target = replace(target, extra=extra, unknown=())
     parts = [_device(index, target) for index in range(len(target.names))]
     return replace(target, engine=CUDA, gpus="|".join(["peer=0", *parts]))

@@ -35,7 +35,7 @@ _CONTIGUOUS = {
 """Operands that kernels copy where they are not contiguous."""
 _TAKES_A_GRADIENT = re.compile(r"(pool.*|upsample_.*|reflection_pad[12]d)_backward").search
 """Finds kernels that copy a gradient which does not lie as their input does."""
-_HOW_TO_CONVOLVE = ("stride", "padding", "dilation", "transposed", "groups", "output_padding")
+_HOW_TO_CONVOLVE = ("stride", "padding", "dilation", "transposed", "groups")
 _LOSSES = frozenset({"mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"})
 """What is computed for each element, and then reduced."""
 _KEPT_LOSSES = frozenset({"mse_loss", "smooth_l1_loss", "binary_cross_entropy"})
@@ -143,7 +143,7 @@ def _is_copied(matrix: torch.Tensor) -> bool:
 def _of_convolution(given: Given) -> list[int]:
     """Return cuDNN's workspace, or nothing where the result does not need one."""
     images, weight, how = given["input"], given["weight"], [given[each] for each in _HOW_TO_CONVOLVE]
-    shape = calc_conv_nd_return_shape(images, weight, *how)
+    shape = calc_conv_nd_return_shape(images, weight, *how, given["output_padding"] if given["transposed"] else None)
     result = weight.new_empty(shape, device="meta")
     return [_for_cudnn(images, weight, result.to(memory_format=suggest_memory_format(images)))]
 
