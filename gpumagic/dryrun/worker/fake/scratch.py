@@ -141,7 +141,7 @@ def _is_copied(matrix: torch.Tensor) -> bool:
 
 
 def _of_convolution(given: Given) -> list[int]:
-    """Return cuDNN's workspace, or nothing where the result does not need one."""
+    """Return the bytes of cuDNN's workspace."""
     images, weight, how = given["input"], given["weight"], [given[each] for each in _HOW_TO_CONVOLVE]
     shape = calc_conv_nd_return_shape(images, weight, *how, given["output_padding"] if given["transposed"] else None)
     result = weight.new_empty(shape, device="meta")
