@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_dryrun_operators import peaks_of
 from torch import nn
 
 from gpumagic import fakecuda
@@ -70,6 +71,12 @@ def test_a_recurrent_network_keeps_what_it_kept_on_a_gpu(shape) -> None:
     if workspace is not None:
         assert (alone - left) / MIB == pytest.approx(workspace, rel=0.05)
         assert (peak - kept) / MIB == pytest.approx(workspace, rel=0.05)
+
+
+def test_attention_on_a_hopper_gpu_takes_what_it_took_there() -> None:
+    attention = "F.scaled_dot_product_attention(q, k, v)"
+    told = peaks_of([attention], "H200")["cuda"][attention]["bfloat16"]
+    assert [told[part] for part in ("forward", "backward", "of a sum")] == [8455680, 21104128, 21105152]
 
 
 def test_where_there_is_no_room_for_a_workspace_torch_does_without() -> None:
