@@ -1,6 +1,6 @@
 """What cuDNN's convolutions and recurrent networks take: `python tests/gpu/cudnn.py` measures the tables anew on a GPU.
 
-The rows of `convolutions.csv` and `recurrent.csv` are what an H200 took on 2026-11-27 with torch 2.11 and cuDNN 9: bytes
+The rows of `convolutions.csv` and `recurrent.csv` are what an H200 took on 2026-11-27 with torch 2.11, cuDNN 9: bytes
 that torch's allocator had at most, beyond what was there before, and for a network what stayed. The shapes are those of
 usual models and some at random. `tests/cuda/test_cudnn_workspaces.py` runs them over the fake runtime.
 """
