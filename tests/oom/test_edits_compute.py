@@ -192,7 +192,7 @@ def wrong(cell: str, setup: str, share: int) -> dict[str, dict[str, list[str]]]:
     return found
 
 
-SOME = settings(examples(1, 40), phases=[Phase.explicit, Phase.generate])
+SOME = settings(examples(1, 20), phases=[Phase.explicit, Phase.generate])
 """Without shrinking: a cell takes a second, and is short."""
 
 
