@@ -162,6 +162,11 @@ def make_function(code: bytes, scope: dict[str, Any], name: str, closure: Any) -
     return types.FunctionType(found, scope, name, None, closure)
 
 
+def make_cached(function: Any, settings: dict[str, Any]) -> Any:
+    """Return a function of `functools.lru_cache` that has cached nothing yet."""
+    return functools.lru_cache(**settings)(function)
+
+
 def make_class(meta: type, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type:
     """Return a class of the notebook's, without its methods yet."""
     made = types.new_class(name, bases, {"metaclass": meta}, lambda scope: scope.update(body))

@@ -22,6 +22,7 @@ import marshal
 import pickle
 import sys
 import types
+import typing
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -248,6 +249,8 @@ class Payload(pickle.Pickler):
     def _class(self, made: type) -> Any:
         body = {name: value for name, value in vars(made).items() if name not in _CLASS_OWN}
         early: dict[str, Any] = {"__module__": made.__module__, "__qualname__": made.__qualname__}
+        if "__orig_bases__" in body:  # which a generic class has to have from the beginning
+            early["__orig_bases__"] = body["__orig_bases__"]
         if isinstance(made, enum.EnumMeta):  # its members are made with it, by what it says of that itself
             members: Mapping[str, enum.Enum] = made.__members__
             early |= {name: member.value for name, member in members.items()}
@@ -259,6 +262,7 @@ class Payload(pickle.Pickler):
             early["__slots__"] = slots
             names = (slots,) if isinstance(slots, str) else tuple(slots)
             body = {name: value for name, value in body.items() if name not in names}
-        arguments = (type(made), made.__name__, made.__bases__, early)
+        bases = () if typing.is_typeddict(made) else made.__bases__  # its dict comes with its metaclass
+        arguments = (type(made), made.__name__, bases, early)
         self._held += [body, arguments]
         return parts.make_class, arguments, body, None, None, parts.fill_attributes

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import sys
 import threading
 import types
+import typing
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -63,7 +65,28 @@ def _absent(obj: object) -> Any:
     return parts.Absent, (described(obj),)
 
 
+def _cached(function: Any) -> Any:
+    """Return how a function of `functools.lru_cache` is sent: without what it has cached."""
+    wrapped = (parts.make_cached, (function.__wrapped__, function.cache_parameters()))
+    return NotImplemented if is_importable(function) else wrapped
+
+
+def _type_variable(variable: Any) -> Any:
+    """Return how a variable of types is sent that the notebook has made: by its name alone."""
+    return (type(variable), (variable.__name__,)) if variable.__module__ == "__main__" else NotImplemented
+
+
+def _hook(handle: Any) -> Any:
+    """Return how a hook's handle is sent whose module is gone; None for others, which go as they are."""
+    there = [handle.hooks_dict_ref(), *(ref() for ref in handle.extra_dict_ref)]
+    return (parts.Absent, (described(handle),)) if any(each is None for each in there) else None
+
+
 _EXACTLY: dict[type, Callable[[Any], Any]] = {
+    functools._lru_cache_wrapper: _cached,
+    typing.TypeVar: _type_variable,
+    typing.ParamSpec: _type_variable,
+    typing.NewType: lambda obj: (typing.NewType, (obj.__name__, obj.__supertype__)),
     types.CellType: _cell,
     weakref.ReferenceType: _weak,
     weakref.WeakMethod: _weak,
@@ -84,6 +107,7 @@ _BY_BASE: dict[str, Callable[[Any], Any]] = {
     "logging.Handler": lambda _: (logging.NullHandler, ()),
     "concurrent.futures.thread.ThreadPoolExecutor": lambda obj: (type(obj), (obj._max_workers,)),
     "skorch.net.NeuralNet": _as_it_is,
+    "torch.utils.hooks.RemovableHandle": _hook,
     "torch.Stream": _stream,
     "torch.Event": lambda obj: (
         (type(obj), (str(obj.device),)) if _is_general(obj) else (parts.make_event, (obj.device.type,))

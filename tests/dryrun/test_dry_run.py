@@ -307,7 +307,7 @@ def test_effects_are_listed_and_go_nowhere(notebook, tmp_path) -> None:
 def test_notebook_classes_go_by_value() -> None:
     """Inheritance, super(), closures, dataclasses, enumerations, properties, slots, class attributes, recursion."""
     source = """
-import dataclasses, enum, functools, torch
+import dataclasses, enum, functools, torch, typing
 from torch import nn
 class Base(nn.Module):
     width = 8
@@ -346,6 +346,24 @@ def counter(start):
     return again
 count, config, slotted, mode = counter(5), Config(7), Slotted(2), Mode.FAST
 add = functools.partial(lambda a, b=1, *, c=2: a + b + c, 1)
+@functools.lru_cache(maxsize=8)
+def fibonacci(n):
+    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+class Table:
+    @functools.cache
+    def rows(self, n):
+        return fibonacci(n)
+table = Table()
+table.rows(9)
+Kind = typing.TypeVar("Kind")
+Count = typing.NewType("Count", int)
+class Box(typing.Generic[Kind]):
+    def __init__(self, inside: Kind):
+        self.inside = inside
+class Row(typing.TypedDict):
+    size: int
+box, row = Box[int](3), Row(size=4)
+handle = nn.Linear(2, 2).register_forward_hook(print)
 model = Model().to("simgpu:0")
 """
     namespace = {"__name__": "__main__"}
@@ -353,6 +371,9 @@ model = Model().to("simgpu:0")
     cell = """
 assert dataclasses.asdict(config) == {"size": 7, "names": []} and Config(1).size == 1
 assert mode is Mode.FAST and slotted.a == 2 and count(3) == 5 and add() == 4
+assert (fibonacci(10), table.rows(10), fibonacci.cache_parameters()["maxsize"]) == (55, 55, 8)
+assert Box[int](Count(box.inside)).inside == 3 and Row(size=5)["size"] - row["size"] == 1
+assert type(handle).__name__ == "Absent"  # its module is gone
 assert isinstance(model, Base)
 model(torch.ones(5, 8, device="simgpu:0")).sum().backward()
 """
