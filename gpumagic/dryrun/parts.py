@@ -139,7 +139,8 @@ def make_event(device_type: str) -> Any:
 def fill_object(made: Any, state: Any) -> None:
     """Give an object its attributes without asking it for anything: its `__getattr__` may need them already."""
     attributes, slots = state if isinstance(state, tuple) else (state, None)
-    vars(made).update(attributes or {})
+    if attributes:  # an object with slots alone has no place for them
+        vars(made).update(attributes)
     for name, value in (slots or {}).items():
         object.__setattr__(made, name, value)
 

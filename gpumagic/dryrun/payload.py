@@ -130,8 +130,10 @@ class Payload(pickle.Pickler):
         return next((index for index, known in enumerate(self.scopes) if known is scope), None)
 
     def persistent_id(self, obj: Any) -> Any:
-        found = self._number_of(obj) if isinstance(obj, dict) else None
-        return None if found is None else ("scope", found)
+        if not isinstance(obj, dict):
+            return None
+        scope, module = self._number_of(obj), sendable.module_of(obj)
+        return scope if scope is not None else module
 
     def reducer_override(self, obj: Any) -> Any:  # noqa: PLR0911  # one way a kind of object
         torch = sys.modules.get("torch")
@@ -231,11 +233,12 @@ class Payload(pickle.Pickler):
 
     def _function(self, function: types.FunctionType) -> Any:
         scope = self._number_of(function.__globals__)
-        if scope is None:
+        if scope is None and sendable.module_of(function.__globals__) is None:  # not a library's
             scope = len(self.scopes)
             self.scopes.append(function.__globals__)
-        self.files.add(function.__code__.co_filename)
-        self._todo += [(scope, name) for name in names_looked_up(function.__code__)]
+        if scope is not None:
+            self.files.add(function.__code__.co_filename)
+            self._todo += [(scope, name) for name in names_looked_up(function.__code__)]
         state = {
             name: getattr(function, name)
             for name in ("__defaults__", "__kwdefaults__", "__qualname__", "__module__", "__doc__", "__dict__")

@@ -149,10 +149,21 @@ def builtin_class(kind: type) -> Any:
     return (parts.Absent, (f"the class {kind.__name__}",)) if name is None else (getattr, (types, name))
 
 
+def _is_found(module: types.ModuleType | None) -> bool:
+    is_ours = module is None or module.__name__ in {"__main__", "__mp_main__"}
+    return not is_ours and bool(getattr(module, "__file__", "builtin"))
+
+
+def module_of(names: Mapping[str, Any]) -> str | None:
+    """Return the module that has these global names, if a fresh process finds it."""
+    module = sys.modules.get(str(names.get("__name__")))
+    return module.__name__ if module is not None and vars(module) is names and _is_found(module) else None
+
+
 def is_importable(obj: Any) -> bool:
     """Return whether a fresh process finds the same object by its name."""
     module = sys.modules.get(getattr(obj, "__module__", None) or "")
-    if module is None or module.__name__ in {"__main__", "__mp_main__"} or not getattr(module, "__file__", "builtin"):
+    if not _is_found(module):
         return False
     found: Any = module
     for part in obj.__qualname__.split("."):

@@ -362,7 +362,12 @@ class Box(typing.Generic[Kind]):
         self.inside = inside
 class Row(typing.TypedDict):
     size: int
-box, row = Box[int](3), Row(size=4)
+class Lean:
+    __slots__ = ("size",)
+    def __getattr__(self, name):
+        return getattr(self.size, name)
+box, row, lean = Box[int](3), Row(size=4), Lean()
+lean.size = 5
 handle = nn.Linear(2, 2).register_forward_hook(print)
 model = Model().to("simgpu:0")
 """
@@ -374,6 +379,7 @@ assert mode is Mode.FAST and slotted.a == 2 and count(3) == 5 and add() == 4
 assert (fibonacci(10), table.rows(10), fibonacci.cache_parameters()["maxsize"]) == (55, 55, 8)
 assert Box[int](Count(box.inside)).inside == 3 and Row(size=5)["size"] - row["size"] == 1
 assert type(handle).__name__ == "Absent"  # its module is gone
+assert lean.size == lean.real == 5 and max.__module__ == "builtins" and torch.tensor.__name__ == "tensor"
 assert isinstance(model, Base)
 model(torch.ones(5, 8, device="simgpu:0")).sum().backward()
 """

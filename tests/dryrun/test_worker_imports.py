@@ -96,3 +96,30 @@ def test_mpi_which_starts_a_daemon_or_ends_the_process_is_not_there(tmp_path: Pa
     )
     report = gpumagic.dry_run(code, {}, device="cuda:0", capacity=2**30)
     assert (report.error, report.peak) == (None, {"cuda:0": 4096})
+
+
+LIBRARY = """
+_SET = object.__setattr__
+def define(made):
+    def __setstate__(self, state):
+        _SET(self, "size", state)
+    made.__setstate__, made.__getstate__ = __setstate__, lambda self: self.size
+    return made
+"""
+
+
+def test_what_a_library_has_put_into_a_class_of_the_notebook_finds_the_librarys_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the methods of `attrs`, of which one runs while the notebook's objects are made anew."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "a_library.py").write_text(LIBRARY, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(folder))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(
+        "import torch, a_library\n@a_library.define\nclass Held:\n    size = 0\nheld = Held()\nheld.size = 1000", names
+    )
+    report = gpumagic.dry_run("x = torch.ones(held.size, device='cuda')", names, device="cuda:0", capacity=2**30)
+    assert (report.error, report.peak) == (None, {"cuda:0": 4096})
+    sys.modules.pop("a_library")

@@ -346,6 +346,7 @@ def _converting(kind: Any) -> Any:
 def _with_plain(finish: Callable[[Any, list[Noted]], Any], function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that is given plain numbers, and whose result is finished with the noted ones that it met."""
 
+    @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         if not kwargs and _ORDINARY.issuperset(map(type, args)):
             return function(*args)

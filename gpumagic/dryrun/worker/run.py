@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import importlib
 import io
 import math
 import pickle
@@ -225,7 +226,8 @@ class _Unpickler(pickle.Unpickler):
         self._scopes = scopes
 
     def persistent_load(self, pid: Any) -> Any:
-        return self._scopes[pid[1]]
+        """Return the names of one of the notebook's scopes, by its number, or of a module."""
+        return self._scopes[pid] if isinstance(pid, int) else vars(importlib.import_module(pid))
 
 
 def lines_of(stack: traceback.StackSummary) -> list[File]:
