@@ -366,7 +366,7 @@ class Lean:
     __slots__ = ("size",)
     def __getattr__(self, name):
         return getattr(self.size, name)
-box, row, lean = Box[int](3), Row(size=4), Lean()
+box, row, lean = Box(3), Row(size=4), Lean()
 lean.size = 5
 handle = nn.Linear(2, 2).register_forward_hook(print)
 model = Model().to("simgpu:0")
