@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import io
 import logging
@@ -108,6 +109,7 @@ _BY_BASE: dict[str, Callable[[Any], Any]] = {
     "concurrent.futures.thread.ThreadPoolExecutor": lambda obj: (type(obj), (obj._max_workers,)),
     "skorch.net.NeuralNet": _as_it_is,
     "torch.utils.hooks.RemovableHandle": _hook,
+    "builtins.BaseException": lambda obj: (copyreg.__newobj__, (type(obj), *obj.args), dict(vars(obj)) or None),  # type: ignore[attr-defined]
     "torch.Stream": _stream,
     "torch.Event": lambda obj: (
         (type(obj), (str(obj.device),)) if _is_general(obj) else (parts.make_event, (obj.device.type,))
@@ -134,6 +136,10 @@ def special(obj: Any) -> Any:
     names = [f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__]
     if names[0].startswith(_LOGS):
         return parts.Absent, (described(obj), True)
+    if names[0].startswith(
+        "torch.nn.utils.parametrize.Parametrized"
+    ):  # it refuses to be pickled, lest its class changes
+        return _as_it_is(obj)
     found = next((_BY_BASE[name] for name in names if name in _BY_BASE), None)
     if found is None:
         _usual.add(kind)

@@ -530,3 +530,32 @@ def test_without_a_gpu_a_capacity_is_asked_for(monkeypatch) -> None:
 def test_bad_input_is_an_option_error(bad) -> None:
     with pytest.raises(gpumagic.OptionError):
         gpumagic.dry_run(bad[0], {}, capacity=bad[1])
+
+
+@pytest.mark.parametrize("norm", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_a_module_whose_weight_is_computed_needs_what_it_then_takes(two_devices, norm: str) -> None:
+    """Torch gives it a class of its own, which refuses to be pickled."""
+    names: dict[str, object] = {"__name__": "__main__", "torch": torch}
+    earlier = f"torch.nn.utils.parametrizations.{norm}(torch.nn.Linear(64, 64)).to('simgpu:0')"
+    exec(f"net = {earlier}\nx = torch.ones(128, 64, device='simgpu:0')", names)
+    cell = "net(x).sum().backward()\nw = net.weight"
+    report = gpumagic.dry_run(cell, names)
+    assert report.error is None
+    torch.simgpu.reset_peak_memory_stats(0)
+    exec(cell, names)
+    assert report.peak["simgpu:0"] == torch.simgpu.max_memory_allocated(0)
+
+
+def test_an_error_that_the_notebook_keeps_is_sent_whatever_it_is_made_with() -> None:
+    earlier = """
+import torch
+class Failed(ValueError):
+    def __init__(self, text, size):
+        super().__init__(text)
+        self.size = size
+kept = Failed("too large", 8)
+"""
+    names: dict[str, object] = {"__name__": "__main__"}
+    exec(earlier, names)
+    cell = "assert str(kept) == 'too large'\nx = torch.ones(kept.size, device='cuda')"
+    assert gpumagic.dry_run(cell, names, device="cuda:0", capacity=2**30).error is None
