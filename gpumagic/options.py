@@ -9,7 +9,8 @@ import argparse
 import keyword
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from gpumagic.errors import OptionError, nearest
@@ -130,18 +131,20 @@ class Parser(argparse.ArgumentParser):
         forwarded: the names of those that go to the engines with the cell.
         refused: the names of those that are about one process, and so are refused with ``--engines``.
         valued: options that may have a value, which stands behind a ``=``.
+        hints: what to say of words that it does not take, by what matches them.
     """
 
     def __init__(
         self, prog: str, description: str, *arguments: _Argument | list[_Argument], takes: str = "",
         needs_body: Sequence[str] = (), forwarded: Sequence[str] = (), refused: Sequence[str] = (),
-        valued: Sequence[str] = (),
+        valued: Sequence[str] = (), hints: Mapping[str, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         super().__init__(
             prog=prog, description=description, add_help=False, allow_abbrev=False, formatter_class=_OneScreen,
             usage=f"%(prog)s [OPTIONS] {takes}".rstrip(),
         )  # fmt: skip
         self.needs_body, self.forwarded, self.refused, self.valued = needs_body, forwarded, refused, valued
+        self.hints = hints
         self.add_argument("-h", "--help", action="store_true", help=argparse.SUPPRESS)
         for each in arguments:
             group = self.add_mutually_exclusive_group() if isinstance(each, list) else self
@@ -187,9 +190,8 @@ class Parser(argparse.ArgumentParser):
     def _unknown(self, word: str, words: Sequence[str] = ()) -> str:
         if not word.startswith("-"):
             valued = [f"did you mean {each}={word}?" for each in self.valued if f"{each}=" in words]
-            if self.prog == "%%dryrun" and re.fullmatch(r"(cuda|gpu|mps|xpu|simgpu)(:\d+)?", word):
-                valued = ["each device that the cell uses is looked at"]
-            hint = next(iter(valued), f"see {self.prog} --help")
+            hinted = [hint for pattern, hint in self.hints.items() if re.fullmatch(pattern, word)]
+            hint = next(iter([*valued, *hinted]), f"see {self.prog} --help")
             return f"{self.prog}: {word!r} is one argument too many; {hint}"
         option = word.partition("=")[0]
         near = nearest(option, self.option_strings())
@@ -344,6 +346,7 @@ PARSERS = {
         _argument("--ranks", metavar="N", read=number_of_ranks, help="as each of N GPUs runs it: 64, or 8x8"),
         _argument("--run", action="store_true", help="then run the cell if it fits; else fail"),
         _OUT,
+        hints={r"(cuda|gpu|mps|xpu|simgpu)(:\d+)?": "each device that the cell uses is looked at"},
     ),
 }  # fmt: skip
 MAGICS: Sequence[str] = tuple(PARSERS)

@@ -132,8 +132,8 @@ class Payload(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, dict):
             return None
-        scope, module = self._number_of(obj), sendable.module_of(obj)
-        return scope if scope is not None else module
+        scope = self._number_of(obj)
+        return sendable.module_of(obj) if scope is None else scope
 
     def reducer_override(self, obj: Any) -> Any:  # noqa: PLR0911  # one way a kind of object
         torch = sys.modules.get("torch")

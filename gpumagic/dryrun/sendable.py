@@ -126,6 +126,10 @@ _usual: weakref.WeakSet[type] = weakref.WeakSet([io.StringIO, io.BytesIO])
 """Classes that were looked up in vain, and files that have all in them."""
 
 
+_PARAMETRIZED = "torch.nn.utils.parametrize.Parametrized"
+"""How the names of classes begin that torch makes for one module each; their objects refuse to be pickled."""
+
+
 def special(obj: Any) -> Any:
     """Return how an object is sent that goes in another way than pickle's; None for others."""
     kind = type(obj)
@@ -136,9 +140,7 @@ def special(obj: Any) -> Any:
     names = [f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__]
     if names[0].startswith(_LOGS):
         return parts.Absent, (described(obj), True)
-    if names[0].startswith(
-        "torch.nn.utils.parametrize.Parametrized"
-    ):  # it refuses to be pickled, lest its class changes
+    if names[0].startswith(_PARAMETRIZED):
         return _as_it_is(obj)
     found = next((_BY_BASE[name] for name in names if name in _BY_BASE), None)
     if found is None:
@@ -161,8 +163,9 @@ def _is_found(module: types.ModuleType | None) -> bool:
 
 
 def module_of(names: Mapping[str, Any]) -> str | None:
-    """Return the module that has these global names, if a fresh process finds it."""
-    module = sys.modules.get(str(names.get("__name__")))
+    """Return the module that has these global names, if a fresh process finds it; no code of the user's is asked."""
+    name = names.get("__name__") if type(names) is dict else None
+    module = sys.modules.get(name) if type(name) is str else None
     return module.__name__ if module is not None and vars(module) is names and _is_found(module) else None
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    pytest.skip("needs torch's CUDA build over the fake runtime", allow_module_level=True)
+    pytest.skip("needs CUDA, of a GPU or over the fake runtime", allow_module_level=True)
 
 from cell_runs import Cell, Runs, cells
 from fitted_cells import FITTED, ROOM, fitted

@@ -546,6 +546,25 @@ def test_a_module_whose_weight_is_computed_needs_what_it_then_takes(two_devices,
     assert report.peak["simgpu:0"] == torch.simgpu.max_memory_allocated(0)
 
 
+def test_what_a_dict_is_asked_for_runs_no_code_of_the_notebooks() -> None:
+    asked: list[str] = []
+
+    class Loud(dict):
+        def get(self, name, default=None):
+            asked.append(name)
+            return super().get(name, default)
+
+    class Name:
+        def __str__(self) -> str:
+            asked.append("str")
+            return "torch"
+
+    names = {"__name__": "__main__", "torch": torch, "loud": Loud(size=3), "quiet": {"__name__": Name()}}
+    cell = "quiet\nx = torch.ones(loud['size'], device='cuda')"
+    assert gpumagic.dry_run(cell, names, device="cuda:0", capacity=2**30).error is None
+    assert asked == []
+
+
 def test_an_error_that_the_notebook_keeps_is_sent_whatever_it_is_made_with() -> None:
     earlier = """
 import torch

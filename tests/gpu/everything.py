@@ -151,16 +151,9 @@ def _run(job: Job, room: Room, logs: Path) -> tuple[int, list[str], float]:
         start = time.monotonic()
         try:
             status = subprocess.run(
-                [sys.executable, *job.arguments],
-                text=True,
-                check=False,
-                cwd=ROOT,
-                timeout=LONGEST,
-                env=environment,
-                input=job.given,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            ).returncode
+                [sys.executable, *job.arguments], text=True, check=False, cwd=ROOT, timeout=LONGEST, env=environment,
+                input=job.given, stdout=output, stderr=subprocess.STDOUT,
+            ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:
             status = 124
     return status, log.read_text(encoding="utf-8").splitlines(), time.monotonic() - start

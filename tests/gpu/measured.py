@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
@@ -131,6 +130,8 @@ def published(run: str) -> None:
     """Run the cell of some published figures on this GPU, and over a fake runtime that is like it."""
     from published import table
 
+    from gpumagic.memory import presets
+
     cell, arguments = json.loads(run)
     wanted = [row for row in table.rows() if json.dumps([row.cell, dict(row.arguments)]) == run]
     drawn = table.NO_VALUES.replace("fakecuda.leave_out(2**20)", "")
@@ -141,20 +142,16 @@ def published(run: str) -> None:
         tell(f"FAILED {wanted[0].name}: {' '.join((done.stdout + done.stderr).splitlines()[-1:])[:300]}")
         return
     here = json.loads(figures.removeprefix("figures: "))
-    table.ALIKE.update(dict.fromkeys((row.gpu for row in wanted), _this_gpu()))
+    table.ALIKE.update(dict.fromkeys((row.gpu for row in wanted), presets.like(0)))
     for row, fake in table.measure(wanted):
         mine, share = here[row.kind], _share(fake, here[row.kind])
         tell(f"| {row.name} | {row.figure} {row.unit} | {mine} | {share} | {row.error(mine):+.2%} | {row.versions} |")
 
 
-@functools.cache
-def _this_gpu() -> Any:
-    from gpumagic.memory import presets
-
-    return presets.like(0)
-
-
 # ---- Failures
+
+NOT_FAILURES = {"loader_workers", "outer_on_host", "shared_memory", "for the workspace of cuBLAS"}
+"""What fails on the host, and for a workspace that is made small here."""
 
 
 def failures(start: int, step: int) -> None:
@@ -169,18 +166,7 @@ def failures(start: int, step: int) -> None:
     right = 0
     for name, case in list(every.items())[start::step]:
         text = "\n".join((*case.setup, case.cell))
-        if (
-            case.strangers
-            or "cuda:1" in text
-            or "DataParallel" in text
-            or name
-            in (
-                "loader_workers",
-                "outer_on_host",
-                "shared_memory",
-                "for the workspace of cuBLAS",
-            )
-        ):
+        if case.strangers or "cuda:1" in text or "DataParallel" in text or name in NOT_FAILURES:
             continue
         try:
             found = corpus.faults(corpus.run(case), 1024 if "CUDA graph" in name else 0)
