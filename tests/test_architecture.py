@@ -19,7 +19,8 @@ HEAVY = {"torch", "pandas", "pynvml", "numpy", "matplotlib"}
 
 RANKS = (
     "errors", "_compat", "compiled", "report", "source", "memory", "options", "heap", "simgpu", "fakecuda", "notebook",
-    "gpus", "tensors", "transfers", "dryrun", "oom", "cluster", "api", "magics", "extension", "__main__", "",
+    "gpus", "tensors", "transfers", "dryrun", "worker", "advice", "oom", "cluster", "api", "magics", "extension",
+    "__main__", "",
 )  # fmt: skip
 """The layers, from what knows nothing of the others to what knows all: nothing imports from a later one."""
 FEATURES = {
@@ -27,7 +28,8 @@ FEATURES = {
     "tensors": set(),
     "transfers": {"tensors"},
     "dryrun": {"tensors"},
-    "oom": {"tensors", "transfers", "dryrun"},
+    "advice": {"tensors", "transfers", "dryrun"},
+    "oom": {"tensors", "transfers", "dryrun", "advice"},
 }
 """Which features each feature may import from."""
 MEASURING = {"torch", "IPython", "pynvml", "gc", "gpumagic.memory.allocator"}
@@ -98,6 +100,20 @@ def test_features_import_from_those_features_alone_that_are_declared() -> None:
         and layer(imported) not in FEATURES[layer(importer)]
     }
     assert undeclared == set()
+
+
+SPOKEN = {"gpumagic.dryrun.parts", "gpumagic.dryrun.effects", "gpumagic.dryrun.wire"}
+"""What the notebook's process and the worker say to each other."""
+
+
+def test_the_worker_knows_of_the_features_only_what_is_said_to_it() -> None:
+    known = {imported for importer, imported in edges() if layer(importer) == "worker" and layer(imported) in FEATURES}
+    assert known <= SPOKEN
+
+
+def test_nothing_imports_the_worker() -> None:
+    importers = {importer for importer, imported in edges() if layer(imported) == "worker" != layer(importer)}
+    assert importers == set()
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

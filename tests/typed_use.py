@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import gpumagic
+from gpumagic.advice.records import Advice
 from gpumagic.cluster.report import PlacedRow
 from gpumagic.dryrun.report import DryRunRow
 from gpumagic.gpus.report import GpuRow, ProcessRow
-from gpumagic.oom.report import Advice, OomReport
+from gpumagic.oom.report import OomReport
 from gpumagic.tensors.report import DeviceMemoryRow, DiffRow, FreedRow, TensorRow, WayRow
 from gpumagic.transfers.report import TransferReport, TransferRow
 from gpumagic.transfers.run import DeviceRun

@@ -40,8 +40,7 @@ class Worker:
         with theirs:
             descriptor = theirs.fileno()
             code = (
-                f"import sys; sys.path[:] = {sys.path!r}; "
-                f"from gpumagic.dryrun.worker.process import main; main({descriptor})"
+                f"import sys; sys.path[:] = {sys.path!r}; from gpumagic.worker.process import main; main({descriptor})"
             )
             self._process = subprocess.Popen(  # noqa: S603  # our own Python and our own code
                 [sys.executable, "-c", code], pass_fds=[descriptor], env={**ours, **devices, **settings},

@@ -22,9 +22,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpumagic.dryrun import client, targets
-from gpumagic.dryrun.worker import guesses
-from gpumagic.dryrun.worker.guesses import ALWAYS, FALLING, HOST, LARGE, NUMBER, SELECTION, TRUTH, Key
+from gpumagic.dryrun import client, targets, wire
+from gpumagic.dryrun.wire import ALWAYS, FALLING, HOST, LARGE, NUMBER, SELECTION, TRUTH, Key
 from gpumagic.report.units import size
 
 _ALIKE = 0.01
@@ -40,7 +39,7 @@ _LIBRARIES: Key = (None, "libraries", "")
 Outcome = dict[str, Any]
 Request = dict[str, Any]
 Scenario = dict[str, Any]
-"""How what is read goes in a run: see `worker.guesses.Guesses`; and whether values are followed."""
+"""How what is read goes in a run: see `worker.wire.Guesses`; and whether values are followed."""
 USUAL: Scenario = {"ways": [], "when": ALWAYS, "notes": True, "follows": False}
 
 
@@ -130,7 +129,7 @@ class _Run:
         """Return the scenario in which all numbers are one, if some may size something; else its own."""
         if all((place, kind) in self.ways for place, kind, _ in self.decides if kind == NUMBER):
             return self.scenario
-        return _scenario(self.scenario, {(guesses.EVERY, NUMBER): number, **self.ways}, ALWAYS)
+        return _scenario(self.scenario, {(wire.EVERY, NUMBER): number, **self.ways}, ALWAYS)
 
 
 def _scenario(like: Scenario, ways: Mapping[tuple[Key, str], int], when: str) -> Scenario:
@@ -214,7 +213,7 @@ class _Scenarios:
         is_of_masks = {kind for _, kind, _ in first.decides} == {SELECTION}  # the more they select, the more is needed
         is_loop = outcome["most_turns"] > 1 and not is_of_masks
         is_constant = any(outcomes is None or outcomes[0] == outcomes[1] for _, _, outcomes in first.decides)
-        when = guesses.BUT_ONCE if is_loop and is_constant else ALWAYS  # else the first run had either outcome
+        when = wire.BUT_ONCE if is_loop and is_constant else ALWAYS  # else the first run had either outcome
         self._run([first.turned(first.groups, when), first.sized(LARGE)])
         last = self._all[1:2]
         while last and not any(each.is_conclusive for each in self._all):
@@ -223,7 +222,7 @@ class _Scenarios:
             last = self._run([last[0].turned(new, ALWAYS)] if new else [])
         self._run(each.sized(LARGE) for each in self._all[1:2])  # numbers that only the other outcome comes to
         if any(each.is_beyond_a_list for each in self._all):
-            self._run([first.sized(guesses.LAST)])
+            self._run([first.sized(wire.LAST)])
         self._leave_out_endless()
         is_alike = self._agree()
         is_all = is_of_masks or (is_alike and len(self._groups()) == 1) or self._search(is_loop)
@@ -249,7 +248,7 @@ class _Scenarios:
     def _leave_out_endless(self) -> None:
         """Leave out endless loops, such as drawing until all is in bounds, where a few turns need as much as many."""
         endless = [each for each in self._all[1:] if each.fits is None and each.peak]
-        for few in self._run([self._all[0].turned(self._groups(), guesses.A_FEW)] if endless else []):
+        for few in self._run([self._all[0].turned(self._groups(), wire.A_FEW)] if endless else []):
             if few.is_conclusive and few.fits is not None:
                 flat = [each for each in endless if each.peak <= few.peak * (1 + _ALIKE)]
                 self._all = [each for each in self._all if each not in flat]
@@ -283,7 +282,7 @@ class _Scenarios:
         if groups == {_LIBRARIES}:  # whose mixtures are not run
             self._run([first.turned(_one_way(self._all), ALWAYS)])
             return False
-        self._run(first.turned(first.groups, each) for each in (ALWAYS, guesses.ONCE) if is_loop)
+        self._run(first.turned(first.groups, each) for each in (ALWAYS, wire.ONCE) if is_loop)
         seen: list[_Run] = []
         while rest := [each for each in self._all if each not in seen]:
             is_alike, fits = self._are_alike(), {each.fits for each in self._all if each.is_conclusive}
@@ -308,7 +307,7 @@ class _Scenarios:
         most = max((each for each in large if each.fits), key=lambda each: each.peak, default=None)
         if most is None or not others or most.peak <= max(others) * (1 + _ALIKE):
             return False
-        ways = [(each, guesses.LARGER if way == LARGE else way) for each, way in most.ways.items()]
+        ways = [(each, wire.LARGER if way == LARGE else way) for each, way in most.ways.items()]
         (larger,) = self._ask([{**most.scenario, "ways": ways, "is_brief": True}])
         run = _Run(most.scenario, larger)
         return not run.is_conclusive or not run.fits or run.peak > most.peak * (1 + _ALIKE)
@@ -359,7 +358,7 @@ def _one_way(runs: Iterable[_Run]) -> list[Key]:
     ways: dict[Key, set[bool]] = {}
     for each in runs:
         for place, kind, outcomes in each.decides:
-            is_other = not {(place, kind), (guesses.EVERY, NUMBER)}.isdisjoint(each.ways)
+            is_other = not {(place, kind), (wire.EVERY, NUMBER)}.isdisjoint(each.ways)
             ways.setdefault(place, set()).update([is_other] if outcomes is None else outcomes)
     return _sorted(place for place, each in ways.items() if len(each) < 2)
 

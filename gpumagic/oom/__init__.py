@@ -1,4 +1,4 @@
-"""`%%oomguard`: when a cell runs out of memory, release what the failure pins, say why, and rank what would help.
+"""`%%oomguard`: when a cell runs out of memory, release what the failure pins, say why, and show what would help.
 
 Start with `guard.py`: `OomGuard` has the order of things after a failure.
 
@@ -7,9 +7,7 @@ Start with `guard.py`: `OomGuard` has the order of things after a failure.
     recognition.py   an exception -> whether it is out-of-memory, and the numbers in its text
     failure.py       what is read before the release, while the frames are whole: the line, the operation, its tensors
     ownership.py     which names, models and optimizers own the memory of a device
-    evidence.py      what is read after the release, the report made of it, lines to run at once
-    rules/           facts -> verdict and suggestions
-    advice.py        the suggestions tried, combined and ranked; `trials.py` has the dry runs
+    evidence.py      what is read after the release, the report made of it, lines to run at once; `advice` does the rest
     rerun.py         running again: with what, when to stop, and what of the notebook is restored before it
     shell.py         shows a traceback after its report; guards all cells of a shell
     report.py        the records; `view.py` shows them

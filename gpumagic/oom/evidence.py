@@ -9,17 +9,18 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, TypeGuard
 
+from gpumagic.advice import search
+from gpumagic.advice.facts import Facts, Loader, Ownership, Trainer
+from gpumagic.advice.rules import training, verdict
+from gpumagic.advice.rules.proposal import calls
+from gpumagic.advice.trials import Trials
 from gpumagic.heap.branches import attributes_of, dict_of, mro_of, name_of_type
 from gpumagic.memory import allocator, devices, segments
 from gpumagic.memory.devices import Device
-from gpumagic.oom import advice, ownership
+from gpumagic.oom import ownership
 from gpumagic.oom.failure import Failure, GuardState
 from gpumagic.oom.recognition import OomEvent
 from gpumagic.oom.report import CUBLAS, WORKSPACE, OomReport
-from gpumagic.oom.rules import training, verdict
-from gpumagic.oom.rules.facts import Facts, Loader, Ownership, Trainer
-from gpumagic.oom.rules.proposal import calls
-from gpumagic.oom.trials import Trials
 from gpumagic.report import base
 from gpumagic.report.base import Holder
 from gpumagic.report.units import LARGE, size
@@ -64,7 +65,7 @@ def conclude(
     if need is not None and need.fits and any(nbytes >= LARGE for nbytes in facts.stale.values()):
         tried.reason, need = "a dry run leaves out the old values of names that the cell binds first", None
     facts = replace(facts, need=need)
-    advised = () if recovered else advice.advise(facts, tried)
+    advised = () if recovered else search.advise(facts, tried)
     event = failure.event
     notes += [f"Not all advice was tried: {tried.reason}."] if tried.reason and need is not None else []
     # The first is shown, the others are folded away: what holds of most failures comes last.

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gpumagic.advice.facts import Collection as Collected
+from gpumagic.advice.facts import Facts, TensorFact
 from gpumagic.heap.branches import attributes_of, class_attribute, dict_of, stored_attribute
 from gpumagic.heap.holders import Identities
 from gpumagic.memory import allocator, devices
@@ -24,8 +26,6 @@ from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.devices import Device
 from gpumagic.oom import ownership, recognition
 from gpumagic.oom.recognition import OomEvent
-from gpumagic.oom.rules.facts import Collection as Collected
-from gpumagic.oom.rules.facts import Facts, TensorFact
 from gpumagic.oom.watch import CellWatch, Refusal
 from gpumagic.source import cell_code, frames
 from gpumagic.source import text as texts

@@ -134,7 +134,7 @@ class OomGuard(contextlib.ContextDecorator):
         """
         if self.failure is not None and not self._recovered:
             if self.seconds and self.failure.facts.memory == "device":
-                from gpumagic.oom.trials import start_worker
+                from gpumagic.advice.trials import start_worker
 
                 start_worker(self.failure.facts.device or "")
             if not self.debug:

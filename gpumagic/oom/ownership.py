@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from gpumagic.advice.facts import SAVING_METHODS, Model, Optimizer, Ownership
 from gpumagic.heap import branches, holders, kinds
 from gpumagic.heap.graph import MAX_STEPS_OF_ALL, HeapGraph
 from gpumagic.heap.storages import Storage, StorageTable, plain, undisturbed
 from gpumagic.memory.segments import OccupiedBytes
-from gpumagic.oom.rules.facts import SAVING_METHODS, Model, Optimizer, Ownership
 from gpumagic.report.units import LARGE
 
 UNEVEN = (("BatchNorm", "batch norm"), ("Dropout", "dropout"))

@@ -20,6 +20,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gpumagic.advice.facts import PINNED
 from gpumagic.source import frames
 
 if TYPE_CHECKING:
@@ -98,7 +99,6 @@ BY_CLASS: dict[str, Kind] = {
 }
 """The kind of an exception whose text matches no row, by the name of one of its classes."""
 
-PINNED = "pinned memory"
 PINNING = Kind(PINNED, "", "probable", memory="host")
 """A failed ``cudaHostAlloc``: its text is that of any failure of the CUDA runtime, only its line tells."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpumagic.oom.report import ON_THE_CPU, WORKSPACE, Advice, OomReport
+from gpumagic.advice.records import ON_THE_CPU, Advice
+from gpumagic.advice.view import how, worth
+from gpumagic.oom.report import WORKSPACE, OomReport
 from gpumagic.report.base import Holder
 from gpumagic.report.document import (
     Block,
@@ -70,7 +72,7 @@ def _short(advice: Advice) -> str:
     """Return the code of a suggestion where that is one short statement to run, and what it is worth."""
     code = "" if advice.changes else advice.first or advice.edit or ""
     is_short = code.startswith(("del ", "%xdel ")) and "\n" not in code and len(code) <= SHORT
-    return f" ({code}){_worth(advice)}" if is_short and code != advice.title else _worth(advice)
+    return f" ({code}){worth(advice)}" if is_short and code != advice.title else worth(advice)
 
 
 def _way(report: OomReport) -> str:
@@ -161,53 +163,11 @@ def _advice(report: OomReport) -> Iterator[Block]:
     if not report.advice:
         return
     first, *others = report.advice
-    yield from _how(first)
+    yield from how(first)
     needs_more, tried = report.need is not None and report.need.fits is False, filter(_is_tried_here, report.advice)
     if report.untried:
         yield Paragraph(f"None of it was tried: {report.untried}.", muted=True)
     elif needs_more and all(each.covers is False for each in tried):
         yield Paragraph(f"Nothing that was tried fits on {report.device}.")
     for number, each in enumerate(others[: SHOWN_ADVICE - 1], 2):
-        yield Fold(f"{number}. {each.title}{_worth(each)}", list(_how(each)))
-
-
-def known_early(advice: Advice) -> Document:
-    """Return a suggestion that fits, for the time in which others are tried."""
-    return Document((Heading(f"{advice.title}{_worth(advice)}"), *_how(advice)))
-
-
-def _how(advice: Advice) -> Iterator[Block]:
-    code = _code(advice)
-    if code:
-        yield Listing(code, whole=True)
-    why = [f"Why: {advice.evidence}." if advice.evidence else "", f"Cost: {advice.cost}." if advice.cost else ""]
-    if any(why):
-        yield Paragraph(" ".join(filter(None, why)), muted=True)
-
-
-def _code(advice: Advice) -> list[tuple[int | str, str, str]]:
-    """Return what is to be run first, then the cell's new lines by number, or where no line is known just the code."""
-    before = (advice.first or "").splitlines()
-    lines = (advice.edit or "").splitlines() if advice.changes or not before else []
-    code: list[tuple[int | str, str, str]] = [("first", line, "") for line in before]
-    start = min(advice.changes, key=lambda change: (change.line, change.column), default=None)
-    if start is None:
-        return [*code, *(("use", line, "") for line in lines)]
-    cell, number = f"{start.cell} " if start.cell else "", start.line + start.new.startswith("\n")
-    return [*code, *((f"{cell}{i}", line, "") for i, line in enumerate(lines, number))]
-
-
-def _worth(advice: Advice) -> str:
-    """Return what a dry run says of a suggestion; of one that was not tried, what it frees."""
-    trial = advice.trial
-    saves = f"saves {size(advice.frees)}" if advice.frees is not None else ""
-    but = f"; {trial.reason}" if trial is not None and trial.reason else ""
-    if trial is None or trial.needs is None:
-        frees = f": frees {size(advice.frees)}" if advice.frees is not None else ""
-        return frees + (f" (not tried{but.replace(';', ':', 1)})" if but else "")
-    ran = size_of(trial.needs, trial.had) if advice.title != ON_THE_CPU else "in the host's memory"
-    if trial.fits:
-        return f": fits (dry run: {ran})" if trial.certain else f": should fit (dry run: {ran}{but})"
-    if trial.fits is False:
-        return f": {saves}, does not fit alone" if saves else ": does not fit alone"
-    return f": {saves or 'tried'}; whether it fits is open{but}"
+        yield Fold(f"{number}. {each.title}{worth(each)}", list(how(each)))

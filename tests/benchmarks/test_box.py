@@ -17,7 +17,7 @@ import time
 import pytest
 import torch  # noqa: F401  # a fork of a process that is as large as the worker
 
-from gpumagic.dryrun.worker import box
+from gpumagic.worker import box
 
 pytestmark = [
     pytest.mark.benchmark,

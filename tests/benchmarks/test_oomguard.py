@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from gpumagic import fakecuda
-from gpumagic.oom import trials
+from gpumagic.advice import trials
 
 sys.path.append(str(Path(__file__).parents[1] / "oom"))
 sys.path.append(str(Path(__file__).parents[1] / "cuda"))

@@ -59,7 +59,7 @@ class FakeAllocator(Allocator):
     """The same of fake tensors."""
 
     def __init__(self, gpu: str) -> None:
-        from gpumagic.dryrun.worker.fake.run import FakeRun
+        from gpumagic.worker.fake.run import FakeRun
 
         request = {
             "filename": "<cell>", "sources": {}, "is_brief": True, "capacities": [None], "cuts_to_size": False,

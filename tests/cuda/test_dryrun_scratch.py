@@ -13,8 +13,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from stages import examples
 
-from gpumagic.dryrun.worker.fake.calls import Call
-from gpumagic.dryrun.worker.fake.scratch import scratch
+from gpumagic.worker.fake.calls import Call
+from gpumagic.worker.fake.scratch import scratch
 
 aten = torch.ops.aten
 REDUCTIONS: dict[str, Any] = {

@@ -42,7 +42,7 @@ def capacity() -> Iterator[int]:
 def test_the_model_is_sharded_over_the_devices_here_where_that_was_seen_to_fit(
     bare_shell: Any, capacity: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpumagic.oom.advice.DEAR", 60)  # a slow machine tries no more once something fits
+    monkeypatch.setattr("gpumagic.advice.search.DEAR", 60)  # a slow machine tries no more once something fits
     bare_shell.run_line_magic("load_ext", "gpumagic")
     bare_shell.run_line_magic("config", "GPUMagic.advice_seconds = 120")
     bare_shell.run_cell(f"%%oomguard --keep-going -q -o report\nimport torch{CELL}")

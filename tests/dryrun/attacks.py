@@ -421,7 +421,7 @@ def _flags(path: Path) -> bytes | None:
 
 def without_namespaces() -> None:
     """Refuse this process what Docker's default profile refuses."""
-    from gpumagic.dryrun.worker.box.seccomp import Rule, install, refuse
+    from gpumagic.worker.box.seccomp import Rule, install, refuse
 
     ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
     install(
@@ -444,7 +444,7 @@ def without_namespaces() -> None:
 
 def without_landlock() -> None:
     """Have no Landlock, as before Linux 5.13."""
-    from gpumagic.dryrun.worker.box.seccomp import Rule, install, refuse
+    from gpumagic.worker.box.seccomp import Rule, install, refuse
 
     ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
     install([Rule(refuse(38), {"landlock_create_ruleset": (444, 444)})])

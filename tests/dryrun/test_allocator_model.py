@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stages import examples
 
-from gpumagic.dryrun.worker.fake.allocator import Allocator
+from gpumagic.worker.fake.allocator import Allocator
 
 SIZES = st.one_of(st.integers(1, 1 << 20), st.integers(1, 24 << 20), st.sampled_from([512, 1 << 20, (1 << 20) + 1]))
 STEPS = st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 10**6)), max_size=60)

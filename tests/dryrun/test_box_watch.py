@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from gpumagic.dryrun import effects
-from gpumagic.dryrun.worker import box
+from gpumagic.worker import box
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the box is Linux's")
 COMPILER = b"/opt/venv/lib/python3.12/site-packages/triton/backends/nvidia/bin/ptxas\0"

@@ -13,9 +13,9 @@ from stages import examples
 
 import gpumagic
 from gpumagic.dryrun import targets
-from gpumagic.dryrun.worker.fake.allocator import Allocator
 from gpumagic.memory import allocator, segments
 from gpumagic.memory.allocator import AllocatorStats
+from gpumagic.worker.fake.allocator import Allocator
 
 KIB, MIB = 1 << 10, 1 << 20
 DEVICE = "simgpu:1"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gpumagic.dryrun.worker import process
 from gpumagic.memory import devices
+from gpumagic.worker import process
 
 MIB = 1 << 20
 

@@ -95,7 +95,7 @@ def test_the_course_begins_with_the_cell_and_not_with_what_was_there(names) -> N
 
 def test_a_device_with_little_is_not_thinned_away_by_one_with_much() -> None:
     """Of thousands of changes some hundred points a device are told, the highest and the last among them."""
-    from gpumagic.dryrun.worker.fake.allocator import Allocator, FakeAccount, FakeLedger
+    from gpumagic.worker.fake.allocator import Allocator, FakeAccount, FakeLedger
 
     ledger = FakeLedger([FakeAccount(allocator=Allocator(None, cuts_to_size=True)) for _ in range(2)])
     ledger.start()

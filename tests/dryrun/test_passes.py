@@ -7,7 +7,7 @@ import traceback
 import pytest
 import torch
 
-from gpumagic.dryrun.worker.passes import Passes
+from gpumagic.worker.passes import Passes
 
 
 def run(source: str, names: dict[str, object] | None = None) -> tuple[list[tuple[str, int, int | None]], dict]:

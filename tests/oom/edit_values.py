@@ -29,10 +29,10 @@ import torch
 from IPython.utils.capture import capture_output
 from oom_corpus import Case
 
-from gpumagic.oom import advice as advising
-from gpumagic.oom.report import Advice
-from gpumagic.oom.rules.facts import Facts
-from gpumagic.oom.rules.proposal import Choice
+from gpumagic.advice import search as advising
+from gpumagic.advice.facts import Facts
+from gpumagic.advice.records import Advice
+from gpumagic.advice.rules.proposal import Choice
 from gpumagic.report.units import parse_size
 
 OTHERS = Path(__file__).parent / "other_cells"
@@ -96,7 +96,9 @@ class Left:
 
 def rules() -> Iterator[tuple[str, int, advising.Rule]]:
     """Yield every rule with its name and its tier."""
-    modules = [value for value in vars(advising).values() if getattr(value, "__package__", "") == "gpumagic.oom.rules"]
+    modules = [
+        value for value in vars(advising).values() if getattr(value, "__package__", "") == "gpumagic.advice.rules"
+    ]
     for tier, each in ((tier, rule) for tier, several in enumerate(advising.TIERS) for rule in several):
         names = (f"{one.__name__.rpartition('.')[2]}.{name}" for one in modules for name, it in vars(one).items()
                  if it is each)  # fmt: skip

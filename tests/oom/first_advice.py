@@ -31,8 +31,8 @@ import oom_corpus
 import torch
 from oom_corpus import Case
 
-from gpumagic.oom.report import Advice
-from gpumagic.oom.trials import Trials
+from gpumagic.advice.records import Advice
+from gpumagic.advice.trials import Trials
 from gpumagic.report import progress
 
 FOLDER = Path(__file__).parent / "other_cells"

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
+from gpumagic.advice.search import AGAIN
 from gpumagic.dryrun import client
 from gpumagic.oom import evidence
-from gpumagic.oom.advice import AGAIN
 from gpumagic.report.units import size
 
 FOLDER = Path(__file__).parent / "failing_cells"

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gpumagic.advice.facts import Facts, Loader, TensorFact
+from gpumagic.advice.rules import expressions, limits, parts, verdict
 from gpumagic.memory.allocator import AllocatorStats
-from gpumagic.oom.rules import expressions, limits, parts, verdict
-from gpumagic.oom.rules.facts import Facts, Loader, TensorFact
 from gpumagic.source import cell_code, text
 
 MIB, GIB = 2**20, 2**30

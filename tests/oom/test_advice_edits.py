@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpumagic.advice import search as advising
+from gpumagic.advice.facts import Collection, Facts, Model, TensorFact
+from gpumagic.advice.records import Advice
+from gpumagic.advice.trials import Trials
 from gpumagic.memory.allocator import AllocatorStats
-from gpumagic.oom import advice as advising
-from gpumagic.oom.report import Advice
-from gpumagic.oom.rules.facts import Collection, Facts, Model, TensorFact
-from gpumagic.oom.trials import Trials
 from gpumagic.source import cell_code, text
 from gpumagic.source.text import Change
 

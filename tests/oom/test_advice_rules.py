@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from gpumagic.advice import search as advising
+from gpumagic.advice.facts import Collection, Facts, Model, Optimizer, Ownership, TensorFact
+from gpumagic.advice.records import Need
+from gpumagic.advice.rules import batch, collected, kept, limits, proposal, training, verdict
+from gpumagic.advice.rules.verdict import explain
+from gpumagic.advice.trials import Trials
 from gpumagic.memory.allocator import AllocatorStats
-from gpumagic.oom import advice as advising
-from gpumagic.oom.report import Need
-from gpumagic.oom.rules import batch, collected, kept, limits, proposal, training, verdict
-from gpumagic.oom.rules.facts import Collection, Facts, Model, Optimizer, Ownership, TensorFact
-from gpumagic.oom.rules.verdict import explain
-from gpumagic.oom.trials import Trials
 from gpumagic.report.base import Holder
 from gpumagic.source import cell_code
 from gpumagic.source import text as texts

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from gpumagic.advice.facts import Collection, Facts, Loader, Model, Optimizer, TensorFact
+from gpumagic.advice.records import Advice
+from gpumagic.advice.rules import batch, collected, kept, parts, training
+from gpumagic.advice.rules.proposal import Choice
 from gpumagic.heap.holders import Identities
 from gpumagic.oom import failure, ownership
 from gpumagic.oom.failure import GuardState
-from gpumagic.oom.report import Advice
-from gpumagic.oom.rules import batch, collected, kept, parts, training
-from gpumagic.oom.rules.facts import Collection, Facts, Loader, Model, Optimizer, TensorFact
-from gpumagic.oom.rules.proposal import Choice
 from gpumagic.report.base import Holder
 from gpumagic.source import cell_code
 from gpumagic.source import text as texts

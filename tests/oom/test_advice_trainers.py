@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from gpumagic.advice.facts import Facts
+from gpumagic.advice.rules import batch, loops, training
 from gpumagic.oom.evidence import find_trainer
-from gpumagic.oom.rules import batch, loops, training
-from gpumagic.oom.rules.facts import Facts
 from gpumagic.source import cell_code
 from gpumagic.source.cell_code import BatchSize
 

@@ -14,7 +14,7 @@ import torch
 from oom_cells import allocated, forget_everything
 
 from gpumagic import simgpu
-from gpumagic.oom import trials
+from gpumagic.advice import trials
 
 MIB = 2**20
 pytestmark = pytest.mark.usefixtures("few_objects", "warm_worker")
@@ -214,7 +214,7 @@ def test_a_fault_of_our_own_in_trying_costs_the_tries_and_not_the_report(report_
     def broken(*_, **__):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("gpumagic.oom.trials.script_of", broken)
+    monkeypatch.setattr("gpumagic.advice.trials.script_of", broken)
     report = report_of("x = torch.ones(10 << 20, device='simgpu:0')", NINE_CHUNKS)
     assert report.untried == "RuntimeError: broken"
 

@@ -12,13 +12,13 @@ from oom_cells import forget_everything
 
 import gpumagic
 from gpumagic import simgpu
+from gpumagic.advice import search as advising
+from gpumagic.advice import trials
+from gpumagic.advice.facts import Collection, Facts, TensorFact
+from gpumagic.advice.records import Advice, EditTrial, Need
+from gpumagic.advice.rules import batch, collected, kept, limits, parts
+from gpumagic.advice.rules.verdict import explain
 from gpumagic.memory.allocator import AllocatorStats
-from gpumagic.oom import advice as advising
-from gpumagic.oom import trials
-from gpumagic.oom.report import Advice, EditTrial, Need
-from gpumagic.oom.rules import batch, collected, kept, limits, parts
-from gpumagic.oom.rules.facts import Collection, Facts, TensorFact
-from gpumagic.oom.rules.verdict import explain
 from gpumagic.report.text import render
 from gpumagic.source import cell_code, text
 
@@ -133,7 +133,7 @@ class Untried(Told):
         super().__init__({})
 
     def choose(self, choice, **_):
-        from gpumagic.oom.trials import Chosen
+        from gpumagic.advice.trials import Chosen
 
         return Chosen(choice.make(choice.guess), EditTrial())
 

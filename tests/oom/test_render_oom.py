@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from gpumagic.oom.report import Advice, EditTrial, Need, OomReport
+from gpumagic.advice.records import Advice, EditTrial, Need
+from gpumagic.oom.report import OomReport
 from gpumagic.report.base import Holder, to_html, to_text
 from gpumagic.source.text import Change
 

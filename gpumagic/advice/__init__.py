@@ -1,0 +1,9 @@
+"""What would make a cell fit that ran out of memory: rules suggest changes, dry runs of the changed cell try them.
+
+It runs in the notebook's process, called by `oom.evidence`; only the dry runs are in another.
+
+    facts.py      the record of a failure that every rule reads
+    rules/        facts -> verdict and suggestions
+    search.py     the suggestions tried, combined and ranked; `trials.py` has the dry runs
+    records.py    the suggestions, and what the cell needs; `view.py` shows one suggestion
+"""

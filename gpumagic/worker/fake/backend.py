@@ -1,0 +1,260 @@
+"""Makes torch believe in a device, and gives it autocast: torch's slot for out-of-tree backends, filled from Python.
+
+The guard and the hooks that torch asks are its own, written for backends in Python (torch 2.10 has them); they know
+one device, so which one is current is kept here. Backward runs in the caller's thread, where the cell's lines are
+on the stack and where torch needs no queue for each device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+
+from gpumagic.dryrun.parts import CannotDryRun
+from gpumagic.memory.presets import GPUS
+from gpumagic.simgpu._module import DeviceModule, DeviceProperties
+from gpumagic.worker.fake.allocator import FakeLedger
+
+OURS = "dryrun"
+"""The device's name where CUDA's is taken by torch's own."""
+gpu = GPUS["A100"]
+"""What the devices are like: it decides how kernels share work out."""
+
+
+class _Guard(torch._C._acc.DeviceGuard):
+    def type_(self) -> Any:
+        return torch._C._autograd.DeviceType.PrivateUse1
+
+
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
+    def is_available(self) -> bool:
+        return True
+
+    def is_built(self) -> bool:
+        return True
+
+    def has_primary_context(self, index: int) -> bool:
+        return True
+
+
+_kept: list[object] = []
+"""What torch refers to without keeping it alive."""
+
+
+def register(name: str, ledger: FakeLedger) -> FakeModule:
+    """Make the device torch's out-of-tree one, under a name."""
+    module = FakeModule(name, ledger)
+    guard, hooks = _Guard(), _Hooks()
+    _kept.extend((module, guard, hooks))
+    torch.utils.rename_privateuse1_backend(name)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    torch._register_device_module(name, module)
+    sys.modules[f"torch.{name}"] = module
+    torch._C._acc.register_python_privateuseone_hook(hooks)
+    torch._C._acc.register_python_privateuseone_device_guard(guard)
+    torch.autograd.set_multithreading_enabled(False)
+    clone = torch.UntypedStorage.clone
+
+    def cloned(storage: Any) -> Any:
+        """Copy a storage, as ``copy.deepcopy`` of a tensor does: torch needs an allocator in C++ for that."""
+        if storage.device.type != name:
+            return clone(storage)
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).clone().untyped_storage()
+
+    torch.UntypedStorage.clone = cloned
+    return module
+
+
+class FakeModule(DeviceModule):
+    """`torch.cuda` for the device of the dry run: its memory figures are the ledger's."""
+
+    def __init__(self, name: str, ledger: FakeLedger) -> None:
+        super().__init__(name)
+        self._ledger = ledger
+        self._current = 0
+        self._generator = torch.Generator("cpu")  # of all devices: they make no numbers
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "is_built":
+            raise AttributeError(name)
+        raise CannotDryRun(f"{self.__name__}.{name} is not part of a dry run")
+
+    def device_count(self) -> int:
+        return len(self._ledger.accounts)
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return self._current
+
+    def exchange_device(self, index: int) -> int:
+        before, self._current = self._current, index if index >= 0 else self._current
+        return before
+
+    def figures(self, index: int) -> dict[str, int]:
+        account = self._ledger.accounts[index]
+        return {
+            "allocated_bytes.all.current": self._ledger.figures()[index],
+            "allocated_bytes.all.peak": account.peak.allocated,
+            "reserved_bytes.all.current": account.allocator.reserved,
+            "reserved_bytes.all.peak": account.allocator.peak_reserved,
+        }
+
+    get_memory_info = DeviceModule.mem_get_info  # as torch.accelerator calls it
+
+    def empty_cache(self) -> None:
+        self._ledger.empty_caches()
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        """Do nothing: the peak reported is the cell's own."""
+
+    reset_accumulated_memory_stats = reset_max_memory_allocated = reset_peak_memory_stats
+
+    def generator(self, device: Any = None) -> torch.Generator:
+        return self._generator
+
+    def get_device_properties(self, device: Any = None) -> DeviceProperties:
+        total = self._ledger.accounts[self.index(device)].allocator.capacity or 1 << 62
+        return DeviceProperties(gpu.name, total, "", gpu.multiprocessors, gpu.major, gpu.minor)
+
+
+class Stream(contextlib.nullcontext[None]):
+    """A stream or an event: what is put on it has been done, since none is concurrent here and all share one cache."""
+
+    cuda_stream = stream_id = priority = 0
+
+    def __init__(self, device: object = None, *_: object, **__: object) -> None:
+        super().__init__()
+        self.device = device
+
+    def query(self) -> bool:
+        """Return that it is done."""
+        return True
+
+    def synchronize(self, *_: object) -> None:
+        """Wait for nothing."""
+
+    wait = wait_stream = wait_event = record = synchronize
+
+    def record_event(self, event: Stream | None = None) -> Stream:
+        """Return an event."""
+        return event or Stream()
+
+    def elapsed_time(self, end_event: Stream) -> float:
+        """Return a time in ms that means nothing."""
+        return 1.0
+
+
+# ---- Autocast: torch's own lists of which operators run in which precision
+
+# They are those of `ATen/autocast_mode.h`, which torch gives to CUDA and to out-of-tree devices alike; an out-of-tree
+# device has to apply them itself. What torch lists for CUDA and is in none of these runs in float32; what may be told
+# the type of its result is told that.
+LOWER = """
+    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm
+    baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell
+    rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention
+"""
+WIDEST = """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add stack cat
+"""
+
+_BELOW = DispatchKeySet(getattr(DispatchKey, "AutocastPrivateUse1"))  # noqa: B009  # missing from torch's own stubs
+
+
+class Autocast:
+    """`torch.autocast` on the device of the dry run, for the life of the process.
+
+    Args:
+        device_type: the name of the device of the dry run.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._type = device_type
+        self._cache: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        rest, listed = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+        _kept.extend((rest, listed))
+        rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+        policies = {
+            **dict.fromkeys(LOWER.split(), self._in_lower), **dict.fromkeys(WIDEST.split(), self._in_widest),
+            "binary_cross_entropy": _refuse,
+        }  # fmt: skip
+        in_float32 = functools.partial(self._in, torch.float32)
+        for registered in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"):
+            namespace, _, name = registered.partition("::")
+            if namespace == "aten" and not name.startswith("cudnn"):  # torchvision has some, too
+                base, _, overload = name.partition(".")
+                op = getattr(getattr(torch.ops.aten, base), overload or "default")
+                has_dtype = any(argument.name == "dtype" for argument in op._schema.arguments)
+                policy = policies.get(name, self._to_float32 if has_dtype else in_float32)
+                listed.impl(op, functools.partial(_under_autocast, policy, op), "AutocastPrivateUse1")
+        clear = torch.clear_autocast_cache
+
+        def clear_autocast_cache() -> None:
+            clear()
+            self._cache.clear()
+
+        torch.clear_autocast_cache = clear_autocast_cache
+
+    def _in_lower(self, op: Any, args: Any, kwargs: Any) -> Any:
+        return self._in(torch.get_autocast_dtype(self._type), op, args, kwargs)
+
+    def _in(self, dtype: torch.dtype, op: Any, args: Any, kwargs: Any) -> Any:
+        return op(*self._cast(args, dtype), **self._cast(kwargs, dtype))
+
+    def _to_float32(self, op: Any, args: Any, kwargs: Any) -> Any:
+        names = [argument.name for argument in op._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if self._is_eligible(args[0]) and given.get("dtype") is None:
+            given["dtype"] = torch.float32
+        return op(**given)
+
+    def _in_widest(self, op: Any, args: Any, kwargs: Any) -> Any:
+        flat = [each for value in (*args, *kwargs.values()) for each in (value if isinstance(value, list) else [value])]
+        is_wide = any(self._is_eligible(each) and each.dtype == torch.float32 for each in flat)
+        return self._in(torch.float32 if is_wide else torch.get_autocast_dtype(self._type), op, args, kwargs)
+
+    def _is_eligible(self, value: Any) -> bool:
+        if not isinstance(value, torch.Tensor):
+            return False
+        with torch._C.DisableTorchFunction():  # under `Names` the device would say another name
+            is_here = value.device.type == self._type
+        return bool(is_here and value.is_floating_point() and value.dtype != torch.float64)
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, list | tuple):
+            return [self._cast(each, dtype) for each in value]
+        if isinstance(value, dict):
+            return {name: self._cast(each, dtype) for name, each in value.items()}
+        if not self._is_eligible(value) or value.dtype == dtype:
+            return value
+        is_lower = dtype != torch.float32 and value.dtype == torch.float32
+        if not (is_lower and value.requires_grad and value.is_leaf and not value._is_view()):
+            return value.to(dtype)
+        alive, made = self._cache.get(id(value), (None, None))  # a weight's, until the outermost autocast ends
+        if alive is None or alive() is not value:
+            made = value.to(dtype)
+            if torch.is_autocast_cache_enabled():
+                self._cache[id(value)] = weakref.ref(value), made
+        return made
+
+
+def _under_autocast(policy: Callable[..., Any], op: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(_BELOW):
+        return policy(op, args, kwargs)
+
+
+def _refuse(*_: Any) -> Any:
+    raise RuntimeError(
+        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
+        "Use torch.nn.functional.binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss instead."
+    )
