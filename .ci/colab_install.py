@@ -29,7 +29,8 @@ def main(wheel: Path) -> int:
     with tempfile.TemporaryDirectory() as folder:
         colab = make_environment(python, Path(folder) / "colab")
         report = subprocess.check_output(
-            [colab, "-m", "pip", "install", "-q", "--dry-run", "--report", "-", str(wheel)], text=True
+            [colab, "-m", "pip", "install", "-q", "--dry-run", "--report", "-", str(wheel)],
+            text=True,
         )
         changes = sorted(item["metadata"]["name"] for item in json.loads(report)["install"])
         subprocess.check_call([colab, "-m", "pip", "install", "-q", "--no-deps", str(wheel)])
@@ -57,7 +58,13 @@ def find_python() -> str | None:
     for version in ("3.13", "3.12"):
         pyenv = [str(path) for root in roots for path in root.glob(f"{version}.*/bin/python")]
         for candidate in (shutil.which(f"python{version}"), *pyenv):
-            if candidate and subprocess.run([candidate, "--version"], capture_output=True, check=False).returncode == 0:
+            if (
+                candidate
+                and subprocess.run(
+                    [candidate, "--version"], capture_output=True, check=False
+                ).returncode
+                == 0
+            ):
                 return candidate
     return None
 

@@ -31,7 +31,13 @@ if TYPE_CHECKING:
     from gpumagic.api import devices, dry_run, free_leaks, gpuinfo, ondevice, oomguard, why
     from gpumagic.cluster.report import ClusterReport, merge
     from gpumagic.dryrun.report import DryRunReport
-    from gpumagic.errors import DeviceNotFound, DryRunUnavailable, GpuMagicError, OptionError, SimgpuUnavailable
+    from gpumagic.errors import (
+        DeviceNotFound,
+        DryRunUnavailable,
+        GpuMagicError,
+        OptionError,
+        SimgpuUnavailable,
+    )
     from gpumagic.gpus.report import GPUReport
     from gpumagic.oom.recognition import OutOfMemory
     from gpumagic.oom.report import OomReport
@@ -51,11 +57,23 @@ _HOMES = {
     "gpumagic.api": ("devices", "gpuinfo", "ondevice", "oomguard", "dry_run", "free_leaks", "why"),
     "gpumagic.cluster.report": ("ClusterReport", "merge"),
     "gpumagic.dryrun.report": ("DryRunReport",),
-    "gpumagic.errors": ("DeviceNotFound", "GpuMagicError", "OptionError", "DryRunUnavailable", "SimgpuUnavailable"),
+    "gpumagic.errors": (
+        "DeviceNotFound",
+        "GpuMagicError",
+        "OptionError",
+        "DryRunUnavailable",
+        "SimgpuUnavailable",
+    ),
     "gpumagic.gpus.report": ("GPUReport",),
     "gpumagic.oom.recognition": ("OutOfMemory",),
     "gpumagic.oom.report": ("OomReport",),
-    "gpumagic.tensors.report": ("DiffReport", "FreedReport", "LeakReport", "TensorReport", "WhyReport"),
+    "gpumagic.tensors.report": (
+        "DiffReport",
+        "FreedReport",
+        "LeakReport",
+        "TensorReport",
+        "WhyReport",
+    ),
     "gpumagic.transfers.report": ("TransferReport",),
 }
 

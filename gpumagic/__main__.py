@@ -40,21 +40,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m gpumagic", description="What GPUs there are, and a demonstration of gpumagic."
+        prog="python -m gpumagic",
+        description="What GPUs there are, and a demonstration of gpumagic.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    demo = commands.add_parser("demo", help="run a demo notebook on this machine's GPU, or on a simulated one")
+    demo = commands.add_parser(
+        "demo", help="run a demo notebook on this machine's GPU, or on a simulated one"
+    )
     demo.add_argument("name", nargs="?", default="tour", metavar="NAME", help="which one (tour)")
     demo.add_argument(
-        "--output", type=Path, default=Path("gpumagic-demo"), metavar="DIR", help="where the executed notebook goes"
+        "--output",
+        type=Path,
+        default=Path("gpumagic-demo"),
+        metavar="DIR",
+        help="where the executed notebook goes",
     )
     demo.set_defaults(run=_demo)
     info = commands.add_parser(
-        "gpuinfo", help="show the GPUs, or why there is none", usage="%(prog)s [DEVICE ...] [OPTIONS]",
+        "gpuinfo",
+        help="show the GPUs, or why there is none",
+        usage="%(prog)s [DEVICE ...] [OPTIONS]",
         epilog="-p, -a and -w [SECONDS] are those of %gpuinfo; -w goes on until Ctrl-C",
-    )  # fmt: skip
+    )
     instead = info.add_mutually_exclusive_group()
-    instead.add_argument("--best", action="store_true", help="print only the device with most free memory")
+    instead.add_argument(
+        "--best", action="store_true", help="print only the device with most free memory"
+    )
     instead.add_argument("--json", action="store_true", help="print JSON instead of the table")
     info.set_defaults(run=_gpuinfo)
     return parser
@@ -69,17 +80,27 @@ def _gpuinfo(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
     asked = PARSERS["gpuinfo"].parse_line(shlex.join(rest))
     if asked.each_cell or asked.engines or asked.watch == 0:
-        raise OptionError("here are no cells, no engines and nothing to turn off: write that in a notebook")
+        raise OptionError(
+            "here are no cells, no engines and nothing to turn off: write that in a notebook"
+        )
     if asked.watch is not None and (options.best or options.json):
         raise OptionError("-w is not allowed with --best and --json")
-    ask = functools.partial(api.gpuinfo, *asked.devices, processes=asked.processes, everything=asked.all)
+    ask = functools.partial(
+        api.gpuinfo, *asked.devices, processes=asked.processes, everything=asked.all
+    )
     if asked.watch is not None:
         live.GpuWatch(ask, asked.watch, live.terminal_display()).run()
         return 0
     report = ask()
     if options.best and report.best is None:
         raise GpuMagicError(report.cause or "no GPU here says how much memory it has free")
-    print(report.best if options.best else json.dumps(report.to_dict(), indent=2) if options.json else report)
+    print(
+        report.best
+        if options.best
+        else json.dumps(report.to_dict(), indent=2)
+        if options.json
+        else report
+    )
     return 0
 
 
@@ -100,7 +121,9 @@ def _demo(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from gpumagic.memory import allocator
 
     notebook = nbformat.read(source, as_version=4)
-    if not allocator.accelerators():  # compiled now, where it says so, rather than in a cell that seems to hang
+    if (
+        not allocator.accelerators()
+    ):  # compiled now, where it says so, rather than in a cell that seems to hang
         from gpumagic.simgpu import _module
 
         _module.load()
@@ -127,12 +150,16 @@ def execute_notebook(notebook: NotebookNode) -> str | None:
 
     def started(cell: Any, **_: object) -> None:
         if cell.cell_type == "code":
-            title = next((line for line in cell.source.splitlines() if not line.startswith("#")), "")
+            title = next(
+                (line for line in cell.source.splitlines() if not line.startswith("#")), ""
+            )
             print(f"  {next(numbers):>2}/{total}  {title[:70]}", flush=True)
 
     def executed(cell: Any, **_: object) -> None:
         bundles = (each.get("data", {}) for each in cell.outputs)
-        reports = [each["text/plain"] for each in bundles if "text/html" in each and "text/plain" in each]
+        reports = [
+            each["text/plain"] for each in bundles if "text/html" in each and "text/plain" in each
+        ]
         if reports:  # what the report says first
             first, *rest = reports[0].splitlines()
             wrapped = itertools.takewhile(lambda line: line.startswith("  "), rest)
@@ -144,7 +171,9 @@ def execute_notebook(notebook: NotebookNode) -> str | None:
         kernel_name="python3",
         record_timing=False,
         coalesce_streams=True,  # a progress bar is then its last state, not each of them
-        extra_arguments=["--log-level=ERROR"],  # the kernel's warnings are about its server, which is this process
+        extra_arguments=[
+            "--log-level=ERROR"
+        ],  # the kernel's warnings are about its server, which is this process
         on_cell_start=started,
         on_cell_executed=executed,
     )
@@ -153,7 +182,9 @@ def execute_notebook(notebook: NotebookNode) -> str | None:
     except CellExecutionError as error:
         return str(error)
     finally:
-        for cell in notebook.cells:  # what cleared displays leave, such as that of progress; nbconvert warns of it
+        for cell in (
+            notebook.cells
+        ):  # what cleared displays leave, such as that of progress; nbconvert warns of it
             if cell.cell_type == "code":
                 cell.outputs = [each for each in cell.outputs if each.get("data") != {}]
     return None
@@ -162,7 +193,10 @@ def execute_notebook(notebook: NotebookNode) -> str | None:
 def _notebook(name: str) -> Path:
     """Return a demo notebook inside an installed wheel, or beside the package in a checkout."""
     package = Path(__file__).parent
-    notebooks = [*(package / "demo_notebooks").glob("*.ipynb"), *(package.parent / "demo_notebooks").glob("*.ipynb")]
+    notebooks = [
+        *(package / "demo_notebooks").glob("*.ipynb"),
+        *(package.parent / "demo_notebooks").glob("*.ipynb"),
+    ]
     for path in notebooks:
         if path.stem == name:
             return path

@@ -63,7 +63,14 @@ def devices(
 
     names = [resolve(device) for device in devices]
     namespace = sys._getframe(1).f_globals if namespace is None else namespace
-    return scan.scan(namespace, devices=names, group_by=by, limit=limit, shell=_shell_of(namespace), thorough=True)
+    return scan.scan(
+        namespace,
+        devices=names,
+        group_by=by,
+        limit=limit,
+        shell=_shell_of(namespace),
+        thorough=True,
+    )
 
 
 def why(name: str, *, namespace: Mapping[str, object] | None = None) -> WhyReport:
@@ -159,7 +166,9 @@ def oomguard(
     plan = Plan(shrink, fallback)
     plan.check()
     again = functools.partial(rerun.decorate, plan) if plan != Plan() else None
-    return OomGuard(debug=debug, keep_going=keep_going, namespace=sys._getframe(1).f_globals, rerun=again)
+    return OomGuard(
+        debug=debug, keep_going=keep_going, namespace=sys._getframe(1).f_globals, rerun=again
+    )
 
 
 def dry_run(

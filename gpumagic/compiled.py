@@ -18,8 +18,13 @@ def cache_folder(name: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpumagic" / name
 
 
-def load_folder(home: Path, what: str, unavailable: type[GpuMagicError], is_there: Callable[[], bool],
-                make: Callable[[], object]) -> None:  # fmt: skip
+def load_folder(
+    home: Path,
+    what: str,
+    unavailable: type[GpuMagicError],
+    is_there: Callable[[], bool],
+    make: Callable[[], object],
+) -> None:
     """Have a folder made unless it is there, by one process at a time, and refuse what others may have written.
 
     What is ``unavailable`` where nothing can be kept or loaded is raised with a sentence that begins with ``what``.
@@ -70,7 +75,9 @@ def unfinished(home: Path) -> Iterator[Path]:
     prefix = f"building-{home.name}-"
     for left_behind in home.parent.glob(f"{prefix}*"):
         shutil.rmtree(left_behind, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=home.parent, ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix=prefix, dir=home.parent, ignore_cleanup_errors=True
+    ) as folder:
         yield Path(folder)
 
 
@@ -79,7 +86,10 @@ def _refuse_what_others_write(what: str, unavailable: type[GpuMagicError], *fold
     for folder in folders:
         seen = folder.stat()
         modes = ((parent, parent.stat().st_mode) for parent in folder.resolve().parents)
-        replaceable = next((parent for parent, mode in modes if mode & stat.S_IWOTH and not mode & stat.S_ISVTX), None)
+        replaceable = next(
+            (parent for parent, mode in modes if mode & stat.S_IWOTH and not mode & stat.S_ISVTX),
+            None,
+        )
         if seen.st_uid not in {os.geteuid(), 0}:
             unsafe = f"{folder} belongs to another user"
         elif seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

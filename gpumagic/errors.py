@@ -45,5 +45,11 @@ def nearest(word: str, valid: Iterable[str]) -> str | None:
     if len(begun) == 1:
         return begun[0]
     folded = {each.casefold().strip("-"): each for each in words}
-    close = difflib.get_close_matches(word.casefold().strip("-"), folded, cutoff=0.5 if len(word) < 3 else 0.65)
-    return folded[min(close, key=lambda each: abs(len(each) - len(word.strip("-"))))] if close else None
+    close = difflib.get_close_matches(
+        word.casefold().strip("-"), folded, cutoff=0.5 if len(word) < 3 else 0.65
+    )
+    return (
+        folded[min(close, key=lambda each: abs(len(each) - len(word.strip("-"))))]
+        if close
+        else None
+    )

@@ -45,7 +45,9 @@ def load(shell: InteractiveShell) -> None:
             simgpu.enable_from_environment()
         except GpuMagicError as error:
             print(f"gpumagic: {error}", file=sys.stderr)  # noqa: T201  # a cell is there to read it
-        except BaseException:  # Ctrl-C while it compiles: IPython takes the extension for not loaded
+        except (
+            BaseException
+        ):  # Ctrl-C while it compiles: IPython takes the extension for not loaded
             unload(shell)
             raise
 
@@ -109,7 +111,9 @@ def _register(shell: InteractiveShell, magics: Magics, undo: list[Callable[[], o
     def restore() -> None:
         for kind, ours in magics.magics.items():
             table = registered.magics[kind]
-            for name in (name for name, method in ours.items() if table.get(name) == method):  # else it was taken since
+            for name in (
+                name for name, method in ours.items() if table.get(name) == method
+            ):  # else it was taken since
                 if name in before[kind]:
                     table[name] = before[kind][name]
                 else:

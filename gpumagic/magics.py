@@ -64,12 +64,16 @@ def _magic(method: Callable[..., object]) -> Callable[..., object]:
 class GPUMagic(Magics):
     """What the magics do where their line does not say."""
 
-    keep_going = Bool(help="Let Run All go on after out-of-memory in a guarded cell.").tag(config=True)
-    advice_seconds = Float(8.0, min=0, help="How long dry runs may try the advice of %%oomguard; 0 tries nothing.").tag(
+    keep_going = Bool(help="Let Run All go on after out-of-memory in a guarded cell.").tag(
         config=True
     )
+    advice_seconds = Float(
+        8.0, min=0, help="How long dry runs may try the advice of %%oomguard; 0 tries nothing."
+    ).tag(config=True)
     engine_timeout = Float(
-        ENGINE_TIMEOUT, min=0.1, help="Seconds to wait for engines to answer; three times as long before a cell."
+        ENGINE_TIMEOUT,
+        min=0.1,
+        help="Seconds to wait for engines to answer; three times as long before a cell.",
     ).tag(config=True)
 
     def __init__(self, shell: InteractiveShell, sessions: CellSessions) -> None:
@@ -84,7 +88,9 @@ class GPUMagic(Magics):
         """Return the state of the GPUs, or follow it."""
         if options.engines is not None:
             return self._on_engines("gpuinfo", options)
-        ask = functools.partial(api.gpuinfo, *options.devices, processes=options.processes, everything=options.all)
+        ask = functools.partial(
+            api.gpuinfo, *options.devices, processes=options.processes, everything=options.all
+        )
         if not options.each_cell and options.watch is None:
             return ask()
         from gpumagic.gpus import live
@@ -108,7 +114,9 @@ class GPUMagic(Magics):
             return self._on_engines("devices", options)
         from gpumagic.tensors import scan, why
 
-        words = options.why or []  # of a name, such as "last traceback"; devices may stand behind it
+        words = (
+            options.why or []
+        )  # of a name, such as "last traceback"; devices may stand behind it
         while len(words) > 1 and devices.is_readable(words[-1]):
             options.devices.append(words.pop())
         only = [devices.resolve(name) for name in options.devices]
@@ -117,8 +125,12 @@ class GPUMagic(Magics):
         if options.free:
             return why.release(self.shell.user_ns, self.shell, only)
         everything = scan.scan(
-            self.shell.user_ns, group_by=options.by, limit=options.n, shell=self.shell, thorough=options.leaks
-        )  # fmt: skip
+            self.shell.user_ns,
+            group_by=options.by,
+            limit=options.n,
+            shell=self.shell,
+            thorough=options.leaks,
+        )
         report, last = everything.narrowed(only), self._last
         # Since IPython 9.8 `execution_count` is the next cell's (ipython PR#15088).
         self._last = everything, f"%devices in cell {self.shell.displayhook.prompt_count}"
@@ -127,7 +139,9 @@ class GPUMagic(Magics):
         if options.diff:
             from gpumagic.tensors.report import DiffReport
 
-            return DiffReport((), notes=("no %devices came before this one; the next --diff compares with it",))
+            return DiffReport(
+                (), notes=("no %devices came before this one; the next --diff compares with it",)
+            )
         return report.leaks() if options.leaks else report
 
     @line_cell_magic
@@ -138,16 +152,22 @@ class GPUMagic(Magics):
         from gpumagic.transfers.run import DeviceRun
 
         if options.device is None:
-            raise OptionError(f"%%ondevice needs a device; there are {', '.join(devices.available())}")
+            raise OptionError(
+                f"%%ondevice needs a device; there are {', '.join(devices.available())}"
+            )
         if options.engines is not None:
             return self._cell_of_engines("ondevice", options, cell, options.device)
         device = devices.resolve(options.device, options.fallback)
         if options.move:
             move.check_names(options.move, self.shell.user_ns)
         run = DeviceRun(
-            device, namespace=self.shell.user_ns, move=options.move,
-            trace=options.trace, show=not options.quiet, store=self._store(options.out),
-        )  # fmt: skip
+            device,
+            namespace=self.shell.user_ns,
+            move=options.move,
+            trace=options.trace,
+            show=not options.quiet,
+            store=self._store(options.out),
+        )
         return self._run(run, cell)
 
     @line_cell_magic
@@ -167,10 +187,15 @@ class GPUMagic(Magics):
                 "--shrink and --fallback run the cell again, so they need all of it: write %%oomguard on its first line"
             )
         guard = functools.partial(
-            OomGuard, self.shell, debug=options.debug, keep_going=options.keep_going or self.keep_going,
-            namespace=self.shell.user_ns, store=self._store(options.out), quiet=options.quiet,
+            OomGuard,
+            self.shell,
+            debug=options.debug,
+            keep_going=options.keep_going or self.keep_going,
+            namespace=self.shell.user_ns,
+            store=self._store(options.out),
+            quiet=options.quiet,
             seconds=self.advice_seconds,
-        )  # fmt: skip
+        )
         if options.state:
             from gpumagic.oom import shell
 
@@ -193,9 +218,13 @@ class GPUMagic(Magics):
         from IPython.display import display
 
         report = api.dry_run(
-            self._code(cell), self.shell.user_ns, capacity=options.capacity, ranks=options.ranks, fit=options.fit,
+            self._code(cell),
+            self.shell.user_ns,
+            capacity=options.capacity,
+            ranks=options.ranks,
+            fit=options.fit,
             gpu=None if options.gpu is None else " ".join(options.gpu),
-        )  # fmt: skip
+        )
         if options.out is not None:
             self.shell.user_ns[options.out] = report
         if not options.run:
@@ -212,7 +241,9 @@ class GPUMagic(Magics):
         if body is None:  # IPython runs the cell, with the line magic on its first line
             line = re.search(r"(?m)^[ \t]*%%dryrun(?!\S).*$", cell)
             if line is None or not cell[line.end() :].strip():
-                raise OptionError("a dry run needs the whole cell: write %%dryrun on its first line, and code below it")
+                raise OptionError(
+                    "a dry run needs the whole cell: write %%dryrun on its first line, and code below it"
+                )
             body = cell[line.end() + 1 :]
         text, whole = body.rstrip(), cell.rstrip()
         return "\n" * whole.removesuffix(text).count("\n") * whole.endswith(text) + body
@@ -242,7 +273,9 @@ class GPUMagic(Magics):
         def show(report: ClusterReport) -> None:
             if store is not None:
                 store(report)
-            if not options.quiet and (magic != "oomguard" or report.reports):  # its errors are shown already
+            if not options.quiet and (
+                magic != "oomguard" or report.reports
+            ):  # its errors are shown already
                 display(report)
 
         # Engines that are to run a cell may have to import torch first, so they have three times as long.

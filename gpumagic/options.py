@@ -78,14 +78,18 @@ def watch_interval(text: str) -> float:
     if text == "off":
         return 0.0
     if not re.fullmatch(r"\d+(\.\d+)?|\.\d+", text, re.ASCII) or float(text) < 0.1:
-        raise OptionError(f"{text!r} is neither off nor seconds of at least 0.1; write devices before -w")
+        raise OptionError(
+            f"{text!r} is neither off nor seconds of at least 0.1; write devices before -w"
+        )
     return float(text)
 
 
 def variable_name(text: str) -> str:
     """Return a Python name, or raise `OptionError`."""
     if not text.isidentifier() or keyword.iskeyword(text):
-        raise OptionError(f"{text!r} cannot be a variable; write a Python name, such as report or batch_size")
+        raise OptionError(
+            f"{text!r} cannot be a variable; write a Python name, such as report or batch_size"
+        )
     return text
 
 
@@ -94,7 +98,9 @@ def variable_names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     wrong = [name for name in names or [text] if not name.isidentifier()]
     if wrong:
-        raise OptionError(f"{wrong[0]!r} is not a variable name; write names such as --move model,x")
+        raise OptionError(
+            f"{wrong[0]!r} is not a variable name; write names such as --move model,x"
+        )
     return names
 
 
@@ -103,7 +109,9 @@ def function_names(text: str) -> bool | list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     wrong = [name for name in names if not all(map(str.isidentifier, name.split(".")))]
     if wrong:
-        raise OptionError(f"{wrong[0]!r} is not a function name; write names such as --trace=model.forward,step")
+        raise OptionError(
+            f"{wrong[0]!r} is not a function name; write names such as --trace=model.forward,step"
+        )
     return names or True
 
 
@@ -135,15 +143,31 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(
-        self, prog: str, description: str, *arguments: _Argument | list[_Argument], takes: str = "",
-        needs_body: Sequence[str] = (), forwarded: Sequence[str] = (), refused: Sequence[str] = (),
-        valued: Sequence[str] = (), hints: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:  # fmt: skip
+        self,
+        prog: str,
+        description: str,
+        *arguments: _Argument | list[_Argument],
+        takes: str = "",
+        needs_body: Sequence[str] = (),
+        forwarded: Sequence[str] = (),
+        refused: Sequence[str] = (),
+        valued: Sequence[str] = (),
+        hints: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         super().__init__(
-            prog=prog, description=description, add_help=False, allow_abbrev=False, formatter_class=_OneScreen,
+            prog=prog,
+            description=description,
+            add_help=False,
+            allow_abbrev=False,
+            formatter_class=_OneScreen,
             usage=f"%(prog)s [OPTIONS] {takes}".rstrip(),
-        )  # fmt: skip
-        self.needs_body, self.forwarded, self.refused, self.valued = needs_body, forwarded, refused, valued
+        )
+        self.needs_body, self.forwarded, self.refused, self.valued = (
+            needs_body,
+            forwarded,
+            refused,
+            valued,
+        )
         self.hints = hints
         self.add_argument("-h", "--help", action="store_true", help=argparse.SUPPRESS)
         for each in arguments:
@@ -172,9 +196,13 @@ class Parser(argparse.ArgumentParser):
         try:
             words = shlex.split(line)
         except ValueError as error:
-            raise OptionError(f"{self.prog}: {error} in {line!r}; close it or leave it out") from None
+            raise OptionError(
+                f"{self.prog}: {error} in {line!r}; close it or leave it out"
+            ) from None
         known = (*self.option_strings(), "--")
-        misspelt = [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
+        misspelt = [
+            word for word in words if word.startswith("--") and word.partition("=")[0] not in known
+        ]
         words = [f"{word}=" if word in self.valued else word for word in words]
         options, unknown = (None, misspelt) if misspelt else self.parse_known_args(words)
         if options is None or unknown:
@@ -198,7 +226,11 @@ class Parser(argparse.ArgumentParser):
         if near is not None:
             hint = f"did you mean {near}?"
         else:
-            last = [each.option_strings[-1] for each in self._actions if each.option_strings and each.dest != "help"]
+            last = [
+                each.option_strings[-1]
+                for each in self._actions
+                if each.option_strings and each.dest != "help"
+            ]
             hint = f"it has {', '.join(last)}"
         return f"{self.prog} has no option {option!r}; {hint}"
 
@@ -206,28 +238,40 @@ class Parser(argparse.ArgumentParser):
 def engine_targets(text: str) -> str:
     """Return which engines are meant, ``"px"``, ``"all"``, ``"0,2"`` or ``"1:3"``, or raise `OptionError`."""
     if not re.fullmatch(r"px|all|-?\d*:-?\d*(:-?\d*)?|\d+(,\d+)*", text, re.ASCII):
-        raise OptionError(f"{text!r} names no engines; write all, 0,2 or 1:3, and a device before --engines")
+        raise OptionError(
+            f"{text!r} names no engines; write all, 0,2 or 1:3, and a device before --engines"
+        )
     return text
 
 
-def _argument(*names: str, read: Callable[[str], object] | None = None, **settings: Any) -> _Argument:
+def _argument(
+    *names: str, read: Callable[[str], object] | None = None, **settings: Any
+) -> _Argument:
     """Return an argument as argparse takes it; ``read`` makes its value of the text, or raises `OptionError`."""
 
     def typed(text: str) -> object:
         assert read is not None
         try:
             return read(text)
-        except OptionError as error:  # argparse keeps the text of this error, and drops that of a ValueError
+        except (
+            OptionError
+        ) as error:  # argparse keeps the text of this error, and drops that of a ValueError
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return names, settings if read is None else {**settings, "type": typed}
 
 
 _ENGINES = _argument(
-    "--engines", nargs="?", metavar="TARGETS", read=engine_targets, const="px",
+    "--engines",
+    nargs="?",
+    metavar="TARGETS",
+    read=engine_targets,
+    const="px",
     help="on ipyparallel's engines: of %%px, all, 0,2, 1:3",
-)  # fmt: skip
-_OUT = _argument("-o", "--out", metavar="NAME", read=variable_name, help="store the report in this variable")
+)
+_OUT = _argument(
+    "-o", "--out", metavar="NAME", read=variable_name, help="store the report in this variable"
+)
 _QUIET = _argument("-q", "--quiet", action="store_true", help="show no report")
 
 PARSERS = {
@@ -239,15 +283,25 @@ PARSERS = {
         "    %gpuinfo -w                 refreshed while other cells run\n"
         "    r = %gpuinfo                keep the report: r.to_pandas(), r.cause\n"
         "    r.best                      the device with most free memory",
-        _argument("devices", nargs="*", metavar="DEVICE", help="only these, such as cuda:1 or 1; else all"),
+        _argument(
+            "devices", nargs="*", metavar="DEVICE", help="only these, such as cuda:1 or 1; else all"
+        ),
         _argument("-p", "--processes", action="store_true", help="list the processes on each GPU"),
         _argument("-a", "--all", action="store_true", help="show every field"),
         _argument(
-            "-w", "--watch", nargs="?", metavar="SECONDS", read=watch_interval, const=2.0,
+            "-w",
+            "--watch",
+            nargs="?",
+            metavar="SECONDS",
+            read=watch_interval,
+            const=2.0,
             help="refresh (every 2 s) while cells run, until -w off",
         ),
         _argument(
-            "--each-cell", choices=("on", "off"), metavar="on|off", help="print a line after every cell: time, memory"
+            "--each-cell",
+            choices=("on", "off"),
+            metavar="on|off",
+            help="print a line after every cell: time, memory",
         ),
         _ENGINES,
         takes="[DEVICE ...]",
@@ -263,17 +317,38 @@ PARSERS = {
         "    %devices --diff                  after a cell: what it created and freed\n"
         "    %devices --why model.fc.weight   what keeps this tensor alive?\n"
         "    r = %devices                     keep the report: r.to_pandas(), r.leaks()",
-        _argument("devices", nargs="*", metavar="DEVICE", help="only these, such as cuda:1 or cpu; else all"),
+        _argument(
+            "devices",
+            nargs="*",
+            metavar="DEVICE",
+            help="only these, such as cuda:1 or cpu; else all",
+        ),
         _argument("-n", metavar="N", read=positive_int, default=20, help="show the largest N (20)"),
         [
             _argument(
-                "--by", metavar="KEY", choices=("dtype", "kind", "holder"), help="totals by dtype, kind or holder"
+                "--by",
+                metavar="KEY",
+                choices=("dtype", "kind", "holder"),
+                help="totals by dtype, kind or holder",
             ),
-            _argument("--diff", action="store_true", help="what was created and freed since the last %%devices"),
-            _argument("--leaks", action="store_true", help="what no variable reaches, and the line that frees it"),
-            _argument("--free", action="store_true", help="free what only outputs or the last error keep"),
             _argument(
-                "--why", nargs="+", metavar=("NAME", "WORD"), help="what keeps it: a name, Out[12], a number of --leaks"
+                "--diff",
+                action="store_true",
+                help="what was created and freed since the last %%devices",
+            ),
+            _argument(
+                "--leaks",
+                action="store_true",
+                help="what no variable reaches, and the line that frees it",
+            ),
+            _argument(
+                "--free", action="store_true", help="free what only outputs or the last error keep"
+            ),
+            _argument(
+                "--why",
+                nargs="+",
+                metavar=("NAME", "WORD"),
+                help="what keeps it: a name, Out[12], a number of --leaks",
             ),
         ],
         _ENGINES,
@@ -289,17 +364,32 @@ PARSERS = {
         "    %%ondevice auto --fallback cpu   the GPU with most free memory, or the CPU\n"
         "    %%ondevice 0 --move model,x      first move these, with their optimizer\n"
         "    %%ondevice 0 -o r                keep the report: r.to_pandas(), r.syncs",
-        _argument("device", nargs="?", metavar="DEVICE", help="cuda:1, 1, auto (most free memory), cpu, meta"),
         _argument(
-            "--move", metavar="NAMES", read=variable_names, default=[],
+            "device",
+            nargs="?",
+            metavar="DEVICE",
+            help="cuda:1, 1, auto (most free memory), cpu, meta",
+        ),
+        _argument(
+            "--move",
+            metavar="NAMES",
+            read=variable_names,
+            default=[],
             help="first move these variables there; all or none",
         ),
-        _argument("--fallback", metavar="DEVICE", help="the device to use where DEVICE is not there"),
         _argument(
-            "--trace", metavar="FUNCTIONS", read=function_names, default=False,
+            "--fallback", metavar="DEVICE", help="the device to use where DEVICE is not there"
+        ),
+        _argument(
+            "--trace",
+            metavar="FUNCTIONS",
+            read=function_names,
+            default=False,
             help="time and memory by line, in functions too; slower",
         ),
-        _QUIET, _OUT, _ENGINES,
+        _QUIET,
+        _OUT,
+        _ENGINES,
         takes="[DEVICE]",
         needs_body=("--engines",),
         forwarded=("move", "trace"),
@@ -315,13 +405,24 @@ PARSERS = {
         "    %oomguard on                     guard every later cell\n"
         "    %%dryrun --fit batch_size        the largest that fits, without running it",
         _argument(
-            "state", nargs="?", choices=("on", "off"), metavar="on|off", help="guard every later cell, or stop doing so"
+            "state",
+            nargs="?",
+            choices=("on", "off"),
+            metavar="on|off",
+            help="guard every later cell, or stop doing so",
         ),
-        _argument("--shrink", metavar="NAME", read=variable_name, help="halve this int and run again, until it fits"),
+        _argument(
+            "--shrink",
+            metavar="NAME",
+            read=variable_name,
+            help="halve this int and run again, until it fits",
+        ),
         _argument("--fallback", metavar="DEVICE", help="run it again on this device, or auto"),
         _argument("--debug", action="store_true", help="keep the failed frames for %%debug"),
         _argument("--keep-going", action="store_true", help="do not fail: Run All goes on"),
-        _QUIET, _OUT, _ENGINES,
+        _QUIET,
+        _OUT,
+        _ENGINES,
         takes="[on|off]",
         needs_body=("--shrink", "--fallback", "--engines"),
         forwarded=("shrink", "fallback", "debug", "keep_going"),
@@ -337,18 +438,36 @@ PARSERS = {
         "    %%dryrun --gpu H100 --ranks 64   as torchrun would start it on each of 64\n"
         "    %%dryrun --run                   then run the cell, if it fits\n"
         "    %%dryrun -o r                    keep the report: r.peak, r.fits",
-        _argument("--fit", metavar="NAME", read=variable_name, help="find the largest value of this int that fits"),
         _argument(
-            "--capacity", metavar="SIZE", read=device_memory, help="on a device with this much memory, such as 16GiB"
+            "--fit",
+            metavar="NAME",
+            read=variable_name,
+            help="find the largest value of this int that fits",
+        ),
+        _argument(
+            "--capacity",
+            metavar="SIZE",
+            read=device_memory,
+            help="on a device with this much memory, such as 16GiB",
         ),
         # How many there are is not said: that would read their table when the extension is loaded.
-        _argument("--gpu", nargs="+", metavar=("NAME", "WORD"), help="on a T4, RTX-4090 or another: --gpu list"),
-        _argument("--ranks", metavar="N", read=number_of_ranks, help="as each of N GPUs runs it: 64, or 8x8"),
+        _argument(
+            "--gpu",
+            nargs="+",
+            metavar=("NAME", "WORD"),
+            help="on a T4, RTX-4090 or another: --gpu list",
+        ),
+        _argument(
+            "--ranks",
+            metavar="N",
+            read=number_of_ranks,
+            help="as each of N GPUs runs it: 64, or 8x8",
+        ),
         _argument("--run", action="store_true", help="then run the cell if it fits; else fail"),
         _OUT,
         hints={r"(cuda|gpu|mps|xpu|simgpu)(:\d+)?": "each device that the cell uses is looked at"},
     ),
-}  # fmt: skip
+}
 MAGICS: Sequence[str] = tuple(PARSERS)
 NEEDING_BODY = {magic: parser.needs_body for magic, parser in PARSERS.items() if parser.needs_body}
 """The options of each cell magic with which it needs the cell's text."""

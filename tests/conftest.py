@@ -30,7 +30,11 @@ os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")
 
 for name, count in (("few", FEW), ("many", MANY)):
     settings.register_profile(
-        name, deadline=None, max_examples=count, suppress_health_check=[HealthCheck.too_slow], derandomize=not IS_WHOLE
+        name,
+        deadline=None,
+        max_examples=count,
+        suppress_health_check=[HealthCheck.too_slow],
+        derandomize=not IS_WHOLE,
     )
 
 
@@ -42,7 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     first = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
     if first and not fakecuda.is_enabled():  # tests/cuda has no use for it
-        subprocess.run([sys.executable, "-c", "from gpumagic.simgpu import _module; _module.load()"], check=False)
+        subprocess.run(
+            [sys.executable, "-c", "from gpumagic.simgpu import _module; _module.load()"],
+            check=False,
+        )
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +84,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     in_shell = {item for item in items if _SHELLS.intersection(getattr(item, "fixturenames", ()))}
     with_shell = {item.path for item in in_shell}
-    looking = {item.path for item in items if "few_objects" in getattr(item, "fixturenames", ())} - with_shell
+    looking = {
+        item.path for item in items if "few_objects" in getattr(item, "fixturenames", ())
+    } - with_shell
 
     def turn(item: pytest.Item) -> int:
         if "simgpu" in item.path.parts:
@@ -141,7 +150,9 @@ def bare_shell():
 
 def _empty(shell: InteractiveShell) -> None:
     """Let go of what a test's cells made: shells live on in IPython's cycles, and tests ask what is on a device."""
-    sys.modules[shell._orig_sys_modules_main_name] = shell._orig_sys_modules_main_mod  # it had put itself there
+    sys.modules[shell._orig_sys_modules_main_name] = (
+        shell._orig_sys_modules_main_mod
+    )  # it had put itself there
     shell.user_ns.clear()
     shell.user_ns_hidden.clear()
     shell.last_execution_result = None
@@ -243,6 +254,8 @@ def warm_worker(_worker_of_the_tests):
     """Keep the dry run worker from ending with the test's shell."""
     from gpumagic.dryrun import client
 
-    with pytest.MonkeyPatch.context() as patch:  # of its own: the test's is undone before its shell ends
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # of its own: the test's is undone before its shell ends
         patch.setattr(client, "close", lambda: None)
         yield

@@ -107,7 +107,10 @@ def _by_cupti(counted: Copied) -> Iterator[None]:
         recorded.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
     for event in events:
-        direction = next((long for short, long in CUPTI_DIRECTIONS.items() if short in event.get("name", "")), None)
+        direction = next(
+            (long for short, long in CUPTI_DIRECTIONS.items() if short in event.get("name", "")),
+            None,
+        )
         if event.get("cat") == "gpu_memcpy" and direction is not None:
             counted.count[direction] += 1
             counted.nbytes[direction] += int(event["args"]["bytes"])
@@ -119,13 +122,17 @@ _staying = [0]
 
 def _small_blocks() -> int:
     devices = range(torch.cuda.device_count())
-    return sum(torch.cuda.memory_stats(each).get("active.small_pool.current", 0) for each in devices)
+    return sum(
+        torch.cuda.memory_stats(each).get("active.small_pool.current", 0) for each in devices
+    )
 
 
 def _clear_free_blocks() -> None:
     """Have memory be zero also in segments that something still uses; the fake runtime has it on the host."""
     devices = range(torch.cuda.device_count())
-    if any(torch.cuda.memory_reserved(each) > torch.cuda.memory_allocated(each) for each in devices):
+    if any(
+        torch.cuda.memory_reserved(each) > torch.cuda.memory_allocated(each) for each in devices
+    ):
         blocks = (each for segment in torch.cuda.memory_snapshot() for each in segment["blocks"])
         for block in blocks:
             if block["state"] == "inactive":

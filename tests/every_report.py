@@ -49,7 +49,10 @@ def cases(text: str) -> Iterator[tuple[str, Report[Any]]]:
     for magic, kind in OF_ENGINES.items():
         told = [EngineAnswer(number, report=report(kind.__name__, text)) for number in range(2)]
         silent = EngineAnswer(2, state="failed", detail=text)
-        yield f"ClusterReport, {magic}", report("ClusterReport", text, magic=magic, engines=(*told, silent))
+        yield (
+            f"ClusterReport, {magic}",
+            report("ClusterReport", text, magic=magic, engines=(*told, silent)),
+        )
 
 
 def eight_gpus() -> GPUReport:
@@ -65,7 +68,9 @@ def eight_gpus() -> GPUReport:
                clock_sm=1410, clock_sm_max=1980)
         for index in range(8)
     )  # fmt: skip
-    return GPUReport(gpus, "2.13.0", "13.0", "580.65.06", "0,1,2,3,4,5,6,7", show_processes=True, show_all=True)
+    return GPUReport(
+        gpus, "2.13.0", "13.0", "580.65.06", "0,1,2,3,4,5,6,7", show_processes=True, show_all=True
+    )
 
 
 def report(kind: str, text: str, **fields: Any) -> Report[Any]:
@@ -88,12 +93,22 @@ def _made(kind: Any, text: str) -> Any:
         return report("GPUReport", text)
     if kind in (str, object, Any):
         return text
-    return {int: 3 * MIB, float: 2.5, bool: True}[kind] if kind in (int, float, bool) else _record(kind, text)
+    return (
+        {int: 3 * MIB, float: 2.5, bool: True}[kind]
+        if kind in (int, float, bool)
+        else _record(kind, text)
+    )
 
 
 def _record(kind: Any, text: str) -> Any:
     """Return a dataclass or a named tuple, each of its fields made by its type."""
     hints = typing.get_type_hints(kind, localns=_TYPES)
-    names = [each.name for each in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else kind._fields
+    names = (
+        [each.name for each in dataclasses.fields(kind)]
+        if dataclasses.is_dataclass(kind)
+        else kind._fields
+    )
     made = {name: _made(hints[name], text) for name in names if (kind.__name__, name) not in FIXED}
-    return kind(**made, **{name: value for (of, name), value in FIXED.items() if of == kind.__name__})
+    return kind(
+        **made, **{name: value for (of, name), value in FIXED.items() if of == kind.__name__}
+    )

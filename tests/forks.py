@@ -55,7 +55,11 @@ class Forks:
         """Return what the code assigns to `answer`, as JSON carries it; fail with the error that it raises."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        print(json.dumps({"code": code, "environment": environment}), file=self._server.stdin, flush=True)
+        print(
+            json.dumps({"code": code, "environment": environment}),
+            file=self._server.stdin,
+            flush=True,
+        )
         told = json.loads(self._server.stdout.readline())
         assert "error" not in told, told["error"]
         return told["answer"]

@@ -93,10 +93,23 @@ def plain(text: str) -> str:
 class Kernel:
     """A real kernel, spoken to as a front end does: of the Python that runs the tests, or another."""
 
-    def __init__(self, home: Path, *, python: str = sys.executable, stderr: IO[str] | None = None, **extra: str):
+    def __init__(
+        self,
+        home: Path,
+        *,
+        python: str = sys.executable,
+        stderr: IO[str] | None = None,
+        **extra: str,
+    ):
         self.gate = home / "gate"
         self.manager = KernelManager()
-        self.manager.kernel_spec.argv = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        self.manager.kernel_spec.argv = [
+            python,
+            "-m",
+            "ipykernel_launcher",
+            "-f",
+            "{connection_file}",
+        ]
         self.manager.start_kernel(env=environment(home, **extra), stderr=stderr)
         self.client = self.manager.client()
         self.client.start_channels()
@@ -128,7 +141,9 @@ class Kernel:
 
     def _let_go(self) -> None:
         self.client.control_channel.send(self.client.session.msg("kernel_info_request", {}))
-        self.client.get_control_msg(timeout=PATIENCE)  # by then what was sent before has arrived as well
+        self.client.get_control_msg(
+            timeout=PATIENCE
+        )  # by then what was sent before has arrived as well
         self.gate.touch()
 
     def interrupt(self, code: str, *later: str) -> list[Cell]:
@@ -146,7 +161,10 @@ class Kernel:
 
     def open_subshell(self) -> str | None:
         """Open a second line of execution in the kernel, or return None where it has none (ipykernel before 7)."""
-        if "create_subshell_request" not in self.run("sorted(get_ipython().kernel.control_handlers)").value:
+        if (
+            "create_subshell_request"
+            not in self.run("sorted(get_ipython().kernel.control_handlers)").value
+        ):
             return None
         self.client.control_channel.send(self.client.session.msg("create_subshell_request", {}))
         return self.client.get_control_msg(timeout=PATIENCE)["content"]["subshell_id"]
@@ -203,5 +221,8 @@ def assert_only_cells_marked_so_failed(notebook) -> None:
     for cell in notebook.cells:
         outputs = cell.get("outputs", ())
         # A UsageError is one line on stderr, not an error output.
-        failed = any(out.output_type == "error" or out.get("text", "").startswith("UsageError") for out in outputs)
+        failed = any(
+            out.output_type == "error" or out.get("text", "").startswith("UsageError")
+            for out in outputs
+        )
         assert failed == ("raises-exception" in cell.metadata.get("tags", ())), cell.source

@@ -69,7 +69,9 @@ def examples(text: str) -> Iterator[Example]:
         before = found.start()
         if found["language"] == "python" or found["output"] is not None:
             place = found.span("output")
-            yield Example(found["code"], found["language"], found["machine"], found["output"], place, new)
+            yield Example(
+                found["code"], found["language"], found["machine"], found["output"], place, new
+            )
 
 
 def comparable(output: str) -> str:
@@ -105,8 +107,12 @@ class Session:
 
         config = Config()
         config.HistoryManager.enabled = False
-        config.GPUMagic.advice_seconds = 120.0  # other processes of this machine must not decide what is tried
-        self.shell = InteractiveShell.instance(config=config, display_pub_class=Publisher, displayhook_class=Hook)
+        config.GPUMagic.advice_seconds = (
+            120.0  # other processes of this machine must not decide what is tried
+        )
+        self.shell = InteractiveShell.instance(
+            config=config, display_pub_class=Publisher, displayhook_class=Hook
+        )
         self.shell.run_line_magic("colors", "nocolor")
         self.run("%load_ext gpumagic")
         self.begin()
@@ -116,7 +122,9 @@ class Session:
         self.run(
             "%reset -f\nimport torch, gpumagic, gc\ngpumagic.free_leaks()\ngc.collect()\ntorch.simgpu.empty_cache()"
         )
-        self.run("for i in range(torch.simgpu.device_count()): torch.simgpu.reset_peak_memory_stats(i)\ndel i")
+        self.run(
+            "for i in range(torch.simgpu.device_count()): torch.simgpu.reset_peak_memory_stats(i)\ndel i"
+        )
         self.run("from torch import nn\ntorch.manual_seed(0)\n%devices --diff;")
 
     def run(self, code: str, *, may_fail: bool = False) -> str:
@@ -136,7 +144,11 @@ def _without_driver(machine: Any) -> None:
 
 def _busy(machine: Any) -> None:
     gib = 1024**3
-    machine.say(f"0.memory {80 * gib} {gib // 2} {gib * 5 // 2} {77 * gib}", f"0.compute 4711 {70 * gib}", "0.util 98")
+    machine.say(
+        f"0.memory {80 * gib} {gib // 2} {gib * 5 // 2} {77 * gib}",
+        f"0.compute 4711 {70 * gib}",
+        "0.util 98",
+    )
     machine.process(4711, "python train.py --big")
 
 
@@ -151,7 +163,9 @@ def on_machine(name: str, command: str) -> str:
         machine = Machine(Path(folder))
         MACHINES[name](machine)
         arguments = [sys.executable, *command.split()[1:]]
-        done = subprocess.run(arguments, env=machine.environment(), capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            arguments, env=machine.environment(), capture_output=True, text=True, check=False
+        )
         return done.stdout + done.stderr
 
 
@@ -168,7 +182,10 @@ def written_anew(text: str) -> str:
         if example.output is None:
             continue
         now = example.shortened(ran)
-        pieces += [text[end : example.place[0]], example.output if _says_the_same(now, example.output) else now]
+        pieces += [
+            text[end : example.place[0]],
+            example.output if _says_the_same(now, example.output) else now,
+        ]
         end = example.place[1]
     return "".join([*pieces, text[end:]])
 
@@ -182,12 +199,17 @@ def main(arguments: list[str]) -> int:
     check = "--check" in arguments
     names = [each for each in arguments if each != "--check"] or [*PAGES]
     if len(names) > 1:
-        return max(subprocess.call([sys.executable, __file__, name, *["--check"][: int(check)]]) for name in names)
+        return max(
+            subprocess.call([sys.executable, __file__, name, *["--check"][: int(check)]])
+            for name in names
+        )
     path = ROOT / names[0]
     before = path.read_text(encoding="utf-8")
     after = written_anew(before)
     if check:
-        sys.stdout.writelines(difflib.unified_diff(*(each.splitlines(keepends=True) for each in (before, after))))
+        sys.stdout.writelines(
+            difflib.unified_diff(*(each.splitlines(keepends=True) for each in (before, after)))
+        )
         return int(before != after)
     path.write_text(after, encoding="utf-8")
     return 0

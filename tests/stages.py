@@ -22,7 +22,8 @@ FEW, MANY = 7, 100 if IS_WHOLE else 40
 def sample(cases: Iterable[Any], every: int) -> list[Any]:
     """Return the cases for `parametrize`: one in so many, from the first on, as it is, and the others marked deep."""
     return [
-        case if number % every == 0 else pytest.param(case, marks=pytest.mark.deep) for number, case in enumerate(cases)
+        case if number % every == 0 else pytest.param(case, marks=pytest.mark.deep)
+        for number, case in enumerate(cases)
     ]
 
 
@@ -35,9 +36,15 @@ def sample_and_all(cases: Iterable[Any], every: int) -> list[Any]:
 
 def wanted(request: pytest.FixtureRequest, argument: str) -> list[Any]:
     """Return what the tests that were chosen of this file have as an argument: what has to be prepared for them."""
-    chosen = [item.callspec.params for item in request.session.items if item.path == request.path and _has_case(item)]
+    chosen = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and _has_case(item)
+    ]
     given = [params[argument] for params in chosen if argument in params]
-    given += itertools.chain.from_iterable(params[f"{argument}s"] for params in chosen if f"{argument}s" in params)
+    given += itertools.chain.from_iterable(
+        params[f"{argument}s"] for params in chosen if f"{argument}s" in params
+    )
     return list(dict.fromkeys(given))
 
 

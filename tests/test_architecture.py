@@ -107,12 +107,18 @@ SPOKEN = {"gpumagic.dryrun.parts", "gpumagic.dryrun.effects", "gpumagic.dryrun.w
 
 
 def test_the_worker_knows_of_the_features_only_what_is_said_to_it() -> None:
-    known = {imported for importer, imported in edges() if layer(importer) == "worker" and layer(imported) in FEATURES}
+    known = {
+        imported
+        for importer, imported in edges()
+        if layer(importer) == "worker" and layer(imported) in FEATURES
+    }
     assert known <= SPOKEN
 
 
 def test_nothing_imports_the_worker() -> None:
-    importers = {importer for importer, imported in edges() if layer(imported) == "worker" != layer(importer)}
+    importers = {
+        importer for importer, imported in edges() if layer(imported) == "worker" != layer(importer)
+    }
     assert importers == set()
 
 
@@ -122,11 +128,16 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 def test_no_c_files_of_the_fake_runtime_call_each_other_in_a_circle() -> None:
     native = (PACKAGE / "fakecuda" / "native").glob("*.c")
-    sources = {path.name: re.sub(r"/\*.*?\*/|\"[^\"\n]*\"", "", path.read_text(), flags=re.DOTALL) for path in native}
+    sources = {
+        path.name: re.sub(r"/\*.*?\*/|\"[^\"\n]*\"", "", path.read_text(), flags=re.DOTALL)
+        for path in native
+    }
     defined = {
         function: file
         for file, text in sources.items()
-        for function in re.findall(r"^(?!static|typedef)[\w ]+[ *](\w+)\([^;]*\) \{", text, re.MULTILINE)
+        for function in re.findall(
+            r"^(?!static|typedef)[\w ]+[ *](\w+)\([^;]*\) \{", text, re.MULTILINE
+        )
     }
     assert defined["capture_take"] == "capture.c"
     assert circles({
@@ -144,7 +155,8 @@ def circles(found: set[Edge]) -> set[frozenset[str]]:
         following.setdefault(importer, []).append(imported)
     reached = {module: reach(module, following) for module in following}
     groups = {
-        frozenset(other for other in seen if module in reached.get(other, ())) for module, seen in reached.items()
+        frozenset(other for other in seen if module in reached.get(other, ()))
+        for module, seen in reached.items()
     }
     return {group for group in groups if len(group) > 1}
 
@@ -163,7 +175,12 @@ def reach(start: str, following: dict[str, list[str]]) -> set[str]:
 def test_no_view_and_no_record_measures() -> None:
     for path in PACKAGE.rglob("*.py"):
         if path.stem.endswith(("view", "report")) and path.stem != "api":
-            found = {each for each in imports(path) for banned in MEASURING if f"{each}.".startswith(f"{banned}.")}
+            found = {
+                each
+                for each in imports(path)
+                for banned in MEASURING
+                if f"{each}.".startswith(f"{banned}.")
+            }
             assert not found, f"{path.relative_to(PACKAGE)} must not import {found}"
 
 
@@ -225,7 +242,11 @@ FOREIGN = {
 
 def test_every_name_in_backquotes_exists() -> None:
     sources = [path for path in PACKAGE.rglob("*") if path.suffix in {".py", ".cpp", ".c", ".h"}]
-    known = {*dir(builtins), *(path.stem for path in sources), *(path.parent.name for path in sources)}
+    known = {
+        *dir(builtins),
+        *(path.stem for path in sources),
+        *(path.parent.name for path in sources),
+    }
     prose: list[tuple[Path, str]] = []
     for path in sources:
         text = path.read_text(encoding="utf-8")
@@ -238,13 +259,21 @@ def test_every_name_in_backquotes_exists() -> None:
         known.update(re.findall(r"\w+", text))
     pattern = r"(?<!`)`([A-Za-z_][\w.]*\w)(?:\(\))?`(?!`)"
     named = {(path.name, name) for path, text in prose for name in re.findall(pattern, text)}
-    gone = {(file, name) for file, name in named if name.rpartition(".")[2] not in known and name not in FOREIGN}
+    gone = {
+        (file, name)
+        for file, name in named
+        if name.rpartition(".")[2] not in known and name not in FOREIGN
+    }
     assert gone == set()
 
 
 def docstrings(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             yield node.value.value
 
 

@@ -23,7 +23,10 @@ def test_gpuinfo_has_what_the_allocator_counts_for_this_kernel(device: Accelerat
 
 
 def test_devices_accounts_for_every_allocated_byte(device: Accelerator) -> None:
-    kept = {"weights": torch.ones(1000, 1000, device=device.name), "ids": torch.arange(7, device=device.name)}
+    kept = {
+        "weights": torch.ones(1000, 1000, device=device.name),
+        "ids": torch.arange(7, device=device.name),
+    }
     report = gpumagic.devices(device.name, namespace=kept)
     (total,) = [row for row in report.by_device if row.device == device.name]
     assert total.allocated == device.allocated()
@@ -33,12 +36,18 @@ def test_devices_accounts_for_every_allocated_byte(device: Accelerator) -> None:
     assert weights.nbytes == 4_000_256  # 4,000,000 in blocks of 512
 
 
-def test_each_traced_line_takes_what_the_allocator_counts_when_it_runs_alone(device: Accelerator) -> None:
+def test_each_traced_line_takes_what_the_allocator_counts_when_it_runs_alone(
+    device: Accelerator,
+) -> None:
     truth = traced_cells.measured(device.backend)
     told = traced_cells.traced(device.backend)
     for statement, alone, line in zip(traced_cells.STATEMENTS, truth, told, strict=True):
         slack = traced_cells.SLACK.get(device.backend, 0)
-        assert all(abs(one - other) <= slack for one, other in zip(line, alone, strict=True)), (statement, line, alone)
+        assert all(abs(one - other) <= slack for one, other in zip(line, alone, strict=True)), (
+            statement,
+            line,
+            alone,
+        )
 
 
 def test_a_dry_run_can_begin_where_the_allocators_blocks_lie(device: Accelerator) -> None:
@@ -82,7 +91,10 @@ def test_ondevice_reports_the_copies_that_the_device_counts(device: Accelerator,
 
 def _summed(report: gpumagic.TransferReport, field: str) -> dict[str, int]:
     directions = {row.direction for row in report}
-    return {each: sum(getattr(row, field) for row in report if row.direction == each) for each in directions}
+    return {
+        each: sum(getattr(row, field) for row in report if row.direction == each)
+        for each in directions
+    }
 
 
 def test_ondevice_makes_the_device_the_default_and_the_current_one(device: Accelerator) -> None:
@@ -112,6 +124,8 @@ def test_oomguard_gives_everything_back(device: Accelerator) -> None:
     assert isinstance(caught.value, torch.OutOfMemoryError)
     assert device.allocated() == before
     assert guard.report is not None
-    assert guard.report.requested == pytest.approx(total // 8, rel=0.001)  # torch's message rounds it
+    assert guard.report.requested == pytest.approx(
+        total // 8, rel=0.001
+    )  # torch's message rounds it
     assert guard.report.allocated_at_failure > before
     assert guard.report.allocated_after == before

@@ -35,6 +35,8 @@ print("heard", len(made))
 
 
 def test_no_magic_opens_a_connection() -> None:
-    result = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", CODE], capture_output=True, text=True, check=False
+    )
     assert "made []" in result.stdout, result.stdout[-2000:] + result.stderr[-2000:]
     assert "heard 1" in result.stdout

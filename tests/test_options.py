@@ -15,7 +15,15 @@ from gpumagic.report.units import parse_size
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("0", 0), ("512", 512), ("1k", 1024), ("1KiB", 1024), ("1 kB", 1024), ("1.5GiB", 3 * 2**29), ("2g", 2**31)],
+    [
+        ("0", 0),
+        ("512", 512),
+        ("1k", 1024),
+        ("1KiB", 1024),
+        ("1 kB", 1024),
+        ("1.5GiB", 3 * 2**29),
+        ("2g", 2**31),
+    ],
 )
 def test_sizes_are_binary_however_they_are_written(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
@@ -23,7 +31,9 @@ def test_sizes_are_binary_however_they_are_written(text: str, nbytes: int) -> No
 
 @pytest.mark.parametrize("text", ["3parsecs", "", "-1", "1e9", "GiB", "1 2", "nan", "1.GiB", "١"])
 def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(OptionError, match=r"is not a size; write bytes or a unit: 4096, 100MiB, 1\.5GiB"):
+    with pytest.raises(
+        OptionError, match=r"is not a size; write bytes or a unit: 4096, 100MiB, 1\.5GiB"
+    ):
         parse_size(text)
 
 
@@ -36,7 +46,11 @@ def test_a_size_is_its_number_times_its_unit(number: int, unit: str) -> None:
 @pytest.mark.parametrize(
     ("magic", "line", "message"),
     [
-        ("dryrun", "--capacity 3parsecs", "argument --capacity: '3parsecs' is not a size; write bytes or a unit"),
+        (
+            "dryrun",
+            "--capacity 3parsecs",
+            "argument --capacity: '3parsecs' is not a size; write bytes or a unit",
+        ),
         ("dryrun", "--capacity 16", "'16' is 16 bytes; write a unit, such as 16GiB"),
         ("oomguard", "onn", "invalid choice: 'onn' (choose from"),
         ("oomguard", "--retry 2", "%%oomguard has no option '--retry'"),
@@ -55,16 +69,26 @@ def test_a_size_is_its_number_times_its_unit(number: int, unit: str) -> None:
         ("gpuinfo", "--each-cell of", "argument --each-cell: invalid choice: 'of' (choose from"),
         ("ondevice", "cuda --trcae", "did you mean --trace?"),
         ("dryrun", "--gpu=T4 --fti n", "did you mean --fit?"),
-        ("dryrun", "cuda:1", "'cuda:1' is one argument too many; each device that the cell uses is looked at"),
+        (
+            "dryrun",
+            "cuda:1",
+            "'cuda:1' is one argument too many; each device that the cell uses is looked at",
+        ),
         ("ondevice", "cuda:0 cuda:1", "'cuda:1' is one argument too many"),
-        ("ondevice", "cuda:0 --trace step", "'step' is one argument too many; did you mean --trace=step?"),
+        (
+            "ondevice",
+            "cuda:0 --trace step",
+            "'step' is one argument too many; did you mean --trace=step?",
+        ),
         ("ondevice", "cuda -o 1x", "'1x' cannot be a variable"),
         ("devices", "'cuda", "close it or leave it out"),
         ("devices", "-n 0", "'0' is not a whole number of at least 1"),
         ("devices", "--why", "expected at least one argument"),
     ],
 )
-def test_a_bad_line_is_one_line_that_says_what_would_be_right(magic: str, line: str, message: str) -> None:
+def test_a_bad_line_is_one_line_that_says_what_would_be_right(
+    magic: str, line: str, message: str
+) -> None:
     with pytest.raises(OptionError) as caught:
         PARSERS[magic].parse_line(line)
     assert message in str(caught.value)
@@ -81,17 +105,23 @@ def test_a_comment_and_a_semicolon_are_not_arguments() -> None:
     assert PARSERS["devices"].parse_line("cuda:1 # the second").devices == ["cuda:1"]
     assert PARSERS["devices"].parse_line("# all of them").devices == []
     assert PARSERS["devices"].parse_line("cuda:1;").devices == ["cuda:1"]
-    assert PARSERS["devices"].parse_line("""--why "batch['a #1']" # why?""").why == ["batch['a #1']"]
+    assert PARSERS["devices"].parse_line("""--why "batch['a #1']" # why?""").why == [
+        "batch['a #1']"
+    ]
     assert PARSERS["devices"].parse_line("cuda:1 # don't").devices == ["cuda:1"]
 
 
-@pytest.mark.parametrize("line", ["0 --move model,x", "--move model, x 0", "0 --move 'model, x'", "--move=model, x 0"])
+@pytest.mark.parametrize(
+    "line", ["0 --move model,x", "--move model, x 0", "0 --move 'model, x'", "--move=model, x 0"]
+)
 def test_a_list_of_names_may_have_spaces(line: str) -> None:
     options = PARSERS["ondevice"].parse_line(line)
     assert (options.device, options.move) == ("0", ["model", "x"])
 
 
-@pytest.mark.parametrize("line", ["cuda:0 cuda:1", "cuda:0,cuda:1", "cuda:0, cuda:1", "cuda:0, cuda:1 -n 3"])
+@pytest.mark.parametrize(
+    "line", ["cuda:0 cuda:1", "cuda:0,cuda:1", "cuda:0, cuda:1", "cuda:0, cuda:1 -n 3"]
+)
 def test_a_list_of_devices_may_have_commas(line: str) -> None:
     assert PARSERS["devices"].parse_line(line).devices == ["cuda:0", "cuda:1"]
 
@@ -108,7 +138,11 @@ def test_any_line_is_read_or_refused_in_one_printable_error(magic: str, line: st
 def test_help_names_every_option_and_does_not_need_the_device(magic: str) -> None:
     assert PARSERS[magic].parse_line("--help").help
     text = PARSERS[magic].format_help()
-    assert all(option in text for option in PARSERS[magic].option_strings() if option not in {"-h", "--help"})
+    assert all(
+        option in text
+        for option in PARSERS[magic].option_strings()
+        if option not in {"-h", "--help"}
+    )
 
 
 @pytest.mark.parametrize("magic", MAGICS)
@@ -135,5 +169,7 @@ def test_the_help_has_examples_that_are_right(magic: str) -> None:
         ("--de", ["--devices", "--debug"], None), ("CPUU", ["cpu"], "cpu"), ("anything", [], None),
     ],
 )  # fmt: skip
-def test_a_suggestion_is_a_valid_word_with_few_letters_changed(word: str, valid: list[str], meant: str | None) -> None:
+def test_a_suggestion_is_a_valid_word_with_few_letters_changed(
+    word: str, valid: list[str], meant: str | None
+) -> None:
     assert nearest(word, valid) == meant

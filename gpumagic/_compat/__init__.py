@@ -67,7 +67,10 @@ def ends_with_semicolon(code: str) -> bool:
 
 
 def add_completer(
-    shell: InteractiveShell, pattern: re.Pattern[str], complete: Complete, undo: list[Callable[[], object]]
+    shell: InteractiveShell,
+    pattern: re.Pattern[str],
+    complete: Complete,
+    undo: list[Callable[[], object]],
 ) -> None:
     """Complete lines that match a pattern from their start (ipython PR#13745, since 8.6).
 
@@ -76,7 +79,9 @@ def add_completer(
     """
     from IPython.core import completer
 
-    if not hasattr(completer, "context_matcher"):  # IPython 7's hook has a fragment that starts after the last `:`
+    if not hasattr(
+        completer, "context_matcher"
+    ):  # IPython 7's hook has a fragment that starts after the last `:`
 
         def hook(_: InteractiveShell, event: Any) -> list[str]:
             fragment, names = complete(event.text_until_cursor, "")
@@ -92,7 +97,9 @@ def add_completer(
         line = context.text_until_cursor
         if not pattern.match(line):
             return {"completions": []}
-        fragment, names = complete(line, "\n".join(context.full_text.splitlines()[context.cursor_line + 1 :]))
+        fragment, names = complete(
+            line, "\n".join(context.full_text.splitlines()[context.cursor_line + 1 :])
+        )
         offers = [completer.SimpleCompletion(text=name, type="magic") for name in names]
         return {"completions": offers, "matched_fragment": fragment, "suppress": True}
 
@@ -114,7 +121,9 @@ def inlined_variables(frame: FrameType) -> dict[str, Any]:
     return {name: variables[name] for name in names if name in variables}
 
 
-def instruction_positions(code: CodeType) -> Iterable[tuple[int | None, int | None, int | None, int | None]]:
+def instruction_positions(
+    code: CodeType,
+) -> Iterable[tuple[int | None, int | None, int | None, int | None]]:
     """Return the lines and columns of each instruction; Python 3.10 has none (PEP 657)."""
     return code.co_positions() if hasattr(code, "co_positions") else ()
 

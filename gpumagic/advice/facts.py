@@ -73,9 +73,12 @@ class Collection:
 
 
 SAVING_METHODS = (
-    "gradient_checkpointing_enable", "enable_gradient_checkpointing", "set_grad_checkpointing", "enable_slicing",
+    "gradient_checkpointing_enable",
+    "enable_gradient_checkpointing",
+    "set_grad_checkpointing",
+    "enable_slicing",
     "_move_list_states_to_cpu",
-)  # fmt: skip
+)
 """Methods that tell how a model may take less memory: of transformers, diffusers and timm, and of torchmetrics."""
 
 
@@ -282,7 +285,9 @@ class Facts:
         if self.at_failure is None or self.after is None:
             return 0
         named = sum(holder.nbytes for holder in self.holders)
-        return max(0, self.at_failure.allocated - max(named, self.before.allocated if self.before else 0))
+        return max(
+            0, self.at_failure.allocated - max(named, self.before.allocated if self.before else 0)
+        )
 
     @property
     def came_back(self) -> int:
@@ -309,4 +314,8 @@ class Facts:
     @property
     def large(self) -> set[str]:
         """The names of large tensors on the device that the code worked with."""
-        return {name for name, fact in self.tensors.items() if fact.device == self.device and fact.nbytes >= LARGE}
+        return {
+            name
+            for name, fact in self.tensors.items()
+            if fact.device == self.device and fact.nbytes >= LARGE
+        }

@@ -8,7 +8,16 @@ from dataclasses import dataclass, field, replace
 
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.records import ON_THE_CPU, Advice, EditTrial, Need
-from gpumagic.advice.rules import batch, collected, expressions, kept, limits, loops, parts, training
+from gpumagic.advice.rules import (
+    batch,
+    collected,
+    expressions,
+    kept,
+    limits,
+    loops,
+    parts,
+    training,
+)
 from gpumagic.advice.rules.proposal import Choice, cleared
 from gpumagic.advice.trials import DEAR, Chosen, Trials
 from gpumagic.advice.view import known_early
@@ -22,31 +31,76 @@ Rule = Callable[[Facts], Iterable[Proposal]]
 
 TIERS: tuple[tuple[Rule, ...], ...] = (
     # What nobody meant: to undo it costs nothing.
-    (limits.size_bug, limits.squeeze, kept.leftovers, kept.stale, kept.earlier_graph, kept.evaluates, collected.graphs,
-     kept.only_looks, kept.of_a_frozen_model, kept.retained, kept.unread, limits.on_the_host,
-     limits.fraction),
+    (
+        limits.size_bug,
+        limits.squeeze,
+        kept.leftovers,
+        kept.stale,
+        kept.earlier_graph,
+        kept.evaluates,
+        collected.graphs,
+        kept.only_looks,
+        kept.of_a_frozen_model,
+        kept.retained,
+        kept.unread,
+        limits.on_the_host,
+        limits.fraction,
+    ),
     # The same result, with less memory or in another place.
-    (expressions.rewritten, expressions.expand, collected.results, collected.listed, collected.stays,
-     kept.last_turn, kept.weights, training.single, kept.update_in_place, limits.expandable_segments,
-     limits.compact, limits.workers, training.one_by_one, limits.other_device, parts.smaller,
-     training.settings, parts.by_rows, batch.mapped),
+    (
+        expressions.rewritten,
+        expressions.expand,
+        collected.results,
+        collected.listed,
+        collected.stays,
+        kept.last_turn,
+        kept.weights,
+        training.single,
+        kept.update_in_place,
+        limits.expandable_segments,
+        limits.compact,
+        limits.workers,
+        training.one_by_one,
+        limits.other_device,
+        parts.smaller,
+        training.settings,
+        parts.by_rows,
+        batch.mapped,
+    ),
     # Memory against time or precision.
-    (batch.accumulate, batch.smaller, loops.batch, batch.unnamed, training.checkpoint,
-     training.mixed, training.smaller_parameters),
+    (
+        batch.accumulate,
+        batch.smaller,
+        loops.batch,
+        batch.unnamed,
+        training.checkpoint,
+        training.mixed,
+        training.smaller_parameters,
+    ),
     (),  # a number of the tier before that changes the result
     # Another model, another optimizer, more devices.
     (training.leaner, training.on_the_host, batch.numbers, limits.divided),
     (limits.on_the_cpu, limits.larger),
-)  # fmt: skip
+)
 """The rules in the order of what their suggestions cost."""
 
 OTHER_RESULT, DRASTIC, MONEY = 3, 4, 5
 """The tiers of a number that changes the result, of what changes the method, and of money."""
 
-OF_ACTIVATIONS = frozenset({
-    training.checkpoint, training.mixed, batch.accumulate, batch.smaller, batch.unnamed,
-    parts.smaller, parts.by_rows, batch.mapped, loops.batch, training.on_the_host,
-})  # fmt: skip
+OF_ACTIVATIONS = frozenset(
+    {
+        training.checkpoint,
+        training.mixed,
+        batch.accumulate,
+        batch.smaller,
+        batch.unnamed,
+        parts.smaller,
+        parts.by_rows,
+        batch.mapped,
+        loops.batch,
+        training.on_the_host,
+    }
+)
 """What cannot help where parameters, gradients and optimizer state alone are more than there is; beside another
 optimizer, where parameters and gradients are."""
 
@@ -124,10 +178,16 @@ def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
     if not any(each.fits_here for each in found):
         found += _try_all(facts, [each for each in proposals if each.tier == MONEY], trials)
     if any(each.fits_here for each in found):
-        found = [each for each in found if each.fits_here or (each.tier < DRASTIC and each.trial.needs is not None)]
+        found = [
+            each
+            for each in found
+            if each.fits_here or (each.tier < DRASTIC and each.trial.needs is not None)
+        ]
     worth = [each for each in found if _is_worth_a_word(each, facts) and not each.is_exhausted]
     most = max((each.worth for each in worth if each.tier < DRASTIC), default=0)
-    return tuple(_finished(facts, each) for each in sorted(worth, key=lambda each: _rank(each, most)))
+    return tuple(
+        _finished(facts, each) for each in sorted(worth, key=lambda each: _rank(each, most))
+    )
 
 
 def _suggested(need: Need | None, tier: int, place: int, rule: Rule, each: Proposal) -> _Suggestion:
@@ -142,7 +202,10 @@ def _suggested(need: Need | None, tier: int, place: int, rule: Rule, each: Propo
 
 def _is_short_of(need: Need | None, *without: str) -> bool:
     """Return whether there is not even room for parameters, gradients and optimizer state, but for some of them."""
-    return need is not None and need.fixed - sum(need.parts.get(each, 0) for each in without) > need.had
+    return (
+        need is not None
+        and need.fixed - sum(need.parts.get(each, 0) for each in without) > need.had
+    )
 
 
 def _try_all(facts: Facts, proposals: Sequence[_Suggestion], trials: Trials) -> list[_Suggestion]:
@@ -165,8 +228,12 @@ def _try_all(facts: Facts, proposals: Sequence[_Suggestion], trials: Trials) -> 
             advice, edit = each.advice, (each.advice.changes, each.advice.first)
             if each.choice is not None:
                 tell(advice.title)
-                found.append(_with_number(each, each.choice, trials, show, is_brief=best is not None))
-            elif not (any(edit) and edit in edits) and not (advice.gpu and any(one.advice.gpu for one in found)):
+                found.append(
+                    _with_number(each, each.choice, trials, show, is_brief=best is not None)
+                )
+            elif not (any(edit) and edit in edits) and not (
+                advice.gpu and any(one.advice.gpu for one in found)
+            ):
                 edits.add(edit)  # else two rules come to the same, or a smaller GPU does
                 tell(advice.title)
                 trial = trials.of(advice) if any(edit) or advice.gpu else EditTrial()
@@ -181,11 +248,18 @@ def _is_enough(proposed: _Suggestion, found: Sequence[_Suggestion], trials: Tria
     if trials.took > DEAR and fits and not trials.reason:
         trials.reason = f"a dry run takes {duration(trials.took)}, and one that fits is known"
         return True
-    return (proposed.tier >= DRASTIC or proposed.is_too_little) and any(each.tier < DRASTIC for each in fits)
+    return (proposed.tier >= DRASTIC or proposed.is_too_little) and any(
+        each.tier < DRASTIC for each in fits
+    )
 
 
 def _with_number(
-    proposed: _Suggestion, choice: Choice, trials: Trials, show: Callable[[_Suggestion], None], *, is_brief: bool
+    proposed: _Suggestion,
+    choice: Choice,
+    trials: Trials,
+    show: Callable[[_Suggestion], None],
+    *,
+    is_brief: bool,
 ) -> _Suggestion:
     """Return a suggestion with the number that was found; in brief where a plainer one fits: with its guess.
 
@@ -194,7 +268,13 @@ def _with_number(
 
     def tried(chosen: Chosen) -> _Suggestion:
         tier = OTHER_RESULT if choice.changes_result and not chosen.is_finished else proposed.tier
-        return replace(proposed, tier=tier, advice=chosen.advice, trial=chosen.trial, is_exhausted=chosen.is_exhausted)
+        return replace(
+            proposed,
+            tier=tier,
+            advice=chosen.advice,
+            trial=chosen.trial,
+            is_exhausted=chosen.is_exhausted,
+        )
 
     trial = trials.of(proposed.advice) if is_brief else EditTrial()
     if trial.fits:
@@ -207,9 +287,19 @@ def _cheapest_set(facts: Facts, found: Sequence[_Suggestion], trials: Trials) ->
     there = [each for each in found if each.trial.fits is False and each.tier < MONEY]
     # What saves nothing alone may do so where others have lowered what needed more. Of optimizers the one first that
     # saves most.
-    there.sort(key=lambda each: (not each.saves, each.tier >= DRASTIC, -each.saves if each.tier >= DRASTIC else 0))
+    there.sort(
+        key=lambda each: (
+            not each.saves,
+            each.tier >= DRASTIC,
+            -each.saves if each.tier >= DRASTIC else 0,
+        )
+    )
     cheap = [each for each in there if each.tier < DRASTIC]
-    sets = {"; ".join(each.advice.title for each in one): one for some in (cheap, there) for one in _sets(facts, some)}
+    sets = {
+        "; ".join(each.advice.title for each in one): one
+        for some in (cheap, there)
+        for one in _sets(facts, some)
+    }
     with progress.counted(len(sets), "trying together") as tell:
         for title, members in sets.items():
             tell(title)
@@ -219,7 +309,9 @@ def _cheapest_set(facts: Facts, found: Sequence[_Suggestion], trials: Trials) ->
             progress.known(known_early(_finished(facts, _joined(facts, members, trial))))
             (low, *others), trial = _needed(members, trial, trials)
             if low.choice is not None:
-                chosen = trials.choose(low.choice, *(each.advice for each in others), at=low.choice.small)
+                chosen = trials.choose(
+                    low.choice, *(each.advice for each in others), at=low.choice.small
+                )
                 if chosen.trial.fits:
                     low, trial = replace(low, advice=chosen.advice), chosen.trial
             return _joined(facts, [low, *others], trial)
@@ -241,7 +333,9 @@ def _sets(facts: Facts, there: Sequence[_Suggestion]) -> Iterator[list[_Suggesti
             continue
         low = replace(each, advice=each.choice.make(each.choice.small))
         # Two that save enough together, then any two: each may lower another of two peaks.
-        pairs = sorted(([low, one] for one in members), key=lambda two: each.saves + two[1].saves < missing)
+        pairs = sorted(
+            ([low, one] for one in members), key=lambda two: each.saves + two[1].saves < missing
+        )
         yield from [*pairs, *([[low, *members]] if len(members) > 1 else [])]
 
 
@@ -254,15 +348,21 @@ def _apart(facts: Facts, found: Sequence[_Suggestion]) -> list[_Suggestion]:
         if is_bound and name in bound:  # another optimizer instead of the same
             continue
         with contextlib.suppress(ValueError):
-            new = [apply_changes([one for one in changes if one.cell == text.cell], text.source, text.cell)
-                   for text in facts.texts]  # fmt: skip
+            new = [
+                apply_changes(
+                    [one for one in changes if one.cell == text.cell], text.source, text.cell
+                )
+                for text in facts.texts
+            ]
             if all(map(texts.parse, new)):  # changes of the same lines may have been indented apart
                 apart.append(each)
                 bound |= {name}
     return apart
 
 
-def _needed(members: Sequence[_Suggestion], trial: EditTrial, trials: Trials) -> tuple[list[_Suggestion], EditTrial]:
+def _needed(
+    members: Sequence[_Suggestion], trial: EditTrial, trials: Trials
+) -> tuple[list[_Suggestion], EditTrial]:
     """Return those of a set that fits without which it does not, the costliest left out first, and what came of it.
 
     What has a number stays.
@@ -272,7 +372,9 @@ def _needed(members: Sequence[_Suggestion], trial: EditTrial, trials: Trials) ->
         rest = [other for other in needed if other is not each]
         if len(rest) < 2:
             break
-        without = trials.of(*(other.advice for other in rest)) if each.choice is None else EditTrial()
+        without = (
+            trials.of(*(other.advice for other in rest)) if each.choice is None else EditTrial()
+        )
         if without.fits:
             needed, trial = rest, without
     return needed, trial
@@ -281,15 +383,26 @@ def _needed(members: Sequence[_Suggestion], trial: EditTrial, trials: Trials) ->
 def _joined(facts: Facts, members: Sequence[_Suggestion], trial: EditTrial) -> _Suggestion:
     """Return a set as one suggestion."""
     advice = [each.advice for each in members]
-    titles = [advice[0].title, *(f"{each.title[:1].lower()}{each.title[1:]}" for each in advice[1:])]
+    titles = [
+        advice[0].title,
+        *(f"{each.title[:1].lower()}{each.title[1:]}" for each in advice[1:]),
+    ]
     changes = tuple(change for each in advice for change in each.changes)
     changed = [text for text in facts.texts if any(each.cell == text.cell for each in changes)]
     joined = Advice(
-        title="; ".join(titles), frees=None, covers=None, evidence="none of them fits alone",
-        cost="; ".join(dict.fromkeys(each.cost for each in advice if each.cost and not each.cost.startswith("none"))),
-        edit="\n".join(text.after(changes) for text in changed) or None, changes=changes,
+        title="; ".join(titles),
+        frees=None,
+        covers=None,
+        evidence="none of them fits alone",
+        cost="; ".join(
+            dict.fromkeys(
+                each.cost for each in advice if each.cost and not each.cost.startswith("none")
+            )
+        ),
+        edit="\n".join(text.after(changes) for text in changed) or None,
+        changes=changes,
         first="\n".join(dict.fromkeys(each.first for each in advice if each.first)) or None,
-    )  # fmt: skip
+    )
     return _Suggestion(max(each.tier for each in members), 0, joined, trial=trial)
 
 
@@ -311,10 +424,13 @@ def _finished(facts: Facts, found: _Suggestion) -> Advice:
     is_code = bool(advice.changes or advice.first)
     first = cleared(advice.first, facts) if is_code else advice.first
     return replace(
-        advice, trial=trial if is_code or advice.gpu else None, covers=trial.fits, first=first,
+        advice,
+        trial=trial if is_code or advice.gpu else None,
+        covers=trial.fits,
+        first=first,
         frees=advice.frees if trial.saves is None or advice.gpu else trial.saves,
         edit=advice.edit if advice.changes or not is_code else first,
-    )  # fmt: skip
+    )
 
 
 def _rank(found: _Suggestion, most: int) -> tuple[int, int, int, int]:
@@ -330,5 +446,7 @@ def _rank(found: _Suggestion, most: int) -> tuple[int, int, int, int]:
         return 3, 0, 0, found.place
     if trial.needs is not None:
         return (2 if trial.fits is None else 4), found.tier >= DRASTIC, -found.saves, found.place
-    is_code = bool(found.advice.changes or found.advice.first)  # what it says is clear, where to write it may not be
+    is_code = bool(
+        found.advice.changes or found.advice.first
+    )  # what it says is clear, where to write it may not be
     return (5 if is_code else 7), is_crumb, found.tier, found.place

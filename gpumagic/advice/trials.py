@@ -84,11 +84,18 @@ class Trials:
         exhausted: a sentence of each number of which not even 1 fits.
     """
 
-    def __init__(self, facts: Facts, namespace: Mapping[str, object], seconds: float, elsewhere: str = "") -> None:
+    def __init__(
+        self, facts: Facts, namespace: Mapping[str, object], seconds: float, elsewhere: str = ""
+    ) -> None:
         self.reason = "" if seconds > 0 else "dry runs of advice are turned off"
         self.exhausted: list[str] = []
         self.took = 0.0
-        self._facts, self._namespace, self._seconds, self._elsewhere = facts, namespace, seconds, elsewhere
+        self._facts, self._namespace, self._seconds, self._elsewhere = (
+            facts,
+            namespace,
+            seconds,
+            elsewhere,
+        )
         self._device = facts.device or ""
         self._until: float | None = None
         self._lost = 0.0  # seconds that other processes took
@@ -103,7 +110,10 @@ class Trials:
             return None
         try:
             report = self._run(())
-        except (Exception, KeyboardInterrupt) as error:  # the report matters more than what a dry run could add
+        except (
+            Exception,
+            KeyboardInterrupt,
+        ) as error:  # the report matters more than what a dry run could add
             self.reason = self._why_not(error)
             return None
         self._as_is, found = report, self._of_device(report)
@@ -117,10 +127,15 @@ class Trials:
         unused = max(0, held - sum(each.nbytes for each in self._facts.brought))
         parts = report.breakdown if report.device == self._device else {}
         self._need = Need(
-            found.peak, found.capacity, report.fits, report.certain,
-            alone=found.peak - min(found.before, unused), fixed=sum(parts.get(part, 0) for part in _FIXED),
-            on=" and ".join(f"line {line}" for line, _ in report.open_on), parts=parts,
-        )  # fmt: skip
+            found.peak,
+            found.capacity,
+            report.fits,
+            report.certain,
+            alone=found.peak - min(found.before, unused),
+            fixed=sum(parts.get(part, 0) for part in _FIXED),
+            on=" and ".join(f"line {line}" for line, _ in report.open_on),
+            parts=parts,
+        )
         return self._need
 
     def of(self, *edits: Advice) -> EditTrial:
@@ -134,9 +149,12 @@ class Trials:
             return self._untried() if self.reason else EditTrial(reason=why)
 
     def choose(
-        self, choice: Choice, *others: Advice, at: int | None = None,
+        self,
+        choice: Choice,
+        *others: Advice,
+        at: int | None = None,
         known: Callable[[Chosen], object] = lambda _: None,
-    ) -> Chosen:  # fmt: skip
+    ) -> Chosen:
         """Return a suggestion with the largest number that was found to fit beside `others`, else with the smallest.
 
         Args:
@@ -149,12 +167,16 @@ class Trials:
         if at is None:  # what fits if all memory goes with it
             room = self._need.had / self._need.needed if self._need is not None else 0
             at = max(1, min(choice.now - 1, int(room * choice.now)))
-        is_finished = self._as_is is not None and choice.finish is not None and choice.finish(at) is not None
+        is_finished = (
+            self._as_is is not None and choice.finish is not None and choice.finish(at) is not None
+        )
         first = 1 << (at.bit_length() - 1)
         if is_finished:
             cut = self._search(choice, others, runs, at, known)
             is_finished = any(report.fits for report in runs.values())
-            first = first if is_finished or any(report.error for report in runs.values()) else min(runs)
+            first = (
+                first if is_finished or any(report.error for report in runs.values()) else min(runs)
+            )
         if not is_finished:
             runs.clear()
             cut = self._search(choice, others, runs, first)
@@ -167,7 +189,9 @@ class Trials:
         came = {value: self._trial(runs[value]) for value in smaller}
         passed = [value for value in smaller if came[value].fits]
         # Where it is open whether any fits, the most extreme is no better than what a reader would take.
-        is_open = [value for value, each in came.items() if each.fits is None and each.needs is not None]
+        is_open = [
+            value for value, each in came.items() if each.fits is None and each.needs is not None
+        ]
         within = [value for value in is_open if (came[value].needs or 0) <= (came[value].had or 0)]
         usual = sorted(is_open, key=lambda value: abs(value - choice.guess))[:1]
         best = max(passed or within or usual or [min(smaller)])
@@ -177,20 +201,28 @@ class Trials:
         return Chosen(advice, came[best], is_finished, is_exhausted=not passed and is_extreme)
 
     def _search(
-        self, choice: Choice, others: Sequence[Advice], runs: dict[int, DryRunReport], first: int,
+        self,
+        choice: Choice,
+        others: Sequence[Advice],
+        runs: dict[int, DryRunReport],
+        first: int,
         known: Callable[[Chosen], object] | None = None,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """Fill in dry runs until the largest number that fits is among them; return what cut it short, if anything.
 
         Smaller numbers than the `first` are tried until one fits; where none does nothing else is. With `known` the
         dry runs are of what the choice's `finish` makes of a number.
         """
         began, left, is_finished = self._now(), self._left_seconds(), known is not None
-        runs |= {} if self._as_is is None else {choice.now: self._as_is}  # with others it does not fit either
+        runs |= (
+            {} if self._as_is is None else {choice.now: self._as_is}
+        )  # with others it does not fit either
 
         def dry_run(value: int) -> DryRunReport:
             """Dry-run with a value that a reader would take, which serves for all of those that come to the same."""
-            number = value if value == choice.now else _usual(choice, value, is_finished=is_finished)
+            number = (
+                value if value == choice.now else _usual(choice, value, is_finished=is_finished)
+            )
             if number not in runs:
                 fits = any(report.fits for report in runs.values())
                 until = began + (SHARE_OF_FITTING if fits or others else SHARE) * left
@@ -200,7 +232,11 @@ class Trials:
                 runs[number] = report = self._run((advice, *others), until if runs else None)
                 if known is not None and not fits and report.fits and report.certain and not others:
                     known(Chosen(advice, self._trial(report), is_finished=True))
-                if not fits and number < choice.now in runs and self._is_hopeless(runs, number, choice.now):
+                if (
+                    not fits
+                    and number < choice.now in runs
+                    and self._is_hopeless(runs, number, choice.now)
+                ):
                     raise DryRunUnavailable(f"{choice.name} changes too little")
             return runs[number]
 
@@ -214,7 +250,11 @@ class Trials:
         except (Exception, KeyboardInterrupt) as error:  # what was found by then counts
             self._why_not(error)
             is_cut_short = isinstance(error, _CutShort) or self.reason
-            return f"; the search was cut short, more may fit: {choice.goes_on}" if is_cut_short else ""
+            return (
+                f"; the search was cut short, more may fit: {choice.goes_on}"
+                if is_cut_short
+                else ""
+            )
         return ""
 
     def _below(self, runs: Mapping[int, DryRunReport]) -> int:
@@ -239,18 +279,32 @@ class Trials:
         if self.reason or self._left_seconds() <= 0:
             raise DryRunUnavailable(self.reason or "there is no time")
         gpu = next((each.gpu for each in edits if each.gpu), None)
-        number, names = next((each.ranks for each in edits if each.ranks), None), dict(self._namespace)
+        number, names = (
+            next((each.ranks for each in edits if each.ranks), None),
+            dict(self._namespace),
+        )
         ranks = None if number is None else Ranks(number, number)
         if ranks is not None:  # other processes, which have nothing of what the failed cell left
-            names = {name: value for name, value in names.items() if name not in self._facts.residue}
+            names = {
+                name: value for name, value in names.items() if name not in self._facts.residue
+            }
         before, cell = self._code(edits)
-        script, target = script_of("\n".join([*before, cell])), targets.choose(self._device, None, gpu, ranks)
+        script, target = (
+            script_of("\n".join([*before, cell])),
+            targets.choose(self._device, None, gpu, ranks),
+        )
         key = script.source, gpu, number
         if key not in self._reports:
-            left = self._left_seconds() if until is None else min(self._left_seconds(), until - self._now())
+            left = (
+                self._left_seconds()
+                if until is None
+                else min(self._left_seconds(), until - self._now())
+            )
             began = self._now()
             with interrupts.ending():
-                report = run.dry_run(script, names, target, time_limit=max(0.1, left * self._slowness))
+                report = run.dry_run(
+                    script, names, target, time_limit=max(0.1, left * self._slowness)
+                )
             self._reports[key] = _of_the_cell(report, len(before))
             if self._until is None:  # the worker's start does not count
                 self._until = self._now() + self._seconds
@@ -265,11 +319,17 @@ class Trials:
         """Return the lines that are run first by a user who follows the advice, other cells included, and the cell."""
         changes = [change for each in edits for change in each.changes]
         cells = {each.cell for each in changes} - {""}
-        others = [apply_changes(changes, text.source, text.cell) for text in self._facts.texts if text.cell in cells]
+        others = [
+            apply_changes(changes, text.source, text.cell)
+            for text in self._facts.texts
+            if text.cell in cells
+        ]
         said = "\n".join(dict.fromkeys(each.first for each in edits if each.first))
         is_here = not any(each.ranks for each in edits)
         first = _XDEL.sub(_UNBIND, cleared(said, self._facts) or "") if is_here else said
-        magic = f"%%ondevice {self._elsewhere}" if self._elsewhere else ""  # in the place of %%oomguard
+        magic = (
+            f"%%ondevice {self._elsewhere}" if self._elsewhere else ""
+        )  # in the place of %%oomguard
         cell = _ONDEVICE.sub(_on_device, magic + apply_changes(changes, self._facts.source or ""))
         return [line for each in (*others, first) for line in each.splitlines()], cell
 
@@ -284,7 +344,9 @@ class Trials:
         fits, needs = report.fits, report.peak.get(deciding)
         if fits is None and not report.complete and not report.open_on:
             return EditTrial(reason=shortcoming(report))
-        why = _PLACE.sub(r"\1", shortcoming(report))  # its line is that of the edited text, which nobody sees
+        why = _PLACE.sub(
+            r"\1", shortcoming(report)
+        )  # its line is that of the edited text, which nobody sees
         reason = why if fits is None else "; ".join(report.assumed) if not report.certain else ""
         if fits is False and needs is not None and needs <= (report.capacity or 0):
             reason = _IN_PIECES
@@ -295,11 +357,19 @@ class Trials:
 
         What a peak saves by the step becomes less, never more, where something else begins to need most.
         """
-        peaks = {value: found.peak for value, each in runs.items() if (found := self._of_device(each)) is not None}
+        peaks = {
+            value: found.peak
+            for value, each in runs.items()
+            if (found := self._of_device(each)) is not None
+        }
         missing = self._need.missing if self._need is not None else 0
         if runs[number].fits or number not in peaks or missing <= 0:
             return False
-        if any(peak <= peaks[number] < peaks[now] for value, peak in peaks.items() if number < value < now):
+        if any(
+            peak <= peaks[number] < peaks[now]
+            for value, peak in peaks.items()
+            if number < value < now
+        ):
             return True  # something else needs most
         if peaks[number] > peaks[now] and 4 * number > now:
             return False  # parts, nearly all of it, beside what they are put together to
@@ -324,7 +394,9 @@ class Trials:
         """Return why there is no dry run; none follows Ctrl-C, a fault of our own, or the end of the time."""
         if isinstance(error, KeyboardInterrupt):
             self.reason = "interrupted"
-        elif not isinstance(error, (GpuMagicError, ValueError, SyntaxError)):  # those are of an edit
+        elif not isinstance(
+            error, (GpuMagicError, ValueError, SyntaxError)
+        ):  # those are of an edit
             self.reason = frames.summary_line(error)
         elif self._left_seconds() <= 0:
             self.reason = f"there was no time: dry runs of advice may take {self._seconds:g} s"
@@ -355,10 +427,14 @@ def _of_the_cell(report: DryRunReport, above: int) -> DryRunReport:
             points = [point for point in report.timeline if point.device == each.device]
             later = list(itertools.dropwhile(lambda point: (point.line or 0) <= above, points))
             begins = points[len(points) - len(later) - 1].allocated
-            rows = (row.peak for row in report.lines if row.device == each.device and row.line > above)
+            rows = (
+                row.peak for row in report.lines if row.device == each.device and row.line > above
+            )
             each = each._replace(peak=max((begins, *rows, *(point.allocated for point in later))))  # noqa: PLW2901
             if each.device == report.device:
-                breakdown = next((point.parts for point in later if point.allocated == each.peak), {})
+                breakdown = next(
+                    (point.parts for point in later if point.allocated == each.peak), {}
+                )
         devices.append(each)
     peaks = {each.device: each.peak for each in devices}
     return replace(report, devices=tuple(devices), peak=peaks, breakdown=breakdown)

@@ -19,7 +19,10 @@ def how(advice: Advice) -> Iterator[Block]:
     code = _code(advice)
     if code:
         yield Listing(code, whole=True)
-    why = [f"Why: {advice.evidence}." if advice.evidence else "", f"Cost: {advice.cost}." if advice.cost else ""]
+    why = [
+        f"Why: {advice.evidence}." if advice.evidence else "",
+        f"Cost: {advice.cost}." if advice.cost else "",
+    ]
     if any(why):
         yield Paragraph(" ".join(filter(None, why)), muted=True)
 
@@ -46,7 +49,9 @@ def worth(advice: Advice) -> str:
         return frees + (f" (not tried{but.replace(';', ':', 1)})" if but else "")
     ran = size_of(trial.needs, trial.had) if advice.title != ON_THE_CPU else "in the host's memory"
     if trial.fits:
-        return f": fits (dry run: {ran})" if trial.certain else f": should fit (dry run: {ran}{but})"
+        return (
+            f": fits (dry run: {ran})" if trial.certain else f": should fit (dry run: {ran}{but})"
+        )
     if trial.fits is False:
         return f": {saves}, does not fit alone" if saves else ": does not fit alone"
     return f": {saves or 'tried'}; whether it fits is open{but}"

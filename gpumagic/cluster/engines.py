@@ -56,7 +56,9 @@ def connect(targets: str = PX) -> tuple[Any, list[int]]:
         )
     known = list(client.ids)
     if not known:
-        raise OptionError("the client has no engines; start some, such as with cluster.start_engines_sync(n=4)")
+        raise OptionError(
+            "the client has no engines; start some, such as with cluster.start_engines_sync(n=4)"
+        )
     of_px = getattr(source, "targets", "all")
     if targets == PX and of_px not in (None, "all"):
         return client, [of_px] if isinstance(of_px, int) else list(of_px)  # those that are gone too
@@ -114,7 +116,9 @@ def answer_devices(names: Sequence[str], *, by: str | None, limit: int | None) -
     simgpu.enable_from_environment()
     shell = notebook.shell()
     only = [resolve(name) for name in names]
-    return scan.scan(notebook.user_variables(shell), devices=only, group_by=by, limit=limit, shell=shell)
+    return scan.scan(
+        notebook.user_variables(shell), devices=only, group_by=by, limit=limit, shell=shell
+    )
 
 
 def answer_prepare(device: str | None, fallback: str | None) -> list[str]:
@@ -126,7 +130,11 @@ def answer_prepare(device: str | None, fallback: str | None) -> list[str]:
         shell.extension_manager.load_extension("gpumagic")
     if device is None:
         return [""]
-    alike = [each for each in allocator.accelerators() if device in ("auto", "gpu", Device.parse(each).backend)]
+    alike = [
+        each
+        for each in allocator.accelerators()
+        if device in ("auto", "gpu", Device.parse(each).backend)
+    ]
     return alike or [resolve(device, fallback)]
 
 
@@ -150,7 +158,9 @@ _REPLY_TIMEOUT = 1.0
 """Seconds to wait for the engines' threads that cancel requests."""
 
 
-def ask(client: Any, engines: Iterable[int], timeout: float, request: str, **arguments: object) -> list[EngineAnswer]:
+def ask(
+    client: Any, engines: Iterable[int], timeout: float, request: str, **arguments: object
+) -> list[EngineAnswer]:
     """Return what each engine answered to a request, in their order; ``timeout`` is in seconds, for the slowest."""
     names = {"request": (request, arguments, _compat.installed_version())}
     asked = {
@@ -166,10 +176,17 @@ def ask(client: Any, engines: Iterable[int], timeout: float, request: str, **arg
     finally:  # also after Ctrl-C
         late = [engine for engine, future in asked.items() if not future.done()]
         if alive := [engine for engine in late if engine in client.ids]:
-            messages = [asked[engine].msg_id for engine in late]  # a thread of the engine takes them back
+            messages = [
+                asked[engine].msg_id for engine in late
+            ]  # a thread of the engine takes them back
             wait([client.abort(messages, targets=alive, block=False)], timeout=_REPLY_TIMEOUT)
-    busy = {"state": "busy", "detail": f"no answer within {timeout:g} s: it is in a cell, or cannot be reached"}
-    facts = {engine: busy if engine in late else future.result() for engine, future in asked.items()}
+    busy = {
+        "state": "busy",
+        "detail": f"no answer within {timeout:g} s: it is in a cell, or cannot be reached",
+    }
+    facts = {
+        engine: busy if engine in late else future.result() for engine, future in asked.items()
+    }
     gone = {"state": "dead", "detail": "it is gone"}
     return [_read_answer(engine, facts.get(engine, gone)) for engine in engines]
 
@@ -177,12 +194,19 @@ def ask(client: Any, engines: Iterable[int], timeout: float, request: str, **arg
 def _read_answer(engine: int, facts: Any) -> EngineAnswer:
     """Return the answer in an engine's reply."""
     if isinstance(facts, BaseException):
-        kind, text = getattr(facts, "ename", type(facts).__name__), getattr(facts, "evalue", str(facts))
+        kind, text = (
+            getattr(facts, "ename", type(facts).__name__),
+            getattr(facts, "evalue", str(facts)),
+        )
         if kind == "EngineError":
             return EngineAnswer(engine, state="dead", detail="it died before it answered")
-        if kind == "ModuleNotFoundError" and "'gpumagic" in text:  # other versions may lack the module that is asked
+        if (
+            kind == "ModuleNotFoundError" and "'gpumagic" in text
+        ):  # other versions may lack the module that is asked
             state = "no gpumagic" if "'gpumagic'" in text else "other version"
-            return EngineAnswer(engine, state=state, detail=f"{text} there, {_same(_compat.installed_version())}")
+            return EngineAnswer(
+                engine, state=state, detail=f"{text} there, {_same(_compat.installed_version())}"
+            )
         return EngineAnswer(engine, state="failed", detail=f"{kind}: {text}")
     return EngineAnswer(engine, **facts)
 
@@ -216,7 +240,9 @@ def of_line(magic: str, options: Namespace, timeout: float) -> ClusterReport:
         arguments = {"processes": options.processes, "everything": options.all}
     client, engines = connect(options.engines)
     answers = ask(client, engines, timeout, magic, names=options.devices, **arguments)
-    if answers and all(each.detail.startswith(_NO_DEVICE) for each in answers):  # the line itself is wrong
+    if answers and all(
+        each.detail.startswith(_NO_DEVICE) for each in answers
+    ):  # the line itself is wrong
         raise DeviceNotFound(f"on the engines: {answers[0].detail.removeprefix(_NO_DEVICE)}")
     return ClusterReport(magic, tuple(answers))
 
@@ -256,22 +282,37 @@ def of_cell(
         raise OptionError(f"--engines takes all of a cell: write %%{magic} on its first line")
     _check_options(magic, options, "%%px, and below it %%")
     client, engines = connect(options.engines)
-    ready = ask(client, engines, timeout, "prepare", device=device, fallback=getattr(options, "fallback", None))
+    ready = ask(
+        client,
+        engines,
+        timeout,
+        "prepare",
+        device=device,
+        fallback=getattr(options, "fallback", None),
+    )
     able = ",".join(str(each.engine) for each in ready if each.state == ANSWERED)
     for each in ready:
         if each.state != ANSWERED:
             leave = f"; without it: --engines {able}" if able else ""
-            raise OptionError(f"the cell ran nowhere: engine {each.engine}: {each.state}, {each.detail}{leave}")
-    words = [_word(name, value) for name in PARSERS[magic].forwarded if (value := getattr(options, name))]
+            raise OptionError(
+                f"the cell ran nowhere: engine {each.engine}: {each.state}, {each.detail}{leave}"
+            )
+    words = [
+        _word(name, value) for name in PARSERS[magic].forwarded if (value := getattr(options, name))
+    ]
     line = " ".join([*words, f"-q -o {REPORT_NAME}"])
-    code = {engine: f"%%{magic} {own} {line}\n{body}" for engine, own in assign_devices(ready).items()}
+    code = {
+        engine: f"%%{magic} {own} {line}\n{body}" for engine, own in assign_devices(ready).items()
+    }
 
     def run() -> None:
         __tracebackhide__ = True
         sent, is_interrupted = _run(client, code)
         ended = [engine for engine, each in sent.items() if each.done()]
         answers = {int(each.engine): each for each in ask(client, ended, timeout, "collect")}
-        report = ClusterReport(magic, tuple(_outcome(engine, sent[engine], answers.get(engine)) for engine in sent))
+        report = ClusterReport(
+            magic, tuple(_outcome(engine, sent[engine], answers.get(engine)) for engine in sent)
+        )
         show(report)
         if is_interrupted:
             raise KeyboardInterrupt
@@ -283,7 +324,11 @@ def of_cell(
 def _word(name: str, value: object) -> str:
     """Return an option as it is typed."""
     option = f"--{name.replace('_', '-')}"
-    return option if value is True else f"{option}={','.join(value) if isinstance(value, list) else value}"
+    return (
+        option
+        if value is True
+        else f"{option}={','.join(value) if isinstance(value, list) else value}"
+    )
 
 
 def assign_devices(ready: Sequence[EngineAnswer]) -> dict[int, str]:
@@ -325,11 +370,19 @@ def _interrupt(client: Any, sent: Mapping[int, Any]) -> None:
     """Cancel the cells that have not begun and interrupt the others, each once: nothing heeds what comes before."""
     running = [engine for engine, each in sent.items() if engine in client.ids and not each.done()]
     if running:
-        client.abort([message for engine in running for message in sent[engine].msg_ids], running, block=False)
+        client.abort(
+            [message for engine in running for message in sent[engine].msg_ids],
+            running,
+            block=False,
+        )
     interrupted: set[int] = set()
     deadline = time.monotonic() + _INTERRUPT_TIMEOUT
     while running and time.monotonic() < deadline:
-        begun = {engine for engine in running if client.metadata[sent[engine].msg_ids[0]]["execute_input"]}
+        begun = {
+            engine
+            for engine in running
+            if client.metadata[sent[engine].msg_ids[0]]["execute_input"]
+        }
         if begun - interrupted:
             client.send_signal("SIGINT", targets=sorted(begun - interrupted), block=False)
         interrupted |= begun
@@ -343,7 +396,11 @@ def _raise(sent: Mapping[int, Any], report: ClusterReport, *, keep_going: bool) 
     from ipyparallel import error
 
     out = [each for each in report.engines if each.state == OUT_OF_MEMORY]
-    others = [sent[int(each.engine)] for each in report.engines if each.state not in (ANSWERED, OUT_OF_MEMORY)]
+    others = [
+        sent[int(each.engine)]
+        for each in report.engines
+        if each.state not in (ANSWERED, OUT_OF_MEMORY)
+    ]
     if others:
         try:
             error.collect_exceptions([each.exception() for each in others], f"%%{report.magic}")
@@ -356,7 +413,11 @@ def _raise(sent: Mapping[int, Any], report: ClusterReport, *, keep_going: bool) 
         from gpumagic.oom.guard import raise_alone
         from gpumagic.oom.recognition import OutOfMemory
 
-        raise_alone(OutOfMemory("; ".join(f"engine {each.engine} ran out of memory: {each.detail}" for each in out)))
+        raise_alone(
+            OutOfMemory(
+                "; ".join(f"engine {each.engine} ran out of memory: {each.detail}" for each in out)
+            )
+        )
 
 
 def _outcome(engine: int, sent: Any, answer: EngineAnswer | None) -> EngineAnswer:
@@ -371,7 +432,10 @@ def _outcome(engine: int, sent: Any, answer: EngineAnswer | None) -> EngineAnswe
         return replace(answer, state=OUT_OF_MEMORY, detail=f"{report.device or 'the host'}{line}")
     if error is None:
         return answer
-    name, value = getattr(error, "ename", type(error).__name__), getattr(error, "evalue", str(error))
+    name, value = (
+        getattr(error, "ename", type(error).__name__),
+        getattr(error, "evalue", str(error)),
+    )
     if name in {"KeyboardInterrupt", "TaskAborted"}:
         return replace(answer, state="interrupted")
     return replace(answer, state="raised", detail=f"{name}: {value}")

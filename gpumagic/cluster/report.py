@@ -73,14 +73,19 @@ class ClusterReport(Report[PlacedRow]):
     @property
     def reports(self) -> dict[int | str, Any]:
         """Return the report of each engine that has one."""
-        return {answer.engine: answer.report for answer in self.engines if answer.report is not None}
+        return {
+            answer.engine: answer.report for answer in self.engines if answer.report is not None
+        }
 
     def to_pandas(self) -> pd.DataFrame:
         """Return all rows of all engines; an engine without rows has one with its state, so that none is missing."""
         places = {name: kind for name, kind in columns_of(PlacedRow).items() if name != "row"}
         columns = columns_of(KINDS[self.magic].row_type)
         cells = [
-            (*(getattr(placed, name) for name in places), *(getattr(placed.row, name, None) for name in columns))
+            (
+                *(getattr(placed, name) for name in places),
+                *(getattr(placed.row, name, None) for name in columns),
+            )
             for placed in self.rows
         ]
         return frame({**places, **columns}, cells)
@@ -111,12 +116,20 @@ def merge(reports: Mapping[Any, object] | Sequence[object]) -> ClusterReport:
             what = "no report" if value is None else f"{type(value).__name__}: {value}"
             answers.append(EngineAnswer(engine, state="failed", detail=what))
     if len(magics) != 1:
-        found = f"they are of {' and '.join(sorted(magics))}" if magics else "there is none among these"
+        found = (
+            f"they are of {' and '.join(sorted(magics))}" if magics else "there is none among these"
+        )
         raise OptionError(f"merge() takes reports of one kind; {found}")
     magic = magics.pop()
-    if magic in {"gpuinfo", "devices"}:  # of a process as it is now: a worker of Ray runs many tasks
+    if magic in {
+        "gpuinfo",
+        "devices",
+    }:  # of a process as it is now: a worker of Ray runs many tasks
         answers = list(
-            {(each.origin.host, each.origin.pid or place): each for place, each in enumerate(answers)}.values()
+            {
+                (each.origin.host, each.origin.pid or place): each
+                for place, each in enumerate(answers)
+            }.values()
         )
     return ClusterReport(magic, tuple(answers))
 
@@ -138,7 +151,9 @@ def shared_gpus(report: ClusterReport) -> list[SharedGpu]:
         process = answer.origin.pid or answer.engine
         for row in answer.report.devices if isinstance(answer.report, GPUReport) else ():
             # A simulated GPU is its process's own.
-            own = (process, row.device) if row.simulated else row.uuid or row.device or row.nvml_index
+            own = (
+                (process, row.device) if row.simulated else row.uuid or row.device or row.nvml_index
+            )
             found.setdefault((answer.origin.host, own), {})[process] = answer, row
     gpus = []
     for (host, _), seen in found.items():

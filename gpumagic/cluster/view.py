@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
-from gpumagic.cluster.report import ClusterReport, EngineAnswer, SharedGpu, engine_ranges, shared_gpus
+from gpumagic.cluster.report import (
+    ClusterReport,
+    EngineAnswer,
+    SharedGpu,
+    engine_ranges,
+    shared_gpus,
+)
 from gpumagic.gpus.report import GPUReport, GpuRow
 from gpumagic.gpus.view import COLUMNS, headline
 from gpumagic.report import document as doc
@@ -37,19 +43,27 @@ def view_engines(report: ClusterReport) -> doc.Document:
     """Return what all engines say together, a row for each GPU or for engines that say the same, and their reports."""
     gpus, said = shared_gpus(report), [_said(answer) for answer in report.engines]
     found = [each for each in said if isinstance(each.answer.report, Report)]
-    blocks: list[doc.Block] = [doc.Heading(_headline(report, found, gpus)), doc.Paragraph(_engines(report), muted=True)]
+    blocks: list[doc.Block] = [
+        doc.Heading(_headline(report, found, gpus)),
+        doc.Paragraph(_engines(report), muted=True),
+    ]
     if gpus:
         blocks.append(_gpu_table(gpus))
         said = [each for each in said if each.answer.report is None or each.answer.report.cause]
     blocks += [_table(said)] if said else []
     reports = [
-        doc.Fold(f"Engine {each.answer.engine}: {each.headline}", to_document(each.answer.report).blocks[1:])
+        doc.Fold(
+            f"Engine {each.answer.engine}: {each.headline}",
+            to_document(each.answer.report).blocks[1:],
+        )
         for each in found[:MAX_REPORTS]
     ]
     if any(getattr(each.answer.report, name, None) for each in found for name in ASKED):
         blocks += doc.unfolded(reports)
     elif reports:
-        blocks.append(doc.Fold("Each engine's own report; in code, report.reports[engine]", reports))
+        blocks.append(
+            doc.Fold("Each engine's own report; in code, report.reports[engine]", reports)
+        )
     return doc.Document(tuple(blocks))
 
 
@@ -59,7 +73,9 @@ def _said(answer: EngineAnswer) -> Said:
         return Said(answer, answer.state)
     if isinstance(report, GPUReport):  # of a thousand engines, whose tables take their time
         return Said(answer, headline(report.devices, report.cause))
-    first = next((block.text for block in to_document(report).blocks if isinstance(block, doc.Heading)), "")
+    first = next(
+        (block.text for block in to_document(report).blocks if isinstance(block, doc.Heading)), ""
+    )
     return Said(answer, first, sum(row.in_rows for row in getattr(report, "by_device", ())))
 
 
@@ -69,20 +85,33 @@ def _headline(report: ClusterReport, found: Sequence[Said], gpus: Sequence[Share
         return "No engine ran out of memory" if report.magic == "oomguard" else "No answer"
     if gpus:
         several = len({gpu.host for gpu in gpus}) > 1
-        return headline([
-            replace(gpu.row, device=f"{gpu.row.device} on {gpu.host}") if several and gpu.row.device else gpu.row
-            for gpu in gpus
-        ])  # fmt: skip
+        return headline(
+            [
+                replace(gpu.row, device=f"{gpu.row.device} on {gpu.host}")
+                if several and gpu.row.device
+                else gpu.row
+                for gpu in gpus
+            ]
+        )
     if report.magic == "devices":
         whole, most = sum(each.nbytes for each in found), max(found, key=lambda each: each.nbytes)
         if len(found) > 1 and most.nbytes > UNEVEN * (whole - most.nbytes) / (len(found) - 1):
             largest = next(iter(fold(most.answer.report.tensors)), None)
-            mostly = f", mostly {largest.text}" if largest is not None and largest.nbytes > most.nbytes / 2 else ""
+            mostly = (
+                f", mostly {largest.text}"
+                if largest is not None and largest.nbytes > most.nbytes / 2
+                else ""
+            )
             return f"Engine {most.answer.engine} holds most: {size_of(most.nbytes, whole)}{mostly}"
         tensors = sum(row.tensors for each in found for row in each.answer.report.by_device)
         return f"{count(tensors, 'tensor')}, {size(whole)}" if tensors else "No live tensors"
-    first, alike = max(grouped((each.headline, each.answer) for each in found).items(), key=lambda each: len(each[1]))
-    return first + ("" if len(alike) == len(report.engines) else f" (engine {engine_ranges(alike)})")
+    first, alike = max(
+        grouped((each.headline, each.answer) for each in found).items(),
+        key=lambda each: len(each[1]),
+    )
+    return first + (
+        "" if len(alike) == len(report.engines) else f" (engine {engine_ranges(alike)})"
+    )
 
 
 def _engines(report: ClusterReport) -> str:
@@ -101,9 +130,15 @@ def _most(alike: Sequence[Said]) -> int:
 SAID_COLUMNS: tuple[Column[list[Said]], ...] = (
     Column("Engine", lambda alike: engine_ranges(each.answer for each in alike), shrinks=True),
     Column("In tensors", lambda alike: size(_most(alike)), "right", bar=_most, when=_most),
-    Column("Says", lambda alike: doc.Cell(alike[0].headline, notes=tuple(filter(None, [alike[0].answer.detail]))),
-           shrinks=True, least=30),
-)  # fmt: skip
+    Column(
+        "Says",
+        lambda alike: doc.Cell(
+            alike[0].headline, notes=tuple(filter(None, [alike[0].answer.detail]))
+        ),
+        shrinks=True,
+        least=30,
+    ),
+)
 
 
 def _table(said: Sequence[Said]) -> Table:
@@ -120,7 +155,11 @@ GPU_TITLES = {"Name": "Name", "Memory": "Memory", "This kernel": "Engines' part"
 def _gpu_table(gpus: Sequence[SharedGpu]) -> Table:
     """Return a row for each GPU, of many the fullest: where it is, who uses it, and columns of `%gpuinfo`."""
     if len(gpus) > MAX_ROWS:
-        gpus = sorted(gpus, key=lambda gpu: (gpu.row.memory_used or 0) / (gpu.row.memory_total or 1), reverse=True)
+        gpus = sorted(
+            gpus,
+            key=lambda gpu: (gpu.row.memory_used or 0) / (gpu.row.memory_total or 1),
+            reverse=True,
+        )
     several = len({gpu.host for gpu in gpus}) > 1
     columns: list[Column[SharedGpu]] = [
         Column("Host", lambda gpu: gpu.host if several else ""),
@@ -128,7 +167,9 @@ def _gpu_table(gpus: Sequence[SharedGpu]) -> Table:
         Column("Engine", lambda gpu: engine_ranges(gpu.engines), shrinks=True),
         *(_of_row(each) for each in COLUMNS if each.title in GPU_TITLES),
     ]
-    return Table.of(gpus, columns, "GPUs", limit=MAX_ROWS, rest="GPU", elsewhere="in a wider terminal")
+    return Table.of(
+        gpus, columns, "GPUs", limit=MAX_ROWS, rest="GPU", elsewhere="in a wider terminal"
+    )
 
 
 def _of_row(column: Column[GpuRow]) -> Column[SharedGpu]:

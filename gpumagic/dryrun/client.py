@@ -29,23 +29,37 @@ class Worker:
 
     def __init__(self, engine: str) -> None:
         if not hasattr(os, "fork"):
-            raise DryRunUnavailable("a dry run needs a system that can fork; on Windows, use it in WSL")
+            raise DryRunUnavailable(
+                "a dry run needs a system that can fork; on Windows, use it in WSL"
+            )
         import socket
 
         # An environment in which torch finds no device of this machine: none at all, or fake CUDA devices.
-        ours = {name: value for name, value in os.environ.items() if name not in {"GPUMAGIC_SIMGPU", *_HIDDEN}}
+        ours = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in {"GPUMAGIC_SIMGPU", *_HIDDEN}
+        }
         devices = fakecuda.environment() if engine == "cuda" else dict.fromkeys(_HIDDEN, "")
-        settings = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "MPLBACKEND": "Agg", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        settings = {
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+            "MPLBACKEND": "Agg",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }
         here, theirs = socket.socketpair()
         with theirs:
             descriptor = theirs.fileno()
-            code = (
-                f"import sys; sys.path[:] = {sys.path!r}; from gpumagic.worker.process import main; main({descriptor})"
-            )
+            start = f"from gpumagic.worker.process import main; main({descriptor})"
+            code = f"import sys; sys.path[:] = {sys.path!r}; {start}"
             self._process = subprocess.Popen(  # noqa: S603  # our own Python and our own code
-                [sys.executable, "-c", code], pass_fds=[descriptor], env={**ours, **devices, **settings},
-                start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+                [sys.executable, "-c", code],
+                pass_fds=[descriptor],
+                env={**ours, **devices, **settings},
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
         self._connection: Connection = Connection(here.detach())
         self._owner = os.getpid()
 
@@ -58,7 +72,9 @@ class Worker:
         """Return whether it runs, and was started by this very process and not by the one this was forked from."""
         return self._owner == os.getpid() and self._process.poll() is None
 
-    def ask(self, request: dict[str, Any], variants: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def ask(
+        self, request: dict[str, Any], variants: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
         """Return the outcome of a dry run for each variant; ``{"ended": sentence}`` where it gave none."""
         asked, first = pickle.dumps((request, variants), protocol=5), b""
         seconds = int(request["time_limit"]) + _STARTING
@@ -69,10 +85,14 @@ class Worker:
             return [json.loads(first), *(json.loads(self._receive(seconds)) for _ in variants[1:])]
         except TimeoutError:
             self.close()
-            return [{"ended": "the dry run's worker gave no answer and was stopped"}] * len(variants)
+            return [{"ended": "the dry run's worker gave no answer and was stopped"}] * len(
+                variants
+            )
         except (EOFError, OSError):
             self.close()
-            return [{"ended": "the dry run's worker ended; the next dry run starts a new one"}] * len(variants)
+            return [
+                {"ended": "the dry run's worker ended; the next dry run starts a new one"}
+            ] * len(variants)
         except BaseException:  # Ctrl-C: what it is doing is not wanted any more
             self.close()
             raise
@@ -82,8 +102,14 @@ class Worker:
         self._connection.close()
         if self._owner == os.getpid():
             runs: list[str] = []
-            with contextlib.suppress(OSError):  # where Linux tells; elsewhere they end by themselves
-                runs = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text(encoding="ascii").split()
+            with contextlib.suppress(
+                OSError
+            ):  # where Linux tells; elsewhere they end by themselves
+                runs = (
+                    Path(f"/proc/{self.pid}/task/{self.pid}/children")
+                    .read_text(encoding="ascii")
+                    .split()
+                )
             for group in (self.pid, *map(int, runs)):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(group, signal.SIGKILL)

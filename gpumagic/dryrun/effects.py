@@ -8,14 +8,30 @@ from typing import Any
 
 NOT_DONE = "which a dry run does not do"
 PROGRAMS = frozenset(
-    {"os.system", "os.exec", "os.posix_spawn", "os.startfile", "subprocess.Popen", "os.fork", "os.forkpty"}
+    {
+        "os.system",
+        "os.exec",
+        "os.posix_spawn",
+        "os.startfile",
+        "subprocess.Popen",
+        "os.fork",
+        "os.forkpty",
+    }
 )
-CHANGES = frozenset({"os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink"})
+CHANGES = frozenset(
+    {"os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink"}
+)
 REACHES = {
     "socket.connect": "opens a connection", "socket.sendto": "sends data", "socket.sendmsg": "sends data",
     "os.kill": "signals another process", "os.killpg": "signals another process",
 }  # fmt: skip
-OF_OTHERS = ("starts a program", "starts a process", "looks into another process", "looks up ", *REACHES.values())
+OF_OTHERS = (
+    "starts a program",
+    "starts a process",
+    "looks into another process",
+    "looks up ",
+    *REACHES.values(),
+)
 """How sentences begin that are about other processes and machines."""
 COMPILERS = re.compile(
     r"(?:[\w.-]+-)?(?:cc|gcc|g\+\+|c\+\+|clang|clang\+\+|cc1|cc1plus|collect2|ld|as|ldconfig|ptxas|nvcc|ninja)"
@@ -35,7 +51,11 @@ def of_event(event: str, args: tuple[Any, ...]) -> str | None:
     if event in PROGRAMS:
         program = program_of(event, args)
         what = "process" if event.startswith("os.fork") else "program"
-        return None if program in ASKS_THE_MACHINE else f"starts a {what}{f' ({program})' if program else ''}"
+        return (
+            None
+            if program in ASKS_THE_MACHINE
+            else f"starts a {what}{f' ({program})' if program else ''}"
+        )
     if event in REACHES:
         to = next((each for each in args[1:] if isinstance(each, tuple)), ())
         return f"{REACHES[event]}{f' to {to[0]}:{to[1]}' if len(to) > 1 else ''}"
@@ -59,7 +79,11 @@ def path_of(event: str, args: tuple[Any, ...]) -> str | None:
 
 def program_of(event: str, args: tuple[Any, ...]) -> str:
     """Return the name of a program that is started, where the event has it."""
-    command = {"subprocess.Popen": args[1:2], "os.posix_spawn": args[:1], "os.system": args[:1]}.get(event, ())
+    command = {
+        "subprocess.Popen": args[1:2],
+        "os.posix_spawn": args[:1],
+        "os.system": args[:1],
+    }.get(event, ())
     for each in command:
         first = each if isinstance(each, str | bytes | os.PathLike) else next(iter(each), "")
         return os.path.basename(os.fsdecode(first).split(" ")[0])  # noqa: PTH119  # of bytes, too

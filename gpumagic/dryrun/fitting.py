@@ -37,7 +37,9 @@ _FURTHER = 16
 """How many times the last value is tried where the peak has not grown yet."""
 
 
-def largest(script: Script, name: str, namespace: Mapping[str, Any], target: Target, time_limit: float) -> DryRunReport:
+def largest(
+    script: Script, name: str, namespace: Mapping[str, Any], target: Target, time_limit: float
+) -> DryRunReport:
     """Return the dry run with the largest value of a number with which a cell fits, and the search in it.
 
     Args:
@@ -54,7 +56,9 @@ def largest(script: Script, name: str, namespace: Mapping[str, Any], target: Tar
 
     if name == RANKS:
         return _fewest(
-            lambda ranks: run.dry_run(script, namespace, targets.of_ranks(target, ranks), time_limit=time_limit),
+            lambda ranks: run.dry_run(
+                script, namespace, targets.of_ranks(target, ranks), time_limit=time_limit
+            ),
             number_of_ranks(PER_NODE) if target.ranks is None else target.ranks,
             LIMITS * time_limit,
         )
@@ -67,7 +71,9 @@ def largest(script: Script, name: str, namespace: Mapping[str, Any], target: Tar
     def dry_run(value: int, only: Any = None) -> DryRunReport:
         text, values = setting.with_value(value)
         changed = script if text is None else replace(script, source=text)
-        return run.dry_run(changed, namespace, target, values=values, time_limit=time_limit, only=only)
+        return run.dry_run(
+            changed, namespace, target, values=values, time_limit=time_limit, only=only
+        )
 
     return search(dry_run, name, setting.value, dry_run, LIMITS * time_limit)
 
@@ -94,14 +100,18 @@ def _fewest(dry_run: Callable[[Ranks], DryRunReport], now: Ranks, seconds: float
                 value = (low + high) // 2
                 value -= value % now.per_node if value > now.per_node else 0
                 value = high if value <= low else value
-            elif len(others) > 1 and peak_of(runs[low]) > (1 - PRECISION) * peak_of(runs[others[-1]]):
+            elif len(others) > 1 and peak_of(runs[low]) > (1 - PRECISION) * peak_of(
+                runs[others[-1]]
+            ):
                 reason = reason or f"more GPUs hardly help, up to {low:,}"
             else:
                 value *= 2
             if value not in runs and time.monotonic() > deadline:
                 reason = reason or f"{count(len(runs), 'dry run')} took more than {seconds:g} s"
     shown = runs[max(runs) if high is None else high]
-    return replace(shown, fewest=None if reason else high, search=_search(RANKS, now.world, runs, reason))
+    return replace(
+        shown, fewest=None if reason else high, search=_search(RANKS, now.world, runs, reason)
+    )
 
 
 def search(
@@ -138,11 +148,17 @@ def search(
             else:
                 runs[value] = in_scenario(value, runs[now].scenario or scenarios.USUAL)
             if not runs[value].exceeds_host or value == 1:  # else a smaller one may take less
-                reason = _obstacle(runs[value], f"with {name} = {value:,} ", is_first=len(runs) == 1)
+                reason = _obstacle(
+                    runs[value], f"with {name} = {value:,} ", is_first=len(runs) == 1
+                )
             low, high = _bracket(runs)
             # Where values decide nothing there is one scenario.
-            open_ends = [each for each in (low, high) if each in runs.keys() - whole
-                         and (runs[now].scenario is not None or runs[each].scenario is not None)]  # fmt: skip
+            open_ends = [
+                each
+                for each in (low, high)
+                if each in runs.keys() - whole
+                and (runs[now].scenario is not None or runs[each].scenario is not None)
+            ]
             value = _next(runs) or next(iter(open_ends), None)
             if value is not None and len(runs) == MOST_RUNS:
                 reason = f"{MOST_RUNS} dry runs did not find it"
@@ -150,7 +166,9 @@ def search(
                 reason = f"{count(len(runs), 'dry run')} took more than {seconds:g} s"
     found = low or None
     if reason or high is None:
-        first = next(value for value in sorted(runs) if peak_of(runs[value]) == peak_of(runs[max(runs)]))
+        first = next(
+            value for value in sorted(runs) if peak_of(runs[value]) == peak_of(runs[max(runs)])
+        )
         beyond = "" if first == min(runs) else f"beyond {first:,} "
         found, reason = None, reason or f"{beyond}{name} changes nothing, up to {max(runs):,}"
     best = found or (1 if high == 1 else now)
@@ -159,7 +177,10 @@ def search(
 
 
 def _search(name: str, now: int, runs: Mapping[int, DryRunReport], reason: str) -> Search:
-    trials = [Trial(each, peak_of(report), report.fits, shortcoming(report)) for each, report in sorted(runs.items())]
+    trials = [
+        Trial(each, peak_of(report), report.fits, shortcoming(report))
+        for each, report in sorted(runs.items())
+    ]
     return Search(name, now, tuple(trials), reason)
 
 
@@ -167,7 +188,11 @@ def _obstacle(report: DryRunReport, where: str, *, is_first: bool) -> str:
     """Return why a search cannot go on, or nothing."""
     if report.error is not None or (is_first and not report.complete):
         return where + shortcoming(report)
-    return "" if report.capacity is not None else f"the memory of {report.device} is not known: give it with --capacity"
+    return (
+        ""
+        if report.capacity is not None
+        else f"the memory of {report.device} is not known: give it with --capacity"
+    )
 
 
 def _next(runs: Mapping[int, DryRunReport]) -> int | None:
@@ -181,7 +206,9 @@ def _next(runs: Mapping[int, DryRunReport]) -> int | None:
         return None
     if guess is not None and guess < 1:
         return low + 1
-    is_short = peak_of(runs[high]) > _room(runs[high])  # else what is free lies in pieces, of which no line tells
+    is_short = peak_of(runs[high]) > _room(
+        runs[high]
+    )  # else what is free lies in pieces, of which no line tells
     # A curve is neared by a line from one side only.
     if is_short and 2 * high > 3 * low and len(runs) > 4 and len(runs) % 2:
         return max(low + 1, math.isqrt(low * high) if low else high // 4)
@@ -211,7 +238,11 @@ def _crossing(runs: Mapping[int, DryRunReport], low: int, high: int | None) -> i
     """
     below = [value for value in sorted(runs, reverse=True) if value <= low]
     above = [value for value in sorted(runs) if high is not None and value >= high]
-    known = [value for value in (*below[:1], *above[:1], *below[1:2], *above[1:2]) if not runs[value].exceeds_host]
+    known = [
+        value
+        for value in (*below[:1], *above[:1], *below[1:2], *above[1:2])
+        if not runs[value].exceeds_host
+    ]
     if not known:
         return None
     one, *other = known[:2]

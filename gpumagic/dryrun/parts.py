@@ -24,7 +24,8 @@ from typing import IO, Any, NamedTuple, NoReturn
 
 find_code: Callable[[types.CodeType], types.CodeType] = lambda code: code  # noqa: E731  # the worker puts its own there
 """Returns the code to run for a function's code: the same, or one whose passes of loops are counted."""
-coming: Callable[[StoragePart], contextlib.AbstractContextManager[object]] = lambda _: contextlib.nullcontext()  # noqa: E731
+coming: Callable[[StoragePart], contextlib.AbstractContextManager[object]]
+coming = lambda _: contextlib.nullcontext()  # noqa: E731
 """As above: returns what a storage on a device is made in."""
 
 
@@ -157,7 +158,9 @@ def make_sharing(kind: Any) -> Any:
     return made
 
 
-def make_function(code: bytes, scope: dict[str, Any], name: str, closure: Any) -> types.FunctionType:
+def make_function(
+    code: bytes, scope: dict[str, Any], name: str, closure: Any
+) -> types.FunctionType:
     """Return a function of the notebook's."""
     found = find_code(marshal.loads(code))  # noqa: S302  # from the same Python, over a pipe of ours
     return types.FunctionType(found, scope, name, None, closure)
@@ -173,7 +176,9 @@ def make_class(meta: type, name: str, bases: tuple[type, ...], body: dict[str, A
     made = types.new_class(name, bases, {"metaclass": meta}, lambda scope: scope.update(body))
     assert isinstance(made, type)
     if made.__module__ == "__main__" and made.__qualname__ == name:
-        vars(sys.modules["__main__"]).setdefault(name, made)  # where pickle looks, as when the cell saves a model
+        vars(sys.modules["__main__"]).setdefault(
+            name, made
+        )  # where pickle looks, as when the cell saves a model
     return made
 
 
@@ -187,34 +192,51 @@ def fill_attributes(made: Any, attributes: dict[str, Any]) -> None:
 
 
 def make_tensor(
-    storage: StoragePart, dtype: str, geometry: tuple[Any, ...], requires_grad: bool, parameter: bool
+    storage: StoragePart,
+    dtype: str,
+    geometry: tuple[Any, ...],
+    requires_grad: bool,
+    parameter: bool,
 ) -> Any:
     """Return a tensor over its storage."""
     import torch
 
     whole = _storage(storage)
     made = torch.empty(0, dtype=getattr(torch, dtype), device=whole.device)
-    return _in_autograd(made.set_(whole, geometry[2], geometry[0], geometry[1]), requires_grad, parameter)
+    return _in_autograd(
+        made.set_(whole, geometry[2], geometry[0], geometry[1]), requires_grad, parameter
+    )
 
 
 def make_sparse(
-    layout: str, components: list[Any], shape: tuple[int, ...], is_coalesced: bool, requires_grad: bool, parameter: bool
+    layout: str,
+    components: list[Any],
+    shape: tuple[int, ...],
+    is_coalesced: bool,
+    requires_grad: bool,
+    parameter: bool,
 ) -> Any:
     """Return a sparse tensor over its components."""
     import torch
 
     if layout == "torch.sparse_coo":
-        made = torch.sparse_coo_tensor(*components, shape, is_coalesced=is_coalesced, check_invariants=False)
+        made = torch.sparse_coo_tensor(
+            *components, shape, is_coalesced=is_coalesced, check_invariants=False
+        )
     else:
         kind = getattr(torch, layout.removeprefix("torch."))
-        made = torch.sparse_compressed_tensor(*components, shape, layout=kind, check_invariants=False)
+        made = torch.sparse_compressed_tensor(
+            *components, shape, layout=kind, check_invariants=False
+        )
     return _in_autograd(made, requires_grad, parameter)
 
 
 def _in_autograd(made: Any, requires_grad: bool, parameter: bool) -> Any:
     import torch
 
-    return torch.nn.Parameter(made, requires_grad) if parameter else made.requires_grad_(requires_grad)
+    return (
+        torch.nn.Parameter(made, requires_grad) if parameter else made.requires_grad_(requires_grad)
+    )
 
 
 def fill_tensor(tensor: Any, state: dict[str, Any]) -> None:
@@ -233,7 +255,10 @@ def _lead_back(tensor: Any, saved: list[StoragePart], leaves: list[Any]) -> None
 
     kept = [make_tensor(each, "uint8", ((each.nbytes,), (1,), 0), False, False) for each in saved]
     # One leaf of our own, as all of the others may be unknown.
-    known = [torch.empty(0, requires_grad=True), *(each for each in leaves if not isinstance(each, Absent))]
+    known = [
+        torch.empty(0, requires_grad=True),
+        *(each for each in leaves if not isinstance(each, Absent)),
+    ]
     _earlier_graph().apply(tensor, kept, *known)
 
 

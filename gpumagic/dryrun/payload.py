@@ -34,15 +34,25 @@ from gpumagic.heap.storages import COMPONENTS
 from gpumagic.memory.allocator import rounded
 from gpumagic.source.frames import names_looked_up
 
-_NOT_SENT = frozenset({"__builtins__", "In", "_ih", "_dh", "get_ipython", "exit", "quit", "open", "_i", "_ii", "_iii"})
-_CLASS_OWN = frozenset({
-    "__dict__", "__weakref__", "_abc_impl", "__static_attributes__", "__firstlineno__",
-})  # fmt: skip
+_NOT_SENT = frozenset(
+    {"__builtins__", "In", "_ih", "_dh", "get_ipython", "exit", "quit", "open", "_i", "_ii", "_iii"}
+)
+_CLASS_OWN = frozenset(
+    {
+        "__dict__",
+        "__weakref__",
+        "_abc_impl",
+        "__static_attributes__",
+        "__firstlineno__",
+    }
+)
 
 _METHODS = (types.FunctionType, property, classmethod, staticmethod)
 
 
-def pack(namespace: Mapping[str, Any], names: Iterable[str], extra: object, target: Target) -> Payload:
+def pack(
+    namespace: Mapping[str, Any], names: Iterable[str], extra: object, target: Target
+) -> Payload:
     """Return what code that uses these names of the namespace needs.
 
     Args:
@@ -72,7 +82,12 @@ def _undisturbed(obj: Any, reduced: Any) -> Any:
     """Let an object be made anew without a question to its `__getattr__`, which may need attributes to answer."""
     defined = {name for kind in type(obj).__mro__ for name in vars(kind)}
     is_usual = isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__ and len(reduced) > 2  # type: ignore[attr-defined]
-    if not is_usual or "__getattr__" not in defined or "__setstate__" in defined or reduced[2] is None:
+    if (
+        not is_usual
+        or "__getattr__" not in defined
+        or "__setstate__" in defined
+        or reduced[2] is None
+    ):
         return reduced
     return (*reduced, *[None] * (5 - len(reduced)), parts.fill_object)
 
@@ -144,16 +159,27 @@ class Payload(pickle.Pickler):
         if isinstance(obj, type):
             if obj in {type(None), type(NotImplemented), type(...)} or sendable.is_importable(obj):
                 return NotImplemented
-            return self._class(obj) if obj.__flags__ & sendable.IS_HEAP_TYPE else sendable.builtin_class(obj)
+            return (
+                self._class(obj)
+                if obj.__flags__ & sendable.IS_HEAP_TYPE
+                else sendable.builtin_class(obj)
+            )
         if isinstance(obj, types.ModuleType):
             return importlib.import_module, (obj.__name__,)
         otherwise = sendable.special(obj)
         if otherwise is not None:
             return otherwise
         if type(obj).__module__ == "dataclasses" and type(obj).__name__.startswith("_"):
-            return next((name for name, each in vars(dataclasses).items() if each is obj), NotImplemented)
+            return next(
+                (name for name, each in vars(dataclasses).items() if each is obj), NotImplemented
+            )
         numpy = sys.modules.get("numpy")
-        if numpy is not None and type(obj) is numpy.ndarray and obj.nbytes > parts.SMALL and not obj.flags.forc:
+        if (
+            numpy is not None
+            and type(obj) is numpy.ndarray
+            and obj.nbytes > parts.SMALL
+            and not obj.flags.forc
+        ):
             obj = numpy.ascontiguousarray(obj)  # else it is no buffer
         if isinstance(obj, tuple) and isinstance(type(obj).__new__, types.FunctionType):
             # Of a named tuple it reads a scope that may be filled only after this
@@ -175,10 +201,18 @@ class Payload(pickle.Pickler):
 
     def _tensor(self, torch: Any, tensor: Any) -> Any:
         kind, layout, device = type(tensor), str(tensor.layout), tensor.device.type
-        if torch.nn.parameter.is_lazy(tensor):  # of a lazy module that has not run: no storage, and few methods
-            return kind, (tensor.requires_grad, str(tensor.device), tensor.dtype), dict(vars(tensor)) or None
+        if torch.nn.parameter.is_lazy(
+            tensor
+        ):  # of a lazy module that has not run: no storage, and few methods
+            return (
+                kind,
+                (tensor.requires_grad, str(tensor.device), tensor.dtype),
+                dict(vars(tensor)) or None,
+            )
         if device not in {self._backend, "cpu", "meta"}:
-            return parts.Absent, (f"a tensor on {tensor.device} (make it on {self._backend} in the cell)",)
+            return parts.Absent, (
+                f"a tensor on {tensor.device} (make it on {self._backend} in the cell)",
+            )
         is_sparse = layout in COMPONENTS and (device == "cpu" or self._has_sparse)
         is_plain = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested)
         if kind not in {torch.Tensor, torch.nn.Parameter} or not (is_plain or is_sparse):
@@ -201,7 +235,10 @@ class Payload(pickle.Pickler):
         else:
             is_whole = not (tensor.is_floating_point() or tensor.is_complex())
             geometry = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
-            storage, dtype = self._storage(tensor.untyped_storage(), is_whole), str(tensor.dtype).removeprefix("torch.")
+            storage, dtype = (
+                self._storage(tensor.untyped_storage(), is_whole),
+                str(tensor.dtype).removeprefix("torch."),
+            )
             make, arguments = parts.make_tensor, (storage, dtype, geometry, *autograd)
         self._held += [state, arguments]
         return make, arguments, state or None, None, None, parts.fill_tensor if state else None
@@ -212,11 +249,18 @@ class Payload(pickle.Pickler):
         leaves = {id(each): each for each in found if each.is_leaf and each.requires_grad}
         saved = [
             self._storage(each.untyped_storage())
-            for each in found if self._keeps_graphs and each.device == tensor.device and id(each) not in leaves
-            and each.device.type != "cpu" and each.layout == torch.strided and not torch._is_functional_tensor(each)
-        ]  # fmt: skip
+            for each in found
+            if self._keeps_graphs
+            and each.device == tensor.device
+            and id(each) not in leaves
+            and each.device.type != "cpu"
+            and each.layout == torch.strided
+            and not torch._is_functional_tensor(each)
+        ]
         if tensor.device.type != "cpu" and not self._keeps_graphs:
-            self.notes.append("when memory of graphs of earlier cells is freed: all of it stays in use")
+            self.notes.append(
+                "when memory of graphs of earlier cells is freed: all of it stays in use"
+            )
         return saved, list(leaves.values())
 
     def _storage(self, storage: Any, is_whole: bool = False) -> parts.StoragePart:
@@ -226,7 +270,9 @@ class Payload(pickle.Pickler):
             self.device_bytes[device] += rounded(nbytes) if nbytes else 0
             part = self._storages[key] = parts.StoragePart(device, nbytes, address=address)
             if device == "cpu" and nbytes:
-                kind = ctypes.c_byte if is_whole else ctypes.c_char  # which `SharedMemory` tells apart
+                kind = (
+                    ctypes.c_byte if is_whole else ctypes.c_char
+                )  # which `SharedMemory` tells apart
                 part.contents = pickle.PickleBuffer((kind * nbytes).from_address(address))
             self._held.append(storage)
         return self._storages[key]
@@ -241,11 +287,21 @@ class Payload(pickle.Pickler):
             self._todo += [(scope, name) for name in names_looked_up(function.__code__)]
         state = {
             name: getattr(function, name)
-            for name in ("__defaults__", "__kwdefaults__", "__qualname__", "__module__", "__doc__", "__dict__")
+            for name in (
+                "__defaults__",
+                "__kwdefaults__",
+                "__qualname__",
+                "__module__",
+                "__doc__",
+                "__dict__",
+            )
         }
         arguments = (
-            marshal.dumps(function.__code__), function.__globals__, function.__name__, function.__closure__
-        )  # fmt: skip
+            marshal.dumps(function.__code__),
+            function.__globals__,
+            function.__name__,
+            function.__closure__,
+        )
         self._held += [state, arguments]
         return parts.make_function, arguments, state, None, None, parts.fill_attributes
 
@@ -254,18 +310,26 @@ class Payload(pickle.Pickler):
         early: dict[str, Any] = {"__module__": made.__module__, "__qualname__": made.__qualname__}
         if "__orig_bases__" in body:  # which a generic class has to have from the beginning
             early["__orig_bases__"] = body["__orig_bases__"]
-        if isinstance(made, enum.EnumMeta):  # its members are made with it, by what it says of that itself
+        if isinstance(
+            made, enum.EnumMeta
+        ):  # its members are made with it, by what it says of that itself
             members: Mapping[str, enum.Enum] = made.__members__
             early |= {name: member.value for name, member in members.items()}
             of_members = {"__init__": body.get("__init__"), "_missing_": body.get("_missing_")}
             early |= {name: value for name, value in of_members.items() if value is not None}
-            body = {name: value for name, value in body.items() if name not in early and type(value) in _METHODS}
+            body = {
+                name: value
+                for name, value in body.items()
+                if name not in early and type(value) in _METHODS
+            }
         slots = body.pop("__slots__", None)
         if slots is not None:
             early["__slots__"] = slots
             names = (slots,) if isinstance(slots, str) else tuple(slots)
             body = {name: value for name, value in body.items() if name not in names}
-        bases = () if typing.is_typeddict(made) else made.__bases__  # its dict comes with its metaclass
+        bases = (
+            () if typing.is_typeddict(made) else made.__bases__
+        )  # its dict comes with its metaclass
         arguments = (type(made), made.__name__, bases, early)
         self._held += [body, arguments]
         return parts.make_class, arguments, body, None, None, parts.fill_attributes

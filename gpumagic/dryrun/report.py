@@ -238,16 +238,25 @@ def shortcoming(report: DryRunReport) -> str:
     if report.error is not None:
         return report.error
     if report.fits is False:
-        return f"line {report.failure_line} runs out of memory" if report.failure_line else "it runs out of memory"
+        return (
+            f"line {report.failure_line} runs out of memory"
+            if report.failure_line
+            else "it runs out of memory"
+        )
     if report.open_on:
         shown = [f"line {line} (`{code}`)" for line, code in report.open_on[:MOST_PLACES]]
         rest = len(report.open_on) - len(shown)
         on = " and ".join([*shown, *([count(rest, "more line")] if rest else [])])
-        return f"it depends on {on}" if report.complete else f"with other values of {on} it did not run to the end"
+        return (
+            f"it depends on {on}"
+            if report.complete
+            else f"with other values of {on} it did not run to the end"
+        )
     if report.complete:
         return f"it needs {size(peak_of(report))}, and {overhead(report)}"
     return next(
-        (passes_sentence(each) for each in report.passes if each.run != each.asked), "it did not run to the end"
+        (passes_sentence(each) for each in report.passes if each.run != each.asked),
+        "it did not run to the end",
     )
 
 

@@ -72,7 +72,10 @@ class _Run:
     @property
     def decides(self) -> list[tuple[Key, str, tuple[bool, bool] | None]]:
         """Each place that decides, the kind of what decides, a truth's first and last outcome."""
-        return [(tuple(place), kind, outcomes) for place, kind, outcomes in self.outcome.get("decides", ())]
+        return [
+            (tuple(place), kind, outcomes)
+            for place, kind, outcomes in self.outcome.get("decides", ())
+        ]
 
     @property
     def groups(self) -> list[Key]:
@@ -87,7 +90,9 @@ class _Run:
     @property
     def fits(self) -> bool | None:
         """Whether it was seen to fit; None if it was not seen to its end."""
-        return None if "ended" in self.outcome or self.outcome["is_open"] else not _fails(self.outcome)
+        return (
+            None if "ended" in self.outcome or self.outcome["is_open"] else not _fails(self.outcome)
+        )
 
     @property
     def peak(self) -> int:
@@ -104,7 +109,9 @@ class _Run:
         return all(
             all(one[name] == another[name] for name in ("peak", "reserved", "after"))
             and abs(one["traffic"] - another["traffic"]) <= _NEGLIGIBLE * one["peak"]
-            for one, another in zip(self.outcome.get("devices", ()), other.outcome.get("devices", ()), strict=False)
+            for one, another in zip(
+                self.outcome.get("devices", ()), other.outcome.get("devices", ()), strict=False
+            )
         )
 
     @property
@@ -158,8 +165,14 @@ class _Scenarios:
         """Return the outcome of the first run; where it fails by a number that is none, of one with plain numbers."""
         outcome = self._whole(self.scenario)
         error = outcome.get("error") or {"kind": "", "text": ""}
-        is_refused = error["kind"] == "TypeError" or "Noted" in error["text"] or "INTERNAL ASSERT" in error["text"]
-        if is_refused and outcome["noted"]:  # it may come from a number that is none: `worker.noted`
+        is_refused = (
+            error["kind"] == "TypeError"
+            or "Noted" in error["text"]
+            or "INTERNAL ASSERT" in error["text"]
+        )
+        if (
+            is_refused and outcome["noted"]
+        ):  # it may come from a number that is none: `worker.noted`
             self._request["notes"] = False
             outcome = self._whole(self.scenario)
         return outcome
@@ -182,7 +195,10 @@ class _Scenarios:
         outcome = self._ask([scenario])[0]
         if self._request["engine"] == targets.FAKE or not _fails(outcome):
             return outcome
-        unlimited = {"capacities": [None] * len(self._request["capacities"]), "follows": self._request["follows"]}
+        unlimited = {
+            "capacities": [None] * len(self._request["capacities"]),
+            "follows": self._request["follows"],
+        }
         more = self._ask([{**scenario, **unlimited}])[0]
         if "ended" in more:
             return outcome
@@ -210,17 +226,25 @@ class _Scenarios:
         """
         first = _Run(self.scenario, outcome)
         self._all = [first]
-        is_of_masks = {kind for _, kind, _ in first.decides} == {SELECTION}  # the more they select, the more is needed
+        is_of_masks = {kind for _, kind, _ in first.decides} == {
+            SELECTION
+        }  # the more they select, the more is needed
         is_loop = outcome["most_turns"] > 1 and not is_of_masks
-        is_constant = any(outcomes is None or outcomes[0] == outcomes[1] for _, _, outcomes in first.decides)
-        when = wire.BUT_ONCE if is_loop and is_constant else ALWAYS  # else the first run had either outcome
+        is_constant = any(
+            outcomes is None or outcomes[0] == outcomes[1] for _, _, outcomes in first.decides
+        )
+        when = (
+            wire.BUT_ONCE if is_loop and is_constant else ALWAYS
+        )  # else the first run had either outcome
         self._run([first.turned(first.groups, when), first.sized(LARGE)])
         last = self._all[1:2]
         while last and not any(each.is_conclusive for each in self._all):
             # Of the checks that a library makes, each comes only where those before it hold.
             new = [place for place, kind, _ in last[0].decides if (place, kind) not in last[0].ways]
             last = self._run([last[0].turned(new, ALWAYS)] if new else [])
-        self._run(each.sized(LARGE) for each in self._all[1:2])  # numbers that only the other outcome comes to
+        self._run(
+            each.sized(LARGE) for each in self._all[1:2]
+        )  # numbers that only the other outcome comes to
         if any(each.is_beyond_a_list for each in self._all):
             self._run([first.sized(wire.LAST)])
         self._leave_out_endless()
@@ -228,20 +252,29 @@ class _Scenarios:
         is_all = is_of_masks or (is_alike and len(self._groups()) == 1) or self._search(is_loop)
         conclusive = [each for each in self._all if each.is_conclusive]
         if not conclusive:  # it fails for certain, if it always does so alike
-            ends = {(each.outcome["error"]["line"], each.outcome["error"]["kind"]) for each in self._all}
+            ends = {
+                (each.outcome["error"]["line"], each.outcome["error"]["kind"]) for each in self._all
+            }
             if len(ends) > 1 or _one_way(self._all):
                 outcome["error"]["depends"] = _named(self._places())
             return outcome
         grows = self._grows(conclusive)
-        counted = [each for each in conclusive if LARGE not in each.ways.values() or not grows] or conclusive
+        counted = [
+            each for each in conclusive if LARGE not in each.ways.values() or not grows
+        ] or conclusive
         if all(each.fits is None for each in counted):
             return outcome
-        most = max(counted, key=lambda run: (run.fits is not None, run.fits is False, run.peak, run is first))
+        most = max(
+            counted,
+            key=lambda run: (run.fits is not None, run.fits is False, run.peak, run is first),
+        )
         if most is not first and (most.fits is not False or first.fits is not False):
             whole = self._whole(most.scenario)
             outcome = most.outcome if "ended" in whole else whole
         kinds = {kind for run in self._all for _, kind, _ in run.decides}
-        is_certain = is_all and kinds <= {TRUTH} and (is_alike or not is_loop)  # each outcome of all was run
+        is_certain = (
+            is_all and kinds <= {TRUTH} and (is_alike or not is_loop)
+        )  # each outcome of all was run
         is_bounded = not grows and (is_all or self._has_room(conclusive))
         return self._judged(outcome, most, conclusive, is_bounded=is_bounded, is_certain=is_certain)
 
@@ -265,7 +298,9 @@ class _Scenarios:
         if not self._are_alike() or _one_way(conclusive):
             return False
         is_one = len(self._places()) == 1
-        did_the_same = len(conclusive) > 1 and all(each.did_the_same(conclusive[0]) for each in conclusive)
+        did_the_same = len(conclusive) > 1 and all(
+            each.did_the_same(conclusive[0]) for each in conclusive
+        )
         return is_one or (did_the_same and len(conclusive) == len(self._all))
 
     def _are_alike(self) -> bool:
@@ -285,10 +320,15 @@ class _Scenarios:
         self._run(first.turned(first.groups, each) for each in (ALWAYS, wire.ONCE) if is_loop)
         seen: list[_Run] = []
         while rest := [each for each in self._all if each not in seen]:
-            is_alike, fits = self._are_alike(), {each.fits for each in self._all if each.is_conclusive}
+            is_alike, fits = (
+                self._are_alike(),
+                {each.fits for each in self._all if each.is_conclusive},
+            )
             most, patience = (_FEW_RUNS, _BRIEFLY) if is_alike else (_MOST_RUNS, _PATIENCE)
             seconds = sum(each.outcome.get("seconds", 0) for each in self._all)
-            is_seen = is_alike and is_loop and not _one_way(self._all)  # of a loop's turns not all mixtures can be run
+            is_seen = (
+                is_alike and is_loop and not _one_way(self._all)
+            )  # of a loop's turns not all mixtures can be run
             if len(self._all) >= most or seconds > patience or is_seen or {True, False} <= fits:
                 return False
             best = max(rest, key=lambda run: (run.fits is False, run.peak))
@@ -296,7 +336,11 @@ class _Scenarios:
             turned = [best.turned([group]) for group in best.groups]
             self._run(turned)
             grown = [each.scenario for each in self._all if each.peak > best.peak]
-            more = [group for group, scenario in zip(best.groups, turned, strict=True) if scenario in grown]
+            more = [
+                group
+                for group, scenario in zip(best.groups, turned, strict=True)
+                if scenario in grown
+            ]
             self._run([best.turned(more)] if len(more) > 1 else [])
         return True
 
@@ -323,7 +367,13 @@ class _Scenarios:
     # ---- What they tell
 
     def _judged(
-        self, outcome: Outcome, most: _Run, conclusive: list[_Run], *, is_bounded: bool, is_certain: bool
+        self,
+        outcome: Outcome,
+        most: _Run,
+        conclusive: list[_Run],
+        *,
+        is_bounded: bool,
+        is_certain: bool,
     ) -> Outcome:
         """Return an outcome that says what depends on the values."""
         peaks = [each.peak for each in conclusive if each.fits]
@@ -334,7 +384,12 @@ class _Scenarios:
             if varies:
                 less = f"with other values in place of those that are read it needs as little as {size(min(peaks))}"
                 outcome["assumed"].append(less)
-            return {**outcome, "varies": varies or not is_certain, "depends": False, "most": most.scenario}
+            return {
+                **outcome,
+                "varies": varies or not is_certain,
+                "depends": False,
+                "most": most.scenario,
+            }
         for device in outcome["devices"]:
             device["failed"] = False  # with other values it may fit
         base = next(each for each in conclusive if each.fits is not None)
@@ -382,7 +437,9 @@ def _sorted(keys: Iterable[Key]) -> list[Key]:
 
 
 def _named(keys: Iterable[Key]) -> str:
-    return ", ".join(dict.fromkeys(f"line {line} (`{code}`)" if line else code for line, code, _ in keys if code))
+    return ", ".join(
+        dict.fromkeys(f"line {line} (`{code}`)" if line else code for line, code, _ in keys if code)
+    )
 
 
 def _fails(outcome: Outcome) -> bool:

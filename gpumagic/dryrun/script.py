@@ -34,8 +34,12 @@ class Script:
         found = dict.fromkeys(names_looked_up(_compiled(self.source)))
         for each in ast.walk(ast.parse(self.source)):
             match each:
-                case ast.Call(ast.Attribute(), [ast.Constant("time" | "capture"), *_, ast.Constant(str(text))]):
-                    with contextlib.suppress(OptionError):  # not Python: the dry run says so where it comes there
+                case ast.Call(
+                    ast.Attribute(), [ast.Constant("time" | "capture"), *_, ast.Constant(str(text))]
+                ):
+                    with contextlib.suppress(
+                        OptionError
+                    ):  # not Python: the dry run says so where it comes there
                         found |= dict.fromkeys(script_of(text).names())
         return list(found)
 
@@ -64,8 +68,15 @@ def script_of(what: str | Callable[[], object]) -> Script:
 
 def _compiled(source: str) -> Any:
     try:
-        return compile(source, CELL, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
-    except (SyntaxError, RecursionError) as error:  # Python's own limits, as for an expression of thousands of terms
+        return compile(
+            source, CELL, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True
+        )
+    except (
+        SyntaxError,
+        RecursionError,
+    ) as error:  # Python's own limits, as for an expression of thousands of terms
         line = getattr(error, "lineno", None)
         where = f" in line {line}" if line is not None else ""
-        raise OptionError(f"the code cannot be dry-run: {getattr(error, 'msg', error)}{where}") from None
+        raise OptionError(
+            f"the code cannot be dry-run: {getattr(error, 'msg', error)}{where}"
+        ) from None

@@ -74,7 +74,11 @@ def _cached(function: Any) -> Any:
 
 def _type_variable(variable: Any) -> Any:
     """Return how a variable of types is sent that the notebook has made: by its name alone."""
-    return (type(variable), (variable.__name__,)) if variable.__module__ == "__main__" else NotImplemented
+    return (
+        (type(variable), (variable.__name__,))
+        if variable.__module__ == "__main__"
+        else NotImplemented
+    )
 
 
 def _hook(handle: Any) -> Any:
@@ -109,18 +113,34 @@ _BY_BASE: dict[str, Callable[[Any], Any]] = {
     "concurrent.futures.thread.ThreadPoolExecutor": lambda obj: (type(obj), (obj._max_workers,)),
     "skorch.net.NeuralNet": _as_it_is,
     "torch.utils.hooks.RemovableHandle": _hook,
-    "builtins.BaseException": lambda obj: (copyreg.__newobj__, (type(obj), *obj.args), dict(vars(obj)) or None),  # type: ignore[attr-defined]
+    "builtins.BaseException": lambda obj: (
+        copyreg.__newobj__,  # type: ignore[attr-defined]
+        (type(obj), *obj.args),
+        dict(vars(obj)) or None,
+    ),
     "torch.Stream": _stream,
     "torch.Event": lambda obj: (
-        (type(obj), (str(obj.device),)) if _is_general(obj) else (parts.make_event, (obj.device.type,))
+        (type(obj), (str(obj.device),))
+        if _is_general(obj)
+        else (parts.make_event, (obj.device.type,))
     ),
     "torch._C.Generator": lambda obj: (
-        None if obj.device.type == "cpu" else (parts.make_generator, (str(obj.device), obj.initial_seed()))
+        None
+        if obj.device.type == "cpu"
+        else (parts.make_generator, (str(obj.device), obj.initial_seed()))
     ),
     "torch.utils.data.dataloader._BaseDataLoaderIter": _loader_iterator,
 }
 """The same by the name of a class, for objects of classes that are made of it."""
-_LOGS = ("wandb.", "comet_ml.", "aim.", "clearml.", "neptune.", "tensorboardX.", "torch.utils.tensorboard.")
+_LOGS = (
+    "wandb.",
+    "comet_ml.",
+    "aim.",
+    "clearml.",
+    "neptune.",
+    "tensorboardX.",
+    "torch.utils.tensorboard.",
+)
 """Libraries whose objects take notes of a run and decide nothing."""
 _usual: weakref.WeakSet[type] = weakref.WeakSet([io.StringIO, io.BytesIO])
 """Classes that were looked up in vain, and files that have all in them."""
@@ -154,7 +174,11 @@ IS_HEAP_TYPE = 1 << 9
 def builtin_class(kind: type) -> Any:
     """Return how to find a class of C's that has no name where it says, such as that of functions."""
     name = next((name for name, each in vars(types).items() if each is kind), None)
-    return (parts.Absent, (f"the class {kind.__name__}",)) if name is None else (getattr, (types, name))
+    return (
+        (parts.Absent, (f"the class {kind.__name__}",))
+        if name is None
+        else (getattr, (types, name))
+    )
 
 
 def _is_found(module: types.ModuleType | None) -> bool:
@@ -166,7 +190,11 @@ def module_of(names: Mapping[str, Any]) -> str | None:
     """Return the module that has these global names, if a fresh process finds it; no code of the user's is asked."""
     name = names.get("__name__") if type(names) is dict else None
     module = sys.modules.get(name) if type(name) is str else None
-    return module.__name__ if module is not None and vars(module) is names and _is_found(module) else None
+    return (
+        module.__name__
+        if module is not None and vars(module) is names and _is_found(module)
+        else None
+    )
 
 
 def is_importable(obj: Any) -> bool:
@@ -195,7 +223,10 @@ def holders(namespace: Mapping[str, Any]) -> list[str]:
     found = []
     for name, value in list(namespace.items()):
         within = list(value.values()) if type(value) is dict else value
-        if any(_holds(torch, each) for each in (within[:1000] if type(within) in {list, tuple} else [value])):
+        if any(
+            _holds(torch, each)
+            for each in (within[:1000] if type(within) in {list, tuple} else [value])
+        ):
             found.append(name)
     return found
 

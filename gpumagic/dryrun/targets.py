@@ -79,10 +79,16 @@ class Target:
 
     def tells_segments(self) -> bool:
         """Return whether it is known where everything lies that is in use."""
-        return all(each is not None for each, held in zip(self.segments, self.allocated, strict=True) if held)
+        return all(
+            each is not None
+            for each, held in zip(self.segments, self.allocated, strict=True)
+            if held
+        )
 
 
-def choose(device: str | None, capacity: int | None, gpu: str | None = None, ranks: Ranks | None = None) -> Target:
+def choose(
+    device: str | None, capacity: int | None, gpu: str | None = None, ranks: Ranks | None = None
+) -> Target:
     """Return what a dry run is for.
 
     Args:
@@ -102,13 +108,17 @@ def choose(device: str | None, capacity: int | None, gpu: str | None = None, ran
         device = device or "cuda:0"
     if device is None:
         if not here and capacity is None:
-            raise OptionError("there is no GPU here; name one, --gpu T4, or give a size, --capacity 16GiB")
+            raise OptionError(
+                "there is no GPU here; name one, --gpu T4, or give a size, --capacity 16GiB"
+            )
         device = here[0] if here else "cuda:0"
     elif capacity is None or device in here or not re.fullmatch(r"(cuda|xpu|mps)(:\d+)?", device):
         device = devices.resolve(device)
     backend, chosen = Device.parse(device)
     if backend in devices.BUILTIN_DEVICES:
-        raise OptionError(f"a dry run is for an accelerator, and {device} is not one; name one of {', '.join(here)}")
+        raise OptionError(
+            f"a dry run is for an accelerator, and {device} is not one; name one of {', '.join(here)}"
+        )
     count = max(chosen + 1, sum(each.startswith(f"{backend}:") for each in here))
     names = [f"{backend}:{each}" for each in range(count)]
     figures = [allocator.device_stats(name) if name in here else None for name in names]
@@ -116,17 +126,27 @@ def choose(device: str | None, capacity: int | None, gpu: str | None = None, ran
     room = [devices.room(name) if capacity is None and name in here else None for name in names]
     simulated = backend == "simgpu"
     target = Target(
-        backend, chosen,
-        capacities=[capacity if free is None else free + held for free, held in zip(room, allocated, strict=True)],
+        backend,
+        chosen,
+        capacities=[
+            capacity if free is None else free + held
+            for free, held in zip(room, allocated, strict=True)
+        ],
         allocated=allocated,
-        extra=(0, 0) if simulated else STATED if is_stated else _extra(has_context=any(figures) and capacity is None),
+        extra=(0, 0)
+        if simulated
+        else STATED
+        if is_stated
+        else _extra(has_context=any(figures) and capacity is None),
         segments=[
             None if each is None or capacity is not None else segments.read_segments(name, each)
             for name, each in zip(names, figures)  # noqa: B905
         ],
         unknown=(_EXPANDABLE,) if segments.may_be_expandable() and not simulated else (),
-        is_imagined=capacity is not None, is_here=any(each.startswith(f"{backend}:") for each in here), gpu=gpu,
-    )  # fmt: skip
+        is_imagined=capacity is not None,
+        is_here=any(each.startswith(f"{backend}:") for each in here),
+        gpu=gpu,
+    )
     return target if ranks is None else of_ranks(target, ranks)
 
 
@@ -134,9 +154,15 @@ def of_ranks(target: Target, ranks: Ranks) -> Target:
     """Return the machine of some ranks: as many devices as it has of them, all like the one that was asked about."""
     number, extra = min(ranks), target.extra if target.is_imagined else _extra(has_context=False)
     return replace(
-        target, chosen=0, capacities=[target.capacities[target.chosen]] * number, allocated=[0] * number,
-        segments=[None] * number, extra=extra, is_here=False, ranks=ranks,
-    )  # fmt: skip
+        target,
+        chosen=0,
+        capacities=[target.capacities[target.chosen]] * number,
+        allocated=[0] * number,
+        segments=[None] * number,
+        extra=extra,
+        is_here=False,
+        ranks=ranks,
+    )
 
 
 def _extra(*, has_context: bool) -> tuple[int, int]:
@@ -148,8 +174,16 @@ def _extra(*, has_context: bool) -> tuple[int, int]:
 
 def _still_to_load(device: str, backend: str) -> int:
     """Return the bytes that CUDA's libraries may yet take of a device in use; 0 where a cap leaves so much alone."""
-    figures, driver, cap = allocator.device_stats(device), allocator.mem_get_info(device), allocator.cap(device)
-    others = devices.driver_figures({backend}).get(device, devices.DriverFigures(None, None)).other_processes
+    figures, driver, cap = (
+        allocator.device_stats(device),
+        allocator.mem_get_info(device),
+        allocator.cap(device),
+    )
+    others = (
+        devices.driver_figures({backend})
+        .get(device, devices.DriverFigures(None, None))
+        .other_processes
+    )
     if figures is None or driver is None or others is None:
         return 0
     free, total = driver
@@ -170,13 +204,17 @@ def with_engine(target: Target) -> Target:
     import torch
 
     if not hasattr(torch._C, "_acc"):  # since torch 2.10, which takes backends written in Python
-        raise DryRunUnavailable(f"a dry run needs torch 2.10 or newer, and this is {torch.__version__}")
+        raise DryRunUnavailable(
+            f"a dry run needs torch 2.10 or newer, and this is {torch.__version__}"
+        )
     if target.backend != "cuda" or torch.version.cuda is None or os.environ.get(VARIABLE) == FAKE:
         return target
     reason = _unavailable()
     if reason is not None:
         return replace(target, unknown=(*target.unknown, reason))
-    least, most = (max(0, each - modelled) for each, modelled in zip(target.extra, WORKSPACES, strict=True))
+    least, most = (
+        max(0, each - modelled) for each, modelled in zip(target.extra, WORKSPACES, strict=True)
+    )
     if most and not least:  # the device is in use
         most = min(most, _still_to_load(target.names[target.chosen], target.backend))
     extra = (least, most)
@@ -200,7 +238,11 @@ def _device(index: int, target: Target) -> str:
     import torch
 
     number = 0 if target.ranks is not None else index
-    is_here = not target.is_imagined and torch.cuda.is_initialized() and number < torch.cuda.device_count()
+    is_here = (
+        not target.is_imagined
+        and torch.cuda.is_initialized()
+        and number < torch.cuda.device_count()
+    )
     gpu = GPUS[target.gpu] if target.gpu is not None else like(number) if is_here else GPUS["A100"]
     room = target.capacities[index]
     if room is None:

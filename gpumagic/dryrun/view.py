@@ -8,7 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gpumagic.dryrun import report as records
-from gpumagic.dryrun.report import DryRunReport, overhead, passes_sentence, peak_of, reserved_of, shortcoming
+from gpumagic.dryrun.report import (
+    DryRunReport,
+    overhead,
+    passes_sentence,
+    peak_of,
+    reserved_of,
+    shortcoming,
+)
 from gpumagic.report import document as doc
 from gpumagic.report.base import grouped
 from gpumagic.report.document import Column, Table, document_of, stacking_order
@@ -31,7 +38,9 @@ def view_dry_run(report: DryRunReport) -> doc.Document:
     if report.search is not None:
         blocks += _neighbour(report.search, report.largest)
     if report.fits and report.failure_line is not None:
-        blocks.append(doc.Paragraph(f"Line {report.failure_line} runs out of memory, and the cell goes on."))
+        blocks.append(
+            doc.Paragraph(f"Line {report.failure_line} runs out of memory, and the cell goes on.")
+        )
     retries = sum(each.retries for each in report.devices)
     if report.fits and retries:
         gives = f"The allocator gives its cache back {count(retries, 'time')} to serve a request, which is slow"
@@ -65,13 +74,25 @@ def _headline(report: DryRunReport) -> str:
 def _answer(report: DryRunReport) -> str:
     place, peak = _place(report), peak_of(report)
     if report.fits and report.world is not None:
-        of = f"the fullest of {len(report.ranks)} that were run" if len(report.ranks) > 1 else "the one that was run"
+        of = (
+            f"the fullest of {len(report.ranks)} that were run"
+            if len(report.ranks) > 1
+            else "the one that was run"
+        )
         each = f"Fits on each of {report.world:,} {report.gpu or 'GPUs'}"
         return f"{each}: {_needs(report)} on rank {report.rank}, {of}"
     if report.fits:
-        return f"Fits: {_needs(report)} on {place}" if peak else f"Fits: it allocates nothing on {place}"
+        return (
+            f"Fits: {_needs(report)} on {place}"
+            if peak
+            else f"Fits: it allocates nothing on {place}"
+        )
     if report.fits is False:
-        remedy = f". --fit {report.sizes[0]} finds what fits" if report.sizes and report.search is None else ""
+        remedy = (
+            f". --fit {report.sizes[0]} finds what fits"
+            if report.sizes and report.search is None
+            else ""
+        )
         return f"Does not fit: {_shortage(report, peak)}; {shortcoming(report)}{remedy}"
     if report.error is not None:
         so_far = f"; up to there it needs {size(peak)}" if peak else ""
@@ -114,7 +135,9 @@ def _needs(report: DryRunReport) -> str:
 
 
 def _place(report: DryRunReport) -> str:
-    place = f"{report.device}" if report.world is None else f"rank {report.rank} of {report.world:,}"
+    place = (
+        f"{report.device}" if report.world is None else f"rank {report.rank} of {report.world:,}"
+    )
     return f"{place} ({report.gpu})" if report.gpu else place
 
 
@@ -139,11 +162,19 @@ def _neighbour(search: records.Search, largest: int | None) -> Iterator[doc.Bloc
 def _peak(report: DryRunReport) -> Iterator[doc.Block]:
     """Yield the line of the peak, and what is allocated then."""
     failing = next((row.code for row in report.lines if row.line == report.failure_line), "")
-    lines = {report.failure_line: (failing, "runs out of memory")} if failing and report.failure_line else {}
+    lines = (
+        {report.failure_line: (failing, "runs out of memory")}
+        if failing and report.failure_line
+        else {}
+    )
     if report.line is not None and report.code is not None:
         inside = f" in {report.function}" if report.function else ""
         is_large = report.operator_bytes > WORTH_SAYING * peak_of(report)
-        adds = f": {report.operator} adds {size(report.operator_bytes)}" if report.operator and is_large else ""
+        adds = (
+            f": {report.operator} adds {size(report.operator_bytes)}"
+            if report.operator and is_large
+            else ""
+        )
         first = f"{lines[report.line][1]}; " if report.line in lines else ""
         lines[report.line] = report.code, f"{first}peak{inside}{adds}"
     if lines:
@@ -158,13 +189,24 @@ def _peak(report: DryRunReport) -> Iterator[doc.Block]:
         "NCCL's buffers (estimate)": size_range(*report.nccl) if report.nccl[1] else "",
         "CUDA itself (estimate)": size_range(*report.overhead) if report.overhead[1] else "",
     }
-    rows += [[doc.Cell(name, muted=True), doc.Cell(text, muted=True)] for name, text in besides.items() if text]
-    yield Table([Column[Any]("At the peak"), Column[Any]("Size", align="right")], rows, "What makes up the peak")
+    rows += [
+        [doc.Cell(name, muted=True), doc.Cell(text, muted=True)]
+        for name, text in besides.items()
+        if text
+    ]
+    yield Table(
+        [Column[Any]("At the peak"), Column[Any]("Size", align="right")],
+        rows,
+        "What makes up the peak",
+    )
 
 
 def _timeline(report: DryRunReport) -> Iterator[doc.Block]:
     """Yield the memory over the cell's operators, by what it is."""
-    points, peak = [each for each in report.timeline if each.device == report.device], peak_of(report)
+    points, peak = (
+        [each for each in report.timeline if each.device == report.device],
+        peak_of(report),
+    )
     if len(points) < ENOUGH:
         return
     columns = _columns(points)
@@ -177,13 +219,17 @@ def _timeline(report: DryRunReport) -> Iterator[doc.Block]:
     line = f", line {columns[mark].line}" if columns[mark].line is not None else ", before the cell"
     said = f"Memory on {report.device} over {count(report.operators, 'operator')}, by kind"
     yield doc.Paragraph(said, muted=True)
-    yield doc.Sparkline(heights, mark, f"peak {size(peak)}{line}", f"{said}, peak {size(peak)}{line}", bands)
+    yield doc.Sparkline(
+        heights, mark, f"peak {size(peak)}{line}", f"{said}, peak {size(peak)}{line}", bands
+    )
 
 
 def _columns(points: Sequence[records.DryRunPoint]) -> list[records.DryRunPoint]:
     """Return the highest point of each of `COLUMNS` equal parts of the operators; where none is, the last before."""
     last, operators = points[0], max(1, points[-1].operator)
-    parts = grouped((min(COLUMNS - 1, COLUMNS * point.operator // operators), point) for point in points)
+    parts = grouped(
+        (min(COLUMNS - 1, COLUMNS * point.operator // operators), point) for point in points
+    )
     found = []
     for column in range(COLUMNS):
         within = parts.get(column, [last])
@@ -204,16 +250,29 @@ def _details(report: DryRunReport) -> Iterator[doc.Block]:
             families.setdefault(re.sub(r"\.\d+(?=\.|$).*", ".*", path), Counter()).update(parts)
         named = _named((path, each.total()) for path, each in families.items() if path)
         if named:
-            every, are_few = f"All {count(len(report.modules), 'module')}", len(report.modules) <= FEW_MODULES
-            blocks = [_modules(report.modules if are_few else families, "What each module takes at the peak")]
+            every, are_few = (
+                f"All {count(len(report.modules), 'module')}",
+                len(report.modules) <= FEW_MODULES,
+            )
+            blocks = [
+                _modules(
+                    report.modules if are_few else families, "What each module takes at the peak"
+                )
+            ]
             folded = [] if are_few else [doc.Fold(every, [_modules(report.modules, every)])]
             yield doc.Fold(f"By module: {named}", [*blocks, *folded])
     if len(report.ranks) > 1:
         named = _named((f"rank {each.rank:,}", each.peak) for each in report.ranks)
-        yield doc.Fold(f"By rank: {named}", [Table.of(report.ranks, _RANKS, "The ranks that were run")])
+        yield doc.Fold(
+            f"By rank: {named}", [Table.of(report.ranks, _RANKS, "The ranks that were run")]
+        )
     devices = [each for each in report.devices if each.peak]
     if len(devices) > 1:
-        others = ", ".join(f"{size(each.peak)} on {each.device}" for each in devices if each.device != report.device)
+        others = ", ".join(
+            f"{size(each.peak)} on {each.device}"
+            for each in devices
+            if each.device != report.device
+        )
         yield doc.Fold(f"Other devices: {others}", [Table.of(devices, _DEVICES, "Each device")])
     if report.operators:
         yield doc.Fold(_how(report), list(_small_print(report)))
@@ -223,16 +282,30 @@ def _modules(found: Mapping[str, Mapping[str, int]], caption: str) -> Table:
     """Return the table of modules, the largest first, with a column for each kind of what they take."""
 
     def of_kind(kind: str) -> Column[tuple[str, Mapping[str, int]]]:
-        return Column(kind.capitalize(), lambda row: size(row[1][kind]) if row[1].get(kind) else "", "right", 1)
+        return Column(
+            kind.capitalize(),
+            lambda row: size(row[1][kind]) if row[1].get(kind) else "",
+            "right",
+            1,
+        )
 
     columns: tuple[Column[tuple[str, Mapping[str, int]]], ...] = (
-        Column("Module", lambda row: row[0] or "(no module)", shrinks=True, cut="middle", least=32, code=True),
+        Column(
+            "Module",
+            lambda row: row[0] or "(no module)",
+            shrinks=True,
+            cut="middle",
+            least=32,
+            code=True,
+        ),
         Column("Size", lambda row: size(sum(row[1].values())), "right", bar=lambda row: row[1]),
         *map(of_kind, stacking_order(kind for parts in found.values() for kind in parts)),
     )
     rows = sorted(found.items(), key=lambda row: -sum(row[1].values()))
     whole = sum(sum(parts.values()) for parts in found.values())
-    return Table.of(rows, columns, caption, whole=whole, elsewhere="in a wider terminal, and in .modules")
+    return Table.of(
+        rows, columns, caption, whole=whole, elsewhere="in a wider terminal, and in .modules"
+    )
 
 
 _LINES: tuple[Column[records.DryRunRow], ...] = (
@@ -268,18 +341,27 @@ def _how(report: DryRunReport) -> str:
     said = [count(report.runs, "run")] if report.runs > 1 else []
     said += [count(len(report.assumed), "assumption")] if report.assumed else []
     said += [f"{len(report.unknown)} not known"] if report.unknown else []
-    return f"How: a dry run on {on}, {duration(report.seconds)}{'; ' if said else ''}{', '.join(said)}"
+    return (
+        f"How: a dry run on {on}, {duration(report.seconds)}{'; ' if said else ''}{', '.join(said)}"
+    )
 
 
 def _small_print(report: DryRunReport) -> Iterator[doc.Block]:
     for passes in report.passes:
         if passes.run != passes.asked:
             yield doc.Paragraph(f"{passes_sentence(passes)}.", muted=True)
-    for text, sentences in (("Assumed", report.assumed), ("Not known", report.unknown), ("Left out", report.effects)):
+    for text, sentences in (
+        ("Assumed", report.assumed),
+        ("Not known", report.unknown),
+        ("Left out", report.effects),
+    ):
         if sentences:
             yield doc.Paragraph(f"{text}: {'; '.join(sentences)}.", muted=True)
     on = f" on torch {report.versions['torch']}" if "torch" in report.versions else ""
-    attention = f"; attention is {report.versions['attention']}" if "attention" in report.versions else ""
+    attention = (
+        f"; attention is {report.versions['attention']}" if "attention" in report.versions else ""
+    )
     yield doc.Paragraph(
-        f"{count(report.operators, 'operator')} were run{on}, {count(report.runs, 'time')}{attention}.", muted=True
+        f"{count(report.operators, 'operator')} were run{on}, {count(report.runs, 'time')}{attention}.",
+        muted=True,
     )

@@ -75,10 +75,15 @@ def environment(
     if capacity is not None:
         nbytes = capacity if isinstance(capacity, int) else parse_size(capacity)
         chosen = [replace(gpu, capacity=nbytes) for gpu in chosen]
-    parts = [f"peer={int(peer_access)}", *(settings(gpu, number, held) for number, gpu in enumerate(chosen))]
+    parts = [
+        f"peer={int(peer_access)}",
+        *(settings(gpu, number, held) for number, gpu in enumerate(chosen)),
+    ]
     folder = build.libraries()
     made = sorted(str(path) for path in folder.glob("*.so*") if not path.is_symlink())
-    preloaded = [os.environ["LD_PRELOAD"]] if os.environ.get("LD_PRELOAD") and not is_enabled() else []
+    preloaded = (
+        [os.environ["LD_PRELOAD"]] if os.environ.get("LD_PRELOAD") and not is_enabled() else []
+    )
     return {
         "LD_PRELOAD": ":".join([*made, *preloaded]),
         VARIABLE: "|".join(parts),
@@ -94,7 +99,9 @@ def _chosen(gpus: str | GPU | Sequence[str | GPU], devices: int | None) -> list[
     if not 0 <= count <= MOST_DEVICES:
         raise OptionError(f"{count} devices are not possible; ask for 0 to {MOST_DEVICES}")
     if len(found) not in {1, count}:
-        raise OptionError(f"{count} devices cannot be made of {len(found)} GPUs; name one, or one for each")
+        raise OptionError(
+            f"{count} devices cannot be made of {len(found)} GPUs; name one, or one for each"
+        )
     return found * count if len(found) == 1 else found
 
 
@@ -141,14 +148,18 @@ class Memory:
 class _Record(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("source", "target", "pinned", "unused")),
-        ("nbytes", ctypes.c_int64), ("stream", ctypes.c_uint64),
-    )  # fmt: skip
+        ("nbytes", ctypes.c_int64),
+        ("stream", ctypes.c_uint64),
+    )
 
 
 class _Kernel(ctypes.Structure):
     _fields_ = (
-        ("function", ctypes.c_void_p), ("name", ctypes.c_char_p), ("count", ctypes.c_int64), ("binary", ctypes.c_void_p)
-    )  # fmt: skip
+        ("function", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("count", ctypes.c_int64),
+        ("binary", ctypes.c_void_p),
+    )
 
 
 class _UnknownSize(ctypes.Structure):
@@ -157,7 +168,9 @@ class _UnknownSize(ctypes.Structure):
 
 def is_enabled() -> bool:
     """Return whether this process runs over the fake runtime."""
-    return "libfakecuda.so" in os.environ.get("LD_PRELOAD", "") and hasattr(ctypes.CDLL(None), "fakecuda_syncs")
+    return "libfakecuda.so" in os.environ.get("LD_PRELOAD", "") and hasattr(
+        ctypes.CDLL(None), "fakecuda_syncs"
+    )
 
 
 def copies() -> list[Copy]:
@@ -226,14 +239,20 @@ def memory(device: int = 0) -> Memory:
         IndexError: there is no such device.
     """
     library = _library()
-    capacity, others, used, peak, context = (int(library.fakecuda_memory(device, what)) for what in range(5))
+    capacity, others, used, peak, context = (
+        int(library.fakecuda_memory(device, what)) for what in range(5)
+    )
     if capacity < 0:
         raise IndexError(f"there is no device {device}")
     return Memory(capacity, others, used, peak, bool(context))
 
 
 def set_memory(
-    device: int = 0, *, capacity: int | None = None, others: int | None = None, limit: int | None = None
+    device: int = 0,
+    *,
+    capacity: int | None = None,
+    others: int | None = None,
+    limit: int | None = None,
 ) -> None:
     """Change what a device has, or what others hold of it, in bytes; its peak begins anew.
 
@@ -274,7 +293,9 @@ def _library() -> ctypes.CDLL:
 
 
 def _copy(record: Any) -> Copy:
-    source, target = ("cpu" if each == _HOST else f"cuda:{each}" for each in (record.source, record.target))
+    source, target = (
+        "cpu" if each == _HOST else f"cuda:{each}" for each in (record.source, record.target)
+    )
     if source == target:
         direction = "within a device" if source != "cpu" else "within the host"
     elif source == "cpu":

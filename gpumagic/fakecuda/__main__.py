@@ -18,9 +18,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         wanted = fakecuda.environment(
-            options.gpu or ["A100"], devices=options.devices, capacity=options.capacity, others=options.others,
+            options.gpu or ["A100"],
+            devices=options.devices,
+            capacity=options.capacity,
+            others=options.others,
             peer_access=options.peer_access,
-        )  # fmt: skip
+        )
     except GpuMagicError as error:
         print(f"gpumagic: {error}", file=sys.stderr)
         return 2
@@ -48,8 +51,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", action="append", metavar="NAME", help=several)
     parser.add_argument("--devices", type=int, metavar="N", help="how many of it")
     parser.add_argument("--capacity", metavar="SIZE", help="the memory of each, such as 8GiB")
-    parser.add_argument("--others", default="0", metavar="SIZE", help="what other processes hold of each")
-    parser.add_argument("--peer-access", action="store_true", help="devices read each other's memory, as over NVLink")
+    parser.add_argument(
+        "--others", default="0", metavar="SIZE", help="what other processes hold of each"
+    )
+    parser.add_argument(
+        "--peer-access",
+        action="store_true",
+        help="devices read each other's memory, as over NVLink",
+    )
     command = "what to run; without one, the variables are printed"
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help=command)
     return parser

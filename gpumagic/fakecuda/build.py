@@ -56,18 +56,55 @@ class Library:
 
 
 LIBRARIES = (
-    Library("cudart", ("runtime.c", "streams.c", "kernels.c", "capture.c", "graphs.c", "pools.c"), r"(__)?cuda", 801),
+    Library(
+        "cudart",
+        ("runtime.c", "streams.c", "kernels.c", "capture.c", "graphs.c", "pools.c"),
+        r"(__)?cuda",
+        801,
+    ),
     Library("cuda", ("driver.c",), r"cu[A-Z](?!ile)", 801),
     Library("cublas", ("cublas.c",), "cublas", 15, quiet=r"cublas(?!Get|Create)"),
-    Library("cublasLt", ("cublaslt.c",), "cublasLt", 15, quiet=r"cublasLt.*(Set|Init|Matmul$|Transform$)"),
-    Library("cudnn", ("cudnn.c",), "cudnn", 3000, r"cudnn(?!Get|Create|Query)", handles=r"cudnn(Create|Destroy)"),
-    Library("cusolver", (), "cusolver", 9, r"cusolverDn(?!\w*(Get|[bB]uffer))", handles=r"cusolverDn(Create|Destroy)"),
-    Library("cusparse", ("cusparse.c",), "cusparse", 10, r"cusparse(?!Lt|\w*Get|\w*[bB]ufferSize)",
-            handles=r"cusparse(Create(?!Identity)|Destroy|Sp(GEMM|SM|SV)_(create|destroy))"),
+    Library(
+        "cublasLt",
+        ("cublaslt.c",),
+        "cublasLt",
+        15,
+        quiet=r"cublasLt.*(Set|Init|Matmul$|Transform$)",
+    ),
+    Library(
+        "cudnn",
+        ("cudnn.c",),
+        "cudnn",
+        3000,
+        r"cudnn(?!Get|Create|Query)",
+        handles=r"cudnn(Create|Destroy)",
+    ),
+    Library(
+        "cusolver",
+        (),
+        "cusolver",
+        9,
+        r"cusolverDn(?!\w*(Get|[bB]uffer))",
+        handles=r"cusolverDn(Create|Destroy)",
+    ),
+    Library(
+        "cusparse",
+        ("cusparse.c",),
+        "cusparse",
+        10,
+        r"cusparse(?!Lt|\w*Get|\w*[bB]ufferSize)",
+        handles=r"cusparse(Create(?!Identity)|Destroy|Sp(GEMM|SM|SV)_(create|destroy))",
+    ),
     Library("cufft", ("cufft.c",), "cufft", 16, r"cufft(Destroy|Set|XtSet|XtExec$|Exec)"),
-    Library("nccl", ("nccl.c",), "p?nccl", 5, r"nccl(Send|Recv|Comm(Finalize|(Window)?Deregister)|RedOpDestroy)"),
+    Library(
+        "nccl",
+        ("nccl.c",),
+        "p?nccl",
+        5,
+        r"nccl(Send|Recv|Comm(Finalize|(Window)?Deregister)|RedOpDestroy)",
+    ),
     Library("nvidia-ml", ("nvml.c",), "nvml", 3, says=False),  # NVML_ERROR_NOT_SUPPORTED
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -95,7 +132,9 @@ def installed_torch() -> Torch:
         raise FakecudaUnavailable("fakecuda runs on Linux only; on Windows, use it in WSL")
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        raise FakecudaUnavailable("fakecuda needs torch, and there is none here; install it with: pip install torch")
+        raise FakecudaUnavailable(
+            "fakecuda needs torch, and there is none here; install it with: pip install torch"
+        )
     package = Path(spec.origin).parent
     text = (package / "version.py").read_text(encoding="utf-8")
     said = dict(re.findall(r"^(\w+)(?:: [^=]*)? = '([^']*)'", text, re.MULTILINE))
@@ -128,7 +167,9 @@ def libraries() -> Path:
             f"fakecuda cannot be loaded from {home.parent}: LD_PRELOAD takes no path with a space or a colon; "
             "set XDG_CACHE_HOME to one without"
         )
-    load_folder(home, "fakecuda", FakecudaUnavailable, home.exists, lambda: _build(torch, _compiler(), home))
+    load_folder(
+        home, "fakecuda", FakecudaUnavailable, home.exists, lambda: _build(torch, _compiler(), home)
+    )
     return home
 
 
@@ -159,13 +200,21 @@ def _build(torch: Torch, compiler: list[str], home: Path) -> None:
         made.mkdir(mode=0o700)
         core = [str(NATIVE / name) for name in CORE]
         _compile([*common, *core, "-o", str(made / "libfakecuda.so"), "-ldl", "-lpthread"])
-        list(pool.map(_compile, [[*common, *_arguments(each, torch, asked, made)] for each in LIBRARIES]))
-        (made / "libcuda.so").symlink_to("libcuda.so.1")  # Triton before 3.6 links its launcher with -lcuda
+        list(
+            pool.map(
+                _compile, [[*common, *_arguments(each, torch, asked, made)] for each in LIBRARIES]
+            )
+        )
+        (made / "libcuda.so").symlink_to(
+            "libcuda.so.1"
+        )  # Triton before 3.6 links its launcher with -lcuda
         made.rename(home)
 
 
 def _compile(command: list[str]) -> None:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     if done.returncode:
         lines = done.stdout.strip().splitlines() or ["the compiler said nothing"]
         line = next((line for line in lines if "error" in line), lines[-1])
@@ -175,7 +224,10 @@ def _compile(command: list[str]) -> None:
 def _versions(torch: Torch) -> list[str]:
     """Return which cuDNN and NCCL lie beside torch, as macros: torch compares them with those it was built for."""
     found = []
-    for name, header in (("CUDNN", "nvidia/cudnn/include/cudnn_version*.h"), ("NCCL", "nvidia/nccl/include/nccl.h")):
+    for name, header in (
+        ("CUDNN", "nvidia/cudnn/include/cudnn_version*.h"),
+        ("NCCL", "nvidia/nccl/include/nccl.h"),
+    ):
         for path in sorted(torch.folder.parent.parent.glob(header))[:1]:
             text = path.read_text(encoding="utf-8", errors="replace")
             parts = re.findall(rf"define {name}_(?:MAJOR|MINOR|PATCH|PATCHLEVEL) (\d+)", text)[:3]
@@ -189,16 +241,33 @@ def _arguments(library: Library, torch: Torch, asked: dict[str, str], made: Path
     """Generate what a library has besides its sources, and return what the compiler makes it of."""
     soname = _soname(library, torch)
     sources = [NATIVE / name for name in library.sources]
-    written = set(re.findall(r"^FAKE_API [^;{]*?\**\b(\w+)\(", "\n".join(s.read_text() for s in sources), re.MULTILINE))
+    written = set(
+        re.findall(
+            r"^FAKE_API [^;{]*?\**\b(\w+)\(",
+            "\n".join(s.read_text() for s in sources),
+            re.MULTILINE,
+        )
+    )
     wanted = {name for name in asked if _owner(name) == library.stem} | _exported(soname, torch)
     generated = made.parent / f"{library.stem}_generated.c"
     generated.write_text(_generate(library, sorted(wanted - written)), encoding="utf-8")
     script = made.parent / f"{library.stem}.map"
-    script.write_text(f"{soname if soname in asked.values() else ''} {{ global: *; }};\n", encoding="utf-8")
+    script.write_text(
+        f"{soname if soname in asked.values() else ''} {{ global: *; }};\n", encoding="utf-8"
+    )
     return [
-        *map(str, sources), str(generated), "-o", str(made / soname), f"-Wl,-soname,{soname}",
-        f"-Wl,--version-script,{script}", f"-L{made}", "-lfakecuda", "-Wl,-rpath,$ORIGIN", "-ldl", "-lpthread",
-    ]  # fmt: skip
+        *map(str, sources),
+        str(generated),
+        "-o",
+        str(made / soname),
+        f"-Wl,-soname,{soname}",
+        f"-Wl,--version-script,{script}",
+        f"-L{made}",
+        "-lfakecuda",
+        "-Wl,-rpath,$ORIGIN",
+        "-ldl",
+        "-lpthread",
+    ]
 
 
 def _owner(name: str) -> str:
@@ -211,7 +280,15 @@ def asked_names(torch: Torch) -> dict[str, str]:
     """Return the functions of CUDA that torch's libraries link to, each with the version of its symbol or ''."""
     found = {}
     prefixes = re.compile("|".join(library.prefix for library in LIBRARIES))
-    for line in _output(["nm", "-D", "--undefined-only", "--with-symbol-versions", *map(str, _torch_libraries(torch))]):
+    for line in _output(
+        [
+            "nm",
+            "-D",
+            "--undefined-only",
+            "--with-symbol-versions",
+            *map(str, _torch_libraries(torch)),
+        ]
+    ):
         name, _, version = line.split()[-1].partition("@") if line.split() else ("", "", "")
         if prefixes.match(name):
             found[name] = version
@@ -220,7 +297,11 @@ def asked_names(torch: Torch) -> dict[str, str]:
 
 def _torch_libraries(torch: Torch) -> list[Path]:
     others = {"libtorch_python.so", "libcaffe2_nvrtc.so", "libtorch_nvshmem.so", "libtorch.so"}
-    return [path for path in sorted(torch.folder.glob("lib*.so")) if "cuda" in path.name or path.name in others]
+    return [
+        path
+        for path in sorted(torch.folder.glob("lib*.so"))
+        if "cuda" in path.name or path.name in others
+    ]
 
 
 def _soname(library: Library, torch: Torch) -> str:
@@ -237,7 +318,9 @@ def _exported(soname: str, torch: Torch) -> set[str]:
     """Return what the real library exports, where it lies beside torch: extensions may ask for more than torch does."""
     for path in torch.folder.parent.parent.glob(f"nvidia/*/lib/{soname}"):
         names = (
-            line.split()[-1].partition("@")[0] for line in _output(["nm", "-D", "--defined-only", str(path)]) if line
+            line.split()[-1].partition("@")[0]
+            for line in _output(["nm", "-D", "--defined-only", str(path)])
+            if line
         )
         return {name for name in names if re.fullmatch(r"(__|p)?(cu|nccl)\w+", name)}
     return set()
@@ -253,7 +336,11 @@ def _asked_by_name(torch: Torch) -> set[str]:
     if binding is not None and binding.origin is not None:
         source = Path(binding.origin).read_text(encoding="utf-8", errors="replace")
         names.update(re.findall(r'_nvmlGetFunctionPointer\("(\w+)"\)', source))
-    return {*names, *re.findall(r"\b(cu[A-Z]\w+)\s*\(", text), *re.findall(r"#define \w+\s+(cu[A-Z]\w+_v\d)", text)}
+    return {
+        *names,
+        *re.findall(r"\b(cu[A-Z]\w+)\s*\(", text),
+        *re.findall(r"#define \w+\s+(cu[A-Z]\w+_v\d)", text),
+    }
 
 
 def _generate(library: Library, names: list[str]) -> str:
@@ -308,7 +395,9 @@ def answering(name: str) -> str | None:
         else:
             number, count = numbers
             how_many = f"(unsigned)a{count}" if count else "1"
-            written.append(f"if (a{number}) memset((void *)a{number}, 0, {how_many} * sizeof(int));")
+            written.append(
+                f"if (a{number}) memset((void *)a{number}, 0, {how_many} * sizeof(int));"
+            )
     if not written:
         return None
     # Numbers and pointers are passed alike, so the arguments need no types of their own. None of these is a float.

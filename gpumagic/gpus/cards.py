@@ -63,7 +63,9 @@ def _read_cards() -> NvmlSnapshot | NvmlFailure:
     cuda, reason = nvml.query(binding.nvmlSystemGetCudaDriverVersion_v2)
     if reason is not None:
         cuda, _ = nvml.query(binding.nvmlSystemGetCudaDriverVersion)
-    handles = [nvml.query(partial(binding.nvmlDeviceGetHandleByIndex, index)) for index in range(count)]
+    handles = [
+        nvml.query(partial(binding.nvmlDeviceGetHandleByIndex, index)) for index in range(count)
+    ]
     rows: list[GpuRow] = []
     for index, (handle, reason) in enumerate(handles):
         if reason is not None:
@@ -84,7 +86,9 @@ def _read_card(card: Readings, index: int) -> Iterator[GpuRow]:
     if is_unified(card):
         _use_host_memory(card, processes)
     if mig:
-        not_of_the_card = [name for name, reason in card.reasons.items() if reason == "not supported"]
+        not_of_the_card = [
+            name for name, reason in card.reasons.items() if reason == "not supported"
+        ]
         card.reasons.update({**dict.fromkeys(not_of_the_card, "n/a (MIG)"), "device": SPLIT})
     yield GpuRow(None, index, **card.values, reasons=card.reasons, processes=processes)
     limit = card.ask(*call("MaxMigDeviceCount"))[0] if mig else 0
@@ -146,9 +150,13 @@ def list_processes(card: Readings) -> tuple[ProcessRow, ...] | None:
         if reason is not None and name == "Compute":
             card.reasons["processes"] = reason
             return None
-        for pid, memory in processes or ():  # one that is in several lists is charged the same memory in each
+        for pid, memory in (
+            processes or ()
+        ):  # one that is in several lists is charged the same memory in each
             known = found[pid].memory if memory is None and pid in found else memory
-            found[pid] = ProcessRow(pid, None, None, known, kind="graphics" if name == "Graphics" else "compute")
+            found[pid] = ProcessRow(
+                pid, None, None, known, kind="graphics" if name == "Graphics" else "compute"
+            )
     return tuple(found.values())
 
 
@@ -187,12 +195,23 @@ def attribute_processes(
             outside.append(each)
             continue
         own = pid == os.getpid()
-        rows.append(replace(each, name=program_name(pid), user=_user(pid), this_kernel=own, reason=reason))
+        rows.append(
+            replace(each, name=program_name(pid), user=_user(pid), this_kernel=own, reason=reason)
+        )
     if outside:
         memory, several = total_memory([each.memory for each in outside]), "es" * (len(outside) > 1)
-        name, reason = f"{len(outside)} process{several} outside this container", why_memory_unknown()
+        name, reason = (
+            f"{len(outside)} process{several} outside this container",
+            why_memory_unknown(),
+        )
         rows.append(
-            replace(outside[0], pid=None, name=name, memory=memory, reason=None if memory is not None else reason)
+            replace(
+                outside[0],
+                pid=None,
+                name=name,
+                memory=memory,
+                reason=None if memory is not None else reason,
+            )
         )
     rows.sort(key=lambda row: (not row.this_kernel, row.pid is None, -(row.memory or 0)))
     mine = [row.memory for row in rows if row.this_kernel]
@@ -200,7 +219,11 @@ def attribute_processes(
     # A list with pids from outside is the host's, and complete; any other may be limited to this container.
     if contained and not (outside and not uses_cuda(os.getpid())):
         if used is None or (not mine and uses_cuda(os.getpid())):
-            return tuple(rows), None, HIDDEN_BY_CONTAINER  # this kernel is outside, or left out of the list
+            return (
+                tuple(rows),
+                None,
+                HIDDEN_BY_CONTAINER,
+            )  # this kernel is outside, or left out of the list
         if (held := total_memory(mine)) is not None:
             return tuple(rows), max(0, used - held), ESTIMATED
         others = None
@@ -239,14 +262,23 @@ def uses_cuda(pid: int) -> bool:
 def program_name(pid: int) -> str | None:
     """Return a process's program and, of an interpreter, its script or module; never arguments."""
     try:
-        raw = (PROC / str(pid) / "cmdline").read_bytes() or (PROC / str(pid) / "comm").read_bytes().strip()
+        raw = (PROC / str(pid) / "cmdline").read_bytes() or (
+            PROC / str(pid) / "comm"
+        ).read_bytes().strip()
     except OSError:
         return None
     program, *words = [os.fsdecode(word) for word in raw.split(b"\0") if word] or [""]
     name = PurePath(program).name
     if not name.startswith("python"):
         return name or None
-    script = next((place for place, word in enumerate(words) if word in ("-m", "-c") or not word.startswith("-")), None)
+    script = next(
+        (
+            place
+            for place, word in enumerate(words)
+            if word in ("-m", "-c") or not word.startswith("-")
+        ),
+        None,
+    )
     if script is None:
         return name
     return f"{name} {' '.join(words[script : script + 2]) if words[script] == '-m' else PurePath(words[script]).name}"

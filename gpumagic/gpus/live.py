@@ -37,7 +37,9 @@ class GpuWatch:
         show: called with each snapshot, and once more with the last one at the end; the second argument says which.
     """
 
-    def __init__(self, read: Callable[[], GPUReport], seconds: float, show: Callable[[GPUReport, bool], None]) -> None:
+    def __init__(
+        self, read: Callable[[], GPUReport], seconds: float, show: Callable[[GPUReport, bool], None]
+    ) -> None:
         self._read, self._show, self.seconds = read, show, seconds
         self._latest = GPUReport(())
         self._stopping = threading.Event()
@@ -50,7 +52,9 @@ class GpuWatch:
     def report(self) -> GPUReport:
         """The last snapshot, with a note that says what ends the refreshing, or has ended it."""
         how = f", until {self._until}" if self.ended is None else f"; {self.ended}"
-        return replace(self._latest, notes=(*self._latest.notes, f"A snapshot every {self.seconds:g} s{how}."))
+        return replace(
+            self._latest, notes=(*self._latest.notes, f"A snapshot every {self.seconds:g} s{how}.")
+        )
 
     def start(self) -> None:
         """Refresh in a thread. The first snapshot is taken in this one, so that its errors are raised here."""
@@ -139,7 +143,9 @@ def terminal_display() -> Callable[[GPUReport, bool], None]:
             return
         lines = str(report).splitlines()
         height = shutil.get_terminal_size().lines - 1
-        if not is_last and len(lines) > height:  # what has scrolled off the top cannot be written over
+        if (
+            not is_last and len(lines) > height
+        ):  # what has scrolled off the top cannot be written over
             more = f"... {len(lines) - height + 1} more lines in a taller terminal; Ctrl-C ends it"
             lines = [*lines[: height - 1], more]
         up = f"\x1b[{written}F" if written else ""
@@ -164,7 +170,10 @@ class CellMonitor:
         if on == self.is_on:
             return
         self.is_on = True  # first and, where it goes off, last: what an interrupt leaves half done can be undone
-        for event, hook in (("pre_run_cell", self._pre_run_cell), ("post_run_cell", self._post_run_cell)):
+        for event, hook in (
+            ("pre_run_cell", self._pre_run_cell),
+            ("post_run_cell", self._post_run_cell),
+        ):
             if on:
                 self._shell.events.register(event, hook)
             else:
@@ -178,7 +187,11 @@ class CellMonitor:
 
     def _post_run_cell(self, result: ExecutionResult | None) -> None:
         now = time.perf_counter()
-        places = [place for place, each in enumerate(self._open) if result is None or each[0] is result.info]
+        places = [
+            place
+            for place, each in enumerate(self._open)
+            if result is None or each[0] is result.info
+        ]
         if not places:
             return
         info, started, before = self._open[places[-1]]

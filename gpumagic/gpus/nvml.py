@@ -26,7 +26,13 @@ T = TypeVar("T")
 # The codes are NVML's ABI. They are written out because the binding's exceptions define __eq__ without __hash__, and
 # so can neither be put into a set nor be compared.
 UNINITIALIZED, FUNCTION_NOT_FOUND = 1, 13
-_PROBLEMS = {4: "no permission", 9: "no driver", 12: "no library", 13: "old driver", 18: "version mismatch"}
+_PROBLEMS = {
+    4: "no permission",
+    9: "no driver",
+    12: "no library",
+    13: "old driver",
+    18: "version mismatch",
+}
 _REASONS = {3: "not supported", 4: "no permission", 6: "not found", 13: "driver too old", 15: "lost",
             16: "needs a reset", 25: "driver too old", 28: "lost"}  # fmt: skip
 DRIVER_TOO_OLD = "driver too old"
@@ -77,7 +83,9 @@ class Readings:
         else:
             self.reasons[name] = reason
 
-    def ask(self, *queries: Query, to: Callable[[Any], Any] | None = None) -> tuple[Any, str | None]:
+    def ask(
+        self, *queries: Query, to: Callable[[Any], Any] | None = None
+    ) -> tuple[Any, str | None]:
         """Return the answer to the first query that succeeds and None, or None and the most specific reason.
 
         The newest version of a query comes first, then those that older drivers know.
@@ -103,7 +111,9 @@ def query(function: Callable[[], T]) -> tuple[T | None, str | None]:
     """Return the value and None, or None and the reason, whatever the binding raises."""
     try:
         return function(), None
-    except Exception as error:  # besides NVMLError the binding raises TypeError, UnicodeDecodeError...
+    except (
+        Exception
+    ) as error:  # besides NVMLError the binding raises TypeError, UnicodeDecodeError...
         return None, reason_of(error)
 
 
@@ -144,7 +154,9 @@ def within_time(read: Callable[[], T | NvmlFailure]) -> T | NvmlFailure:
     global _hanging  # noqa: PLW0603  of this process, as the driver is
     if _hanging is not None and not _hanging[0].done() and _hanging[1] == os.getpid():
         return NvmlFailure("no answer", f"{time.monotonic() - _hanging[2]:.0f} s")
-    answer: Future[T | NvmlFailure] = Future()  # a thread's `join` that Ctrl-C ends takes it for ended (bpo-45274)
+    answer: Future[T | NvmlFailure] = (
+        Future()
+    )  # a thread's `join` that Ctrl-C ends takes it for ended (bpo-45274)
 
     def run() -> None:
         try:
@@ -153,7 +165,9 @@ def within_time(read: Callable[[], T | NvmlFailure]) -> T | NvmlFailure:
             answer.set_exception(error)
 
     _hanging = answer, os.getpid(), time.monotonic()
-    thread = threading.Thread(target=run, name="gpumagic driver", daemon=True)  # else a process could not end meanwhile
+    thread = threading.Thread(
+        target=run, name="gpumagic driver", daemon=True
+    )  # else a process could not end meanwhile
     thread.start()
     if not wait([answer], TIME_LIMIT).done:
         return NvmlFailure("no answer", f"{TIME_LIMIT:g} s")
@@ -164,7 +178,9 @@ def within_time(read: Callable[[], T | NvmlFailure]) -> T | NvmlFailure:
 
 def error_code(error: Exception) -> int:
     """Return NVML's code of an error, or -1 for any other exception."""
-    if type(error).__name__ == "NVMLLibraryMismatchError":  # not an NVMLError, although it wraps one
+    if (
+        type(error).__name__ == "NVMLLibraryMismatchError"
+    ):  # not an NVMLError, although it wraps one
         return FUNCTION_NOT_FOUND
     value = getattr(error, "value", -1)
     return value if isinstance(value, int) else -1

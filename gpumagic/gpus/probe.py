@@ -33,7 +33,9 @@ def best_device(rows: Sequence[GpuRow]) -> str | None:
     usable = [row for row in rows if row.device is not None and row.memory_free is not None]
 
     def room(row: GpuRow) -> tuple[bool, int]:
-        return not row.simulated, (row.memory_free or 0) + (row.kernel_reserved or 0) - (row.kernel_allocated or 0)
+        return not row.simulated, (row.memory_free or 0) + (row.kernel_reserved or 0) - (
+            row.kernel_allocated or 0
+        )
 
     return max(usable, key=room).device if usable else None
 
@@ -49,7 +51,10 @@ def selected_rows(rows: Sequence[GpuRow], wanted: Sequence[str]) -> tuple[GpuRow
         found = [row for row in rows if _matches(name, row, rows)]
         readable = re.fullmatch(DEVICE_PATTERN, name, re.IGNORECASE)
         if not found and (rows or not readable):
-            here = ", ".join(row.device for row in rows if row.device) or "none that torch can use (%gpuinfo says why)"
+            here = (
+                ", ".join(row.device for row in rows if row.device)
+                or "none that torch can use (%gpuinfo says why)"
+            )
             wrong = "a GPU here" if readable or name in ("cpu", "meta") else "a device"
             raise DeviceNotFound(f"{name!r} is not {wrong}; there are {here}")
         chosen += [row for row in found if not any(row is each for each in chosen)]
@@ -69,7 +74,9 @@ def _matches(name: str, row: GpuRow, rows: Sequence[GpuRow]) -> bool:
     return lowered in (row.device, Device.parse(row.device).backend, "gpu")
 
 
-def read_gpus(devices: Sequence[str] = (), *, processes: bool = False, everything: bool = False) -> GPUReport:
+def read_gpus(
+    devices: Sequence[str] = (), *, processes: bool = False, everything: bool = False
+) -> GPUReport:
     """Return the state of every GPU, or why there is none.
 
     Args:
@@ -85,21 +92,39 @@ def read_gpus(devices: Sequence[str] = (), *, processes: bool = False, everythin
     answer = cards.read_cards()
     rows, notes, view = _nvidia_rows(answer, build)
     rows += torch_devices.torch_rows(build, known=rows, reason=_why_not_listed(answer))
-    cause = visibility.explain(answer, build, view) if not any(row.device is not None for row in rows) else None
+    cause = (
+        visibility.explain(answer, build, view)
+        if not any(row.device is not None for row in rows)
+        else None
+    )
     rows += torch_devices.simulated_rows()
     for place, row in enumerate(rows):  # each has reasons for exactly those fields that are None
-        every, absent = row.reasons.get("all") or NOT_KNOWN, [name for name in NULLABLE if getattr(row, name) is None]
-        rows[place] = replace(row, reasons={name: row.reasons.get(name) or every for name in absent})
+        every, absent = (
+            row.reasons.get("all") or NOT_KNOWN,
+            [name for name in NULLABLE if getattr(row, name) is None],
+        )
+        rows[place] = replace(
+            row, reasons={name: row.reasons.get(name) or every for name in absent}
+        )
     if any(row.simulated for row in rows):
-        notes.append(f"simgpu devices are simulated. {cause}" if cause else "simgpu devices are simulated.")
+        notes.append(
+            f"simgpu devices are simulated. {cause}" if cause else "simgpu devices are simulated."
+        )
         cause = None
     chosen = selected_rows(rows, devices)
     return GPUReport(
-        devices=chosen, torch_version=build.version, cuda_build=build.label,
+        devices=chosen,
+        torch_version=build.version,
+        cuda_build=build.label,
         driver_version=answer.driver_version if isinstance(answer, NvmlSnapshot) else None,
-        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"), best=best_device(chosen), cause=cause,
-        show_processes=processes, show_all=everything, notes=tuple(notes), origin=base.current_origin(),
-    )  # fmt: skip
+        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        best=best_device(chosen),
+        cause=cause,
+        show_processes=processes,
+        show_all=everything,
+        notes=tuple(notes),
+        origin=base.current_origin(),
+    )
 
 
 def driver_figures(backends: Collection[str]) -> dict[str, DriverFigures]:
@@ -109,7 +134,11 @@ def driver_figures(backends: Collection[str]) -> dict[str, DriverFigures]:
         build, answer = torch_build(), cards.read_cards()
         rows += _nvidia_rows(answer, build)[0]
         rows += torch_devices.torch_rows(build, known=rows, reason=_why_not_listed(answer))
-    return {row.device: DriverFigures(row.memory_free, row.other_processes) for row in rows if row.device is not None}
+    return {
+        row.device: DriverFigures(row.memory_free, row.other_processes)
+        for row in rows
+        if row.device is not None
+    }
 
 
 def _why_not_listed(answer: NvmlSnapshot | NvmlFailure) -> str:
@@ -122,9 +151,10 @@ def _nvidia_rows(
     if isinstance(answer, NvmlFailure):
         return [], [], None
     view = visibility.visible_cards(
-        os.environ.get("CUDA_VISIBLE_DEVICES"), [card.uuid for card, *_ in answer.cards],
+        os.environ.get("CUDA_VISIBLE_DEVICES"),
+        [card.uuid for card, *_ in answer.cards],
         [instance.uuid for _, *instances in answer.cards for instance in instances],
-    )  # fmt: skip
+    )
     rows = [_gpu_row(row, build) for row in visibility.with_torch_names(answer, build, view)]
     # By torch's index; instances follow their card.
     first = {row.nvml_index: _sort_key(row) for row in sorted(rows, key=_sort_key, reverse=True)}
@@ -140,7 +170,9 @@ def _gpu_row(row: GpuRow, build: TorchBuild) -> GpuRow:
     reasons = dict(row.reasons)
     if row.device is None:
         failed = row.reasons.get("all") if row.reasons.keys() == {"all"} else None
-        hidden = "not visible to CUDA in this process" if build.cuda else "no torch here is built for it"
+        hidden = (
+            "not visible to CUDA in this process" if build.cuda else "no torch here is built for it"
+        )
         reasons["device"] = failed or row.reasons.get("device") or hidden
     if row.processes is None:
         processes, others, reason = None, None, reasons.get("processes") or reasons.get("all")
@@ -156,7 +188,9 @@ def _gpu_row(row: GpuRow, build: TorchBuild) -> GpuRow:
 def _notes(rows: Sequence[GpuRow], view: Visibility) -> list[str]:
     candidates = {
         "Names marked ? are predicted: until CUDA is in use in this process only it knows how it numbers these "
-        "GPUs. CUDA_DEVICE_ORDER=PCI_BUS_ID numbers them as nvidia-smi does.": any(row.predicted for row in rows),
+        "GPUs. CUDA_DEVICE_ORDER=PCI_BUS_ID numbers them as nvidia-smi does.": any(
+            row.predicted for row in rows
+        ),
         f"CUDA_VISIBLE_DEVICES {view.problem}.": view.problem and any(row.device for row in rows),
         "Unified memory is the host's: total is all of it, free is what the host can still give, used is what the "
         "driver charges to processes on the GPU. Until CUDA, which knows, is in use here, a GPU's name tells whether "

@@ -119,11 +119,17 @@ class GpuRow:
     """Torch's name in this process, such as ``"cuda:1"``; None if torch cannot use it."""
     nvml_index: int | None = figure("NVML index", column=Column("NVML", align="right", priority=2))
     uuid: str | None = figure("UUID", read=call("UUID"), of_instance=True)
-    name: str | None = figure("", read=call("Name"), column=Column("Name", shrinks=True), of_instance=True)
+    name: str | None = figure(
+        "", read=call("Name"), column=Column("Name", shrinks=True), of_instance=True
+    )
     memory_total: int | None = figure(
-        "Memory, total", size, read=MEMORY, to=lambda memory: int(memory.total), column=Column("Memory"),
+        "Memory, total",
+        size,
+        read=MEMORY,
+        to=lambda memory: int(memory.total),
+        column=Column("Memory"),
         of_instance=True,
-    )  # fmt: skip
+    )
     memory_used: int | None = figure(
         "Memory, used", size, read=MEMORY, to=lambda memory: int(memory.used), of_instance=True
     )
@@ -131,7 +137,9 @@ class GpuRow:
         "Memory, free", size, read=MEMORY, to=lambda memory: int(memory.free), of_instance=True
     )
     """As the driver says, never total less used: whether "used" contains "reserved" depends on the driver."""
-    memory_reserved: int | None = figure("Memory, driver's own", size, read=MEMORY, to=reserved, of_instance=True)
+    memory_reserved: int | None = figure(
+        "Memory, driver's own", size, read=MEMORY, to=reserved, of_instance=True
+    )
     """Bytes the driver keeps for itself (NVML v2's ``reserved``); not part of torch's "reserved"."""
     kernel_allocated: int | None = figure(
         "This kernel, tensors", size, column=Column("This kernel", align="right", priority=1)
@@ -139,36 +147,57 @@ class GpuRow:
     """Bytes in live tensors of this process, by torch's allocator."""
     kernel_reserved: int | None = figure("This kernel, with cache", size)
     """Bytes torch's allocator took from the driver, allocated or cached."""
-    other_processes: int | None = figure("Other processes", size, column=Column("Others", align="right", priority=4))
+    other_processes: int | None = figure(
+        "Other processes", size, column=Column("Others", align="right", priority=4)
+    )
     """Bytes the driver charges to processes other than this kernel."""
     utilization: float | None = figure(
-        "Utilization", percent, read=call("UtilizationRates"), to=lambda rates: float(rates.gpu),
+        "Utilization",
+        percent,
+        read=call("UtilizationRates"),
+        to=lambda rates: float(rates.gpu),
         column=Column("Util", align="right", priority=3),
-    )  # fmt: skip
+    )
     """Percent of the last sample period in which any kernel ran; 100 does not mean full."""
     temperature: float | None = figure(
-        "Temperature", lambda degrees: f"{degrees:.0f} C", column=Column("Temp", align="right", priority=5), to=float,
+        "Temperature",
+        lambda degrees: f"{degrees:.0f} C",
+        column=Column("Temp", align="right", priority=5),
+        to=float,
         read=(*call("TemperatureV", CORE_SENSOR), *call("Temperature", CORE_SENSOR)),
-    )  # fmt: skip
+    )
     """Degrees Celsius."""
     power: float | None = figure(
-        "Power", lambda now, most: f"{now:.0f}{'' if most is None else f'/{most:.0f}'} W", read=call("PowerUsage"),
-        to=lambda milliwatts: milliwatts / 1000, most="power_limit", column=Column("Power", align="right", priority=6),
-    )  # fmt: skip
+        "Power",
+        lambda now, most: f"{now:.0f}{'' if most is None else f'/{most:.0f}'} W",
+        read=call("PowerUsage"),
+        to=lambda milliwatts: milliwatts / 1000,
+        most="power_limit",
+        column=Column("Power", align="right", priority=6),
+    )
     """Watts."""
-    power_limit: float | None = figure("", read=call("EnforcedPowerLimit"), to=lambda milliwatts: milliwatts / 1000)
+    power_limit: float | None = figure(
+        "", read=call("EnforcedPowerLimit"), to=lambda milliwatts: milliwatts / 1000
+    )
     """Watts."""
     throttle_reasons: tuple[str, ...] | None = figure(
-        "Throttled by", lambda reasons: ", ".join(reasons) or "nothing", title="Throttling",
-        read=(*call("CurrentClocksEventReasons"), *call("CurrentClocksThrottleReasons")), to=throttle_reasons,
-    )  # fmt: skip
+        "Throttled by",
+        lambda reasons: ", ".join(reasons) or "nothing",
+        title="Throttling",
+        read=(*call("CurrentClocksEventReasons"), *call("CurrentClocksThrottleReasons")),
+        to=throttle_reasons,
+    )
     """Why the clocks are throttled, in words; empty if they are not."""
     processes: tuple[ProcessRow, ...] | None = None
     clock_sm: int | None = figure(
-        "SM clock", lambda now, most: f"{now}{'' if most is None else f' / {most}'} MHz", to=int, most="clock_sm_max",
+        "SM clock",
+        lambda now, most: f"{now}{'' if most is None else f' / {most}'} MHz",
+        to=int,
+        most="clock_sm_max",
         read=call("ClockInfo", SM_CLOCK),
-        column=Column("SM clock", align="right", priority=8), extra=True,
-    )  # fmt: skip
+        column=Column("SM clock", align="right", priority=8),
+        extra=True,
+    )
     """MHz."""
     clock_sm_max: int | None = figure("", read=call("MaxClockInfo", SM_CLOCK), to=int)
     ecc_errors: int | None = figure(

@@ -44,7 +44,9 @@ def torch_build() -> TorchBuild:
     torch = sys.modules.get("torch")
     if torch is None:
         return _installed()
-    cuda, hip, xpu = (getattr(getattr(torch, "version", None), name, None) for name in ("cuda", "hip", "xpu"))
+    cuda, hip, xpu = (
+        getattr(getattr(torch, "version", None), name, None) for name in ("cuda", "hip", "xpu")
+    )
     return TorchBuild(str(torch.__version__), cuda, hip, xpu)
 
 
@@ -67,8 +69,13 @@ def cuda_devices() -> dict[str, tuple[int, Any]]:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return {}
-    properties = [(ordinal, torch.cuda.get_device_properties(ordinal)) for ordinal in range(torch.cuda.device_count())]
-    return {bare_uuid(str(getattr(each, "uuid", ""))): (ordinal, each) for ordinal, each in properties}
+    properties = [
+        (ordinal, torch.cuda.get_device_properties(ordinal))
+        for ordinal in range(torch.cuda.device_count())
+    ]
+    return {
+        bare_uuid(str(getattr(each, "uuid", ""))): (ordinal, each) for ordinal, each in properties
+    }
 
 
 def bare_uuid(uuid: str | None) -> str:
@@ -88,12 +95,22 @@ def torch_rows(build: TorchBuild, known: Sequence[GpuRow], reason: str) -> list[
     found = []
     if torch.cuda.is_initialized():
         listed = {row.device for row in known}
-        found += [_torch_row(name, torch.cuda, reason) for name in _names("cuda", torch.cuda) if name not in listed]
+        found += [
+            _torch_row(name, torch.cuda, reason)
+            for name in _names("cuda", torch.cuda)
+            if name not in listed
+        ]
     if build.xpu and torch.xpu.is_available():
-        found += [_torch_row(name, torch.xpu, "torch does not report it") for name in _names("xpu", torch.xpu)]
+        found += [
+            _torch_row(name, torch.xpu, "torch does not report it")
+            for name in _names("xpu", torch.xpu)
+        ]
     if sys.platform == "darwin" and torch.backends.mps.is_available():
         # Its memory is the host's; the total is the maximum that Metal recommends.
-        total, reasons = int(torch.mps.recommended_max_memory()), {"all": "torch does not report it"}
+        total, reasons = (
+            int(torch.mps.recommended_max_memory()),
+            {"all": "torch does not report it"},
+        )
         row = GpuRow("mps:0", name="Apple GPU", memory_total=total, unified=True, reasons=reasons)
         found.append(with_kernel_memory(row))
     return found
@@ -120,11 +137,17 @@ def with_kernel_memory(row: GpuRow) -> GpuRow:
     if row.device is not None:
         figures = allocator.device_stats(row.device)
         if figures is not None:
-            return replace(row, kernel_allocated=figures.allocated, kernel_reserved=figures.reserved)
-        if "torch" not in sys.modules or not allocator.is_initialised(Device.parse(row.device).backend):
+            return replace(
+                row, kernel_allocated=figures.allocated, kernel_reserved=figures.reserved
+            )
+        if "torch" not in sys.modules or not allocator.is_initialised(
+            Device.parse(row.device).backend
+        ):
             return replace(row, kernel_allocated=0, kernel_reserved=0)
         reason = "no counting allocator"
-    return replace(row, reasons={**row.reasons, "kernel_allocated": reason, "kernel_reserved": reason})
+    return replace(
+        row, reasons={**row.reasons, "kernel_allocated": reason, "kernel_reserved": reason}
+    )
 
 
 def _torch_row(name: str, module: ModuleType, reason: str) -> GpuRow:
@@ -135,7 +158,9 @@ def _torch_row(name: str, module: ModuleType, reason: str) -> GpuRow:
     free, total = allocator.mem_get_info(name) or (None, None)
     if row.unified:  # what CUDA counts as used there is every program's of the machine
         return replace(row, memory_free=free, reasons={**row.reasons, "memory_used": HOST_MEMORY})
-    return replace(row, memory_free=free, memory_used=None if free is None or total is None else total - free)
+    return replace(
+        row, memory_free=free, memory_used=None if free is None or total is None else total - free
+    )
 
 
 def _row_of_properties(name: str, module: ModuleType, reason: str) -> GpuRow:
@@ -144,11 +169,14 @@ def _row_of_properties(name: str, module: ModuleType, reason: str) -> GpuRow:
     uuid = getattr(properties, "uuid", None)
     return with_kernel_memory(
         GpuRow(
-            device=name, name=str(properties.name), memory_total=int(properties.total_memory),
-            uuid=None if uuid is None else str(uuid), unified=bool(getattr(properties, "is_integrated", False)),
+            device=name,
+            name=str(properties.name),
+            memory_total=int(properties.total_memory),
+            uuid=None if uuid is None else str(uuid),
+            unified=bool(getattr(properties, "is_integrated", False)),
             reasons={"all": reason},
         )
-    )  # fmt: skip
+    )
 
 
 def _names(backend: str, module: ModuleType) -> list[str]:

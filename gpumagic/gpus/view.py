@@ -16,7 +16,17 @@ from gpumagic.gpus.report import (
     ProcessRow,
 )
 from gpumagic.report.base import grouped
-from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
+from gpumagic.report.document import (
+    Block,
+    Cell,
+    Column,
+    Document,
+    Heading,
+    Paragraph,
+    Segment,
+    Table,
+    document_of,
+)
 from gpumagic.report.text import terminal_has_unicode, to_ascii
 from gpumagic.report.units import (
     NOT_AVAILABLE,
@@ -38,10 +48,15 @@ LEGEND = (
 @document_of.register(GPUReport)
 def view_gpus(report: GPUReport) -> Document:
     """Return the report as a table of devices, or as one paragraph where there is none."""
-    blocks: list[Block] = [Heading(headline(report.devices, report.cause)), Paragraph(_versions(report), muted=True)]
+    blocks: list[Block] = [
+        Heading(headline(report.devices, report.cause)),
+        Paragraph(_versions(report), muted=True),
+    ]
     if report.devices:
         elsewhere = "in the lists below" if report.show_all else "in a wider terminal, or with -a"
-        blocks += table_blocks(report.devices, explained=report.cause is not None, elsewhere=elsewhere)
+        blocks += table_blocks(
+            report.devices, explained=report.cause is not None, elsewhere=elsewhere
+        )
     if report.show_processes and report.devices:
         blocks += process_blocks(report.devices)
     if report.show_all and report.devices:
@@ -60,8 +75,14 @@ def headline(rows: Sequence[GpuRow], cause: str | None = None) -> str:
     real = [row for row in rows if not row.simulated]
     if cause:
         return f"{f'No usable GPU of {len(real)}' if real else 'No GPU'}: {cause}"
-    kind = count(len(real), "GPU") if real else count(len(rows), "simulated GPU") if rows else "No GPU"
-    known = [row for row in real or rows if row.device is not None and row.memory_free is not None and row.memory_total]
+    kind = (
+        count(len(real), "GPU") if real else count(len(rows), "simulated GPU") if rows else "No GPU"
+    )
+    known = [
+        row
+        for row in real or rows
+        if row.device is not None and row.memory_free is not None and row.memory_total
+    ]
     if not known:
         return kind
     best = max(known, key=lambda row: row.memory_free or 0)
@@ -69,7 +90,9 @@ def headline(rows: Sequence[GpuRow], cause: str | None = None) -> str:
     is_full = (best.memory_free or 0) < FULL * (best.memory_total or 0)
     if len(known) == 1:
         return (
-            f"{best.device} has only {room} free: {_who_fills(best)}" if is_full else f"{best.device} has {room} free"
+            f"{best.device} has only {room} free: {_who_fills(best)}"
+            if is_full
+            else f"{best.device} has {room} free"
         )
     if is_full:
         return f"{kind}, all full: {best.device} has most free memory, {room}; {_who_fills(best)}"
@@ -84,7 +107,9 @@ def _who_fills(row: GpuRow) -> str:
     listed = [each for each in row.processes or () if not each.this_kernel and each.memory]
     largest = max(listed, default=None, key=lambda each: each.memory or 0)
     if largest is None or largest.pid is None:
-        return f"other processes hold {size(others) if others else 'the rest'}, %gpuinfo -p lists them"
+        return (
+            f"other processes hold {size(others) if others else 'the rest'}, %gpuinfo -p lists them"
+        )
     user = f" of {largest.user}" if largest.user else ""
     name = f" ({largest.name})" if largest.name else ""
     return f"other processes hold {size(others)}, most of it PID {largest.pid}{user}{name}"
@@ -103,9 +128,15 @@ def _versions(report: GPUReport) -> str:
 
 def table_blocks(rows: Sequence[GpuRow], *, explained: bool, elsewhere: str) -> list[Block]:
     """Return the table and the sentences under it; ``explained`` if the report says why torch can use no device."""
-    indices = [(row.device, row.nvml_index) for row in rows if row.device is not None and row.nvml_index is not None]
+    indices = [
+        (row.device, row.nvml_index)
+        for row in rows
+        if row.device is not None and row.nvml_index is not None
+    ]
     are_torchs = all(device.endswith(f":{index}") for device, index in indices)
-    columns = [each for each in COLUMNS if not (are_torchs and each.title == FIGURES["nvml_index"].title)]
+    columns = [
+        each for each in COLUMNS if not (are_torchs and each.title == FIGURES["nvml_index"].title)
+    ]
     found: list[Block] = [Table.of(rows, columns, "GPUs", elsewhere=elsewhere)]
     throttled = grouped((row.throttle_reasons, row.label) for row in rows if row.throttle_reasons)
     for reasons, names in throttled.items():
@@ -117,7 +148,9 @@ def table_blocks(rows: Sequence[GpuRow], *, explained: bool, elsewhere: str) -> 
             errors = count(row.ecc_errors, "uncorrected memory error")
             found.append(Paragraph(f"{row.label} has had {errors} since its driver was loaded."))
     missing = _missing_figures(rows)
-    unusable = grouped((row.reasons.get("device", NOT_KNOWN), row.label) for row in rows if row.device is None)
+    unusable = grouped(
+        (row.reasons.get("device", NOT_KNOWN), row.label) for row in rows if row.device is None
+    )
     if unusable and not explained:
         parts = [f"{', '.join(names)} ({reason})" for reason, names in unusable.items()]
         missing.insert(0, f"Not usable in torch here: {'; '.join(parts)}.")
@@ -132,7 +165,9 @@ def shown(row: GpuRow, name: str) -> str:
 
 
 def _reason_cell(reason: str) -> Cell:
-    return Cell(reason if reason.startswith(NOT_AVAILABLE) else NOT_AVAILABLE, muted=True, title=reason)
+    return Cell(
+        reason if reason.startswith(NOT_AVAILABLE) else NOT_AVAILABLE, muted=True, title=reason
+    )
 
 
 def _missing_figures(rows: Sequence[GpuRow]) -> list[str]:
@@ -141,12 +176,18 @@ def _missing_figures(rows: Sequence[GpuRow]) -> list[str]:
         (row.reasons.get(name, NOT_KNOWN), (figure.title, row.label))
         for row in rows
         for name, figure in FIGURES.items()
-        if figure.title and getattr(row, name) is None and not row.simulated and not _is_implied(rows, row, name)
+        if figure.title
+        and getattr(row, name) is None
+        and not row.simulated
+        and not _is_implied(rows, row, name)
     )
     sentences = []
     for reason, where in reasons.items():
         titles = grouped((tuple(names), title) for title, names in grouped(where).items())
-        parts = [", ".join(t) + ("" if len(n) == len(rows) else f" of {', '.join(n)}") for n, t in titles.items()]
+        parts = [
+            ", ".join(t) + ("" if len(n) == len(rows) else f" of {', '.join(n)}")
+            for n, t in titles.items()
+        ]
         sentences.append(f"{'; '.join(parts)}: {not_available(reason)}.")
     return sentences
 
@@ -158,7 +199,9 @@ def _is_implied(rows: Sequence[GpuRow], row: GpuRow, name: str) -> bool:
     elif FIGURES[name].extra:
         return True
     of_the_kernel = name in ("kernel_allocated", "nvml_index")
-    return row.device is None and (of_the_kernel or row.reasons.get(name) == row.reasons.get("device"))
+    return row.device is None and (
+        of_the_kernel or row.reasons.get(name) == row.reasons.get("device")
+    )
 
 
 def not_available(reason: str | None) -> str:
@@ -171,7 +214,10 @@ def _device(row: GpuRow) -> Cell:
     indent = "· " if row.is_instance else ""
     if row.device is None:
         return Cell(indent + row.label, muted=True, title=row.reasons.get("device", ""))
-    return Cell(indent + row.device + "?" * row.predicted, title="predicted from the environment" * row.predicted)
+    return Cell(
+        indent + row.device + "?" * row.predicted,
+        title="predicted from the environment" * row.predicted,
+    )
 
 
 def _name(row: GpuRow) -> Cell:
@@ -194,14 +240,22 @@ def _memory(row: GpuRow) -> Cell:
     total, used = row.memory_total or 0, row.memory_used
     if used is None:
         return Cell(size(row.memory_total), title=row.reasons.get("memory_used", ""))
-    kept = "" if row.memory_reserved is None else f", reserved by the driver {size(row.memory_reserved)}"
+    kept = (
+        ""
+        if row.memory_reserved is None
+        else f", reserved by the driver {size(row.memory_reserved)}"
+    )
     allocated, reserved = row.kernel_allocated or 0, row.kernel_reserved or 0
     bar: tuple[Segment, ...] = ()
     if total and max(used, reserved) < SMALLEST * total:
         bar = (Segment(0),)
     elif total:
         cache, rest = max(0, reserved - allocated), max(0, used - reserved)
-        bar = Segment(allocated / total), Segment(cache / total, "second"), Segment(rest / total, "other")
+        bar = (
+            Segment(allocated / total),
+            Segment(cache / total, "second"),
+            Segment(rest / total, "other"),
+        )
     title = f"free {size(row.memory_free)}, used {size(used)}{kept}"
     return Cell(size_pair(used, row.memory_total), bar=bar, title=title)
 
@@ -209,7 +263,10 @@ def _memory(row: GpuRow) -> Cell:
 def _kernel(row: GpuRow) -> Cell | str:
     if not row.kernel_reserved:
         return Cell("nothing", muted=True, title="torch holds no memory there in this process")
-    return Cell(size_pair(row.kernel_allocated or 0, row.kernel_reserved), title="in tensors / with the cache")
+    return Cell(
+        size_pair(row.kernel_allocated or 0, row.kernel_reserved),
+        title="in tensors / with the cache",
+    )
 
 
 CELLS: Mapping[str, Callable[[GpuRow], Cell | str]] = {
@@ -229,18 +286,26 @@ def _column(name: str, column: Column[Any]) -> Column[GpuRow]:
     return replace(column, value=cell, when=lambda row: getattr(row, name) is not None)
 
 
-COLUMNS = (Column("Device", _device), *(_column(name, each.column) for name, each in FIGURES.items() if each.column))
+COLUMNS = (
+    Column("Device", _device),
+    *(_column(name, each.column) for name, each in FIGURES.items() if each.column),
+)
 Listed = tuple[GpuRow, ProcessRow]
 PROCESS_COLUMNS: tuple[Column[Listed], ...] = (
     Column("Device", lambda each: each[0].label),
     Column("PID", lambda each: _or_dash(each[1].pid), "right"),
     Column(
-        "Memory", lambda each: size(each[1].memory) if each[1].memory is not None
-        else _reason_cell(each[1].reason or "the driver does not say"), "right",
+        "Memory",
+        lambda each: (
+            size(each[1].memory)
+            if each[1].memory is not None
+            else _reason_cell(each[1].reason or "the driver does not say")
+        ),
+        "right",
     ),
     Column("User", lambda each: _or_dash(each[1].user), priority=1),
     Column("Process", lambda each: _process_name(each[1]), shrinks=True),
-)  # fmt: skip
+)
 
 
 def process_blocks(rows: Sequence[GpuRow]) -> list[Block]:
@@ -254,9 +319,13 @@ def process_blocks(rows: Sequence[GpuRow]) -> list[Block]:
     reasons = {each.reason for _, each in listed if each.memory is None and each.reason}
     unsaid = sorted(reason for reason in reasons if not reason.startswith(NOT_AVAILABLE))
     found += [Paragraph(f"Memory: {not_available(reason)}.", muted=True) for reason in unsaid]
-    hidden = grouped((row.reasons.get("processes"), row.label) for row in rows if row.processes is None)
+    hidden = grouped(
+        (row.reasons.get("processes"), row.label) for row in rows if row.processes is None
+    )
     for why, names in hidden.items():
-        found.append(Paragraph(f"Processes of {', '.join(names)}: {not_available(why)}.", muted=True))
+        found.append(
+            Paragraph(f"Processes of {', '.join(names)}: {not_available(why)}.", muted=True)
+        )
     return found
 
 
@@ -265,7 +334,9 @@ def _or_dash(value: object) -> Cell | str:
 
 
 def _process_name(each: ProcessRow) -> Cell:
-    name = each.name or ("another user's or an ended process" if each.pid is not None else "unknown")
+    name = each.name or (
+        "another user's or an ended process" if each.pid is not None else "unknown"
+    )
     marks = ["this kernel"] * each.this_kernel + ["graphics"] * (each.kind == "graphics")
     return Cell(name + (f" ({', '.join(marks)})" if marks else ""), title=name)
 
@@ -273,11 +344,26 @@ def _process_name(each: ProcessRow) -> Cell:
 def details_blocks(row: GpuRow) -> list[Block]:
     """Return all figures that a device has, and in a line what it lacks for each reason."""
     labels = {name: figure.label for name, figure in FIGURES.items() if figure.label}
-    grid = [(label, shown(row, name)) for name, label in labels.items() if getattr(row, name) is not None]
+    grid = [
+        (label, shown(row, name))
+        for name, label in labels.items()
+        if getattr(row, name) is not None
+    ]
     columns = [Column[Any](row.label), Column[Any](row.name or "unknown", shrinks=True)]
-    absent = grouped((row.reasons.get(name), label) for name, label in labels.items() if getattr(row, name) is None)
-    lacking = [f"{'; '.join(each)}: {not_available(reason)}." for reason, each in absent.items() if reason != SIMULATED]
-    return [Table(columns, grid, f"All of {row.label}"), *(Paragraph(line, muted=True) for line in lacking)]
+    absent = grouped(
+        (row.reasons.get(name), label)
+        for name, label in labels.items()
+        if getattr(row, name) is None
+    )
+    lacking = [
+        f"{'; '.join(each)}: {not_available(reason)}."
+        for reason, each in absent.items()
+        if reason != SIMULATED
+    ]
+    return [
+        Table(columns, grid, f"All of {row.label}"),
+        *(Paragraph(line, muted=True) for line in lacking),
+    ]
 
 
 def cell_line(seconds: float, changes: Sequence[CellChange]) -> str:
@@ -287,5 +373,7 @@ def cell_line(seconds: float, changes: Sequence[CellChange]) -> str:
         sign = "+" if growth > 0 else "-" if growth < 0 else "±"
         highest = "" if peak is None else f", peak {size(peak)}"
         parts.append(f"{device} {sign}{size(abs(growth))} to {size(allocated)}{highest}")
-    text = truncate_words(printable(" · ".join(parts if changes else [*parts, "no device memory used"])))
+    text = truncate_words(
+        printable(" · ".join(parts if changes else [*parts, "no device memory used"]))
+    )
     return text if terminal_has_unicode() else to_ascii(text)

@@ -52,7 +52,9 @@ def visible_cards(
     by_uuid = variable.startswith(("GPU-", "MIG-"))
     if variable.startswith("MIG-"):
         index = _match_uuid(entries[0], instance_uuids)
-        return Visibility(instance=index, by_uuid=True, problem=_ended_by(entries[0]) if index is None else None)
+        return Visibility(
+            instance=index, by_uuid=True, problem=_ended_by(entries[0]) if index is None else None
+        )
     if by_uuid:
         entries = list(takewhile(lambda entry: entry.startswith("GPU-"), entries))
     found: list[int] = []
@@ -60,7 +62,9 @@ def visible_cards(
     for entry in entries:
         index = _match_uuid(entry, uuids) if by_uuid else parse_ordinal(entry)
         if index in found:
-            return Visibility(by_uuid=by_uuid, problem=f"names {entry} twice, which hides every GPU")
+            return Visibility(
+                by_uuid=by_uuid, problem=f"names {entry} twice, which hides every GPU"
+            )
         if index is None:
             problem = _ended_by(entry)
             break
@@ -75,7 +79,9 @@ def visible_cards(
 
 def _match_uuid(entry: str, uuids: Sequence[str | None]) -> int | None:
     """Return the one device whose UUID starts with the entry, None if there are several."""
-    found = [index for index, uuid in enumerate(uuids) if uuid is not None and uuid.startswith(entry)]
+    found = [
+        index for index, uuid in enumerate(uuids) if uuid is not None and uuid.startswith(entry)
+    ]
     return found[0] if len(found) == 1 else None
 
 
@@ -88,7 +94,11 @@ def parse_ordinal(text: str) -> int | None:
 def _ended_by(entry: str) -> str:
     if entry == "-1":
         return "names -1, which hides every GPU from there on"
-    return f"names no GPU with {entry!r}, and CUDA stops at the first such entry" if entry else "is empty"
+    return (
+        f"names no GPU with {entry!r}, and CUDA stops at the first such entry"
+        if entry
+        else "is empty"
+    )
 
 
 def with_torch_names(answer: NvmlSnapshot, build: TorchBuild, view: Visibility) -> list[GpuRow]:
@@ -99,14 +109,22 @@ def with_torch_names(answer: NvmlSnapshot, build: TorchBuild, view: Visibility) 
     unsure = False
     if in_use:
         ordinals = {
-            id(row): in_use[bare_uuid(row.uuid)][0] for row in rows if row.uuid and bare_uuid(row.uuid) in in_use
+            id(row): in_use[bare_uuid(row.uuid)][0]
+            for row in rows
+            if row.uuid and bare_uuid(row.uuid) in in_use
         }
     elif view.instance is not None:
-        ordinals = {id([row for row in rows if row.reasons.get("device") == ONE_INSTANCE][view.instance]): 0}
+        ordinals = {
+            id([row for row in rows if row.reasons.get("device") == ONE_INSTANCE][view.instance]): 0
+        }
     else:
         # By default CUDA puts the fastest card first, whatever its slot.
         names = {card.name for card, *_ in answer.cards}
-        is_certain = view.by_uuid or len(answer.cards) == 1 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+        is_certain = (
+            view.by_uuid
+            or len(answer.cards) == 1
+            or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+        )
         has_mig = any(row.reasons.get("device") == SPLIT for row in rows)
         unsure = has_mig or (not is_certain and (None in names or len(names) > 1))
         ordinals = {}
@@ -117,7 +135,9 @@ def with_torch_names(answer: NvmlSnapshot, build: TorchBuild, view: Visibility) 
             elif instances:  # CUDA never uses a card in MIG mode itself, but its first instance
                 ordinals[id(instances[0])] = ordinal
     return [
-        replace(row, device=f"cuda:{ordinals[id(row)]}", predicted=unsure) if id(row) in ordinals else row
+        replace(row, device=f"cuda:{ordinals[id(row)]}", predicted=unsure)
+        if id(row) in ordinals
+        else row
         for row in rows
     ]
 
@@ -125,7 +145,9 @@ def with_torch_names(answer: NvmlSnapshot, build: TorchBuild, view: Visibility) 
 def driver_is_too_old(answer: NvmlSnapshot, build: TorchBuild) -> bool:
     """Return whether torch was built for a later major version of CUDA; within one, older drivers work."""
     major = (build.cuda or "").partition(".")[0]
-    return answer.cuda_version is not None and major.isdigit() and int(major) > answer.cuda_version[0]
+    return (
+        answer.cuda_version is not None and major.isdigit() and int(major) > answer.cuda_version[0]
+    )
 
 
 ROOT = Path("/")
@@ -137,7 +159,8 @@ def detect_environment() -> set[str]:
         "mac": sys.platform == "darwin",
         "colab": "COLAB_RELEASE_TAG" in os.environ or "google.colab" in sys.modules,
         "kaggle": "KAGGLE_KERNEL_RUN_TYPE" in os.environ,
-        "container": _exists(".dockerenv", "run/.containerenv") or "KUBERNETES_SERVICE_HOST" in os.environ,
+        "container": _exists(".dockerenv", "run/.containerenv")
+        or "KUBERNETES_SERVICE_HOST" in os.environ,
         "wsl": _exists("dev/dxg"),
         "driver": _exists("proc/driver/nvidia/version", "dev/nvidiactl", "sys/module/nvidia"),
     }
@@ -145,7 +168,10 @@ def detect_environment() -> set[str]:
 
 
 def explain(
-    answer: NvmlSnapshot | NvmlFailure, build: TorchBuild, view: Visibility | None, here: Collection[str] | None = None
+    answer: NvmlSnapshot | NvmlFailure,
+    build: TorchBuild,
+    view: Visibility | None,
+    here: Collection[str] | None = None,
 ) -> str:
     """Return why torch can use no GPU, with the remedy.
 
@@ -157,8 +183,14 @@ def explain(
     if isinstance(answer, NvmlFailure) and build.xpu:
         return "torch is an XPU build, whose devices are shown once it is imported: import torch and ask again."
     if isinstance(answer, NvmlFailure) or not answer.rows:
-        problem, detail = (answer.problem, answer.detail) if isinstance(answer, NvmlFailure) else ("no GPU", "")
-        found = (said for of, signs, said in _CAUSES if of in ("", problem) and set(signs.split()) <= set(here))
+        problem, detail = (
+            (answer.problem, answer.detail) if isinstance(answer, NvmlFailure) else ("no GPU", "")
+        )
+        found = (
+            said
+            for of, signs, said in _CAUSES
+            if of in ("", problem) and set(signs.split()) <= set(here)
+        )
         return next(found).format(detail)
     return _hidden_from_cuda(answer, build, view)
 
@@ -184,7 +216,9 @@ def _hidden_from_cuda(answer: NvmlSnapshot, build: TorchBuild, view: Visibility 
             f"CUDA_VISIBLE_DEVICES={variable!r} {problem}, so this process may use none of the "
             f"{len(answer.cards)} here: correct or unset it and restart the kernel."
         )
-    if any(card.reasons.get("device") == SPLIT and not instances for card, *instances in answer.cards):
+    if any(
+        card.reasons.get("device") == SPLIT and not instances for card, *instances in answer.cards
+    ):
         return "The GPU is in MIG mode without an instance: have an administrator create one (nvidia-smi mig)."
     return "CUDA started in this process and found none of the driver's GPUs: restart the kernel."
 

@@ -16,7 +16,9 @@ from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
-Style = Literal["name", ".", "_parameters", "_buffers", "_modules", "[", "values", "items", "state", "in"]
+Style = Literal[
+    "name", ".", "_parameters", "_buffers", "_modules", "[", "values", "items", "state", "in"
+]
 """How a child is reached: by a variable, an attribute, what a module registers, an index or key, its position among the
 values or the elements, an optimizer's state, or, with an `Inside` for key, in another place."""
 
@@ -101,8 +103,14 @@ def key_code(key: Any, depth: int = 0) -> str | None:
     elif type(key) is tuple and depth < 3:
         inner = [key_code(each, depth + 1) for each in key]
         known = [each for each in inner if each is not None]
-        text = f"({', '.join(known)}{',' if len(known) == 1 else ''})" if len(known) == len(inner) else None
-    elif type(key) in (str, float, bool, type(None), bytes) or (type(key) is int and key.bit_length() < 4096):
+        text = (
+            f"({', '.join(known)}{',' if len(known) == 1 else ''})"
+            if len(known) == len(inner)
+            else None
+        )
+    elif type(key) in (str, float, bool, type(None), bytes) or (
+        type(key) is int and key.bit_length() < 4096
+    ):
         text = repr(key)  # longer numbers may not be written (sys.set_int_max_str_digits)
     return text if text is not None and len(text) <= LONGEST_KEY else None
 
@@ -122,7 +130,10 @@ def fields_of(kind: type) -> Fields | None:
     instance_dict, slots = None, []
     for base in mro_of(kind):
         for name, entry in dict_of(base).items():
-            if name == "__dict__" and type(entry) in (types.GetSetDescriptorType, types.MemberDescriptorType):
+            if name == "__dict__" and type(entry) in (
+                types.GetSetDescriptorType,
+                types.MemberDescriptorType,
+            ):
                 instance_dict = instance_dict or entry.__get__
             elif type(entry) is types.MemberDescriptorType and is_heap_type(base):
                 slots.append((name, entry.__get__))
@@ -210,17 +221,29 @@ def _attribute(before: str, style: str, name: str, owner: type | None) -> str | 
     """Return the code of an attribute, or of what a module registers; it is reached by `Module.__getattr__`."""
     from torch import nn
 
-    if owner is None or type(class_attribute(owner, "__getattribute__")) is not types.WrapperDescriptorType:
+    if (
+        owner is None
+        or type(class_attribute(owner, "__getattribute__")) is not types.WrapperDescriptorType
+    ):
         return None
     stands_in_class = class_attribute(owner, name)
     if style in REGISTERED:
-        getattr_ = class_attribute(owner, "__getattr__")  # that of torch's modules, or one that asks it first
-        asks_torch = type(getattr_) is types.FunctionType and "__getattr__" in getattr_.__code__.co_names
+        getattr_ = class_attribute(
+            owner, "__getattr__"
+        )  # that of torch's modules, or one that asks it first
+        asks_torch = (
+            type(getattr_) is types.FunctionType and "__getattr__" in getattr_.__code__.co_names
+        )
         finds_registered = getattr_ is nn.Module.__getattr__ or asks_torch
         if stands_in_class is None and is_typeable(name) and finds_registered:
             return f"{before}.{name}"
-        is_mapping = class_attribute(owner, "__getitem__") in (nn.ModuleDict.__getitem__, nn.ParameterDict.__getitem__)
-        return f"{before}[{key_code(name)}]" if is_mapping else f"{before}.{style}[{key_code(name)}]"
+        is_mapping = class_attribute(owner, "__getitem__") in (
+            nn.ModuleDict.__getitem__,
+            nn.ParameterDict.__getitem__,
+        )
+        return (
+            f"{before}[{key_code(name)}]" if is_mapping else f"{before}.{style}[{key_code(name)}]"
+        )
     kind = type(stands_in_class)
     is_slot = kind in (types.MemberDescriptorType, types.GetSetDescriptorType, FIELD)
     # A data descriptor of the class comes before an attribute of the instance.
@@ -262,7 +285,11 @@ class Names:
         before = self.description(path.parent)
         if path.style == "in":
             place, name, _ = path.key
-            return f"{before}.<{place}>.{name}" if name and name.isidentifier() else f"{before}.<{place}>"
+            return (
+                f"{before}.<{place}>.{name}"
+                if name and name.isidentifier()
+                else f"{before}.<{place}>"
+            )
         return self._extended(before, path, path.parent) or f"{before}.<...>"
 
     def _extended(self, before: str, path: Path, parent: Path) -> str | None:
@@ -285,7 +312,9 @@ class Names:
     def of(self, tensor_id: int) -> list[str]:
         """Return the names of a tensor, a plain variable before a module's path before other containers."""
         paths = self.paths_to.get(tensor_id, ())
-        if len(paths) < 2:  # thousands have one path, and nothing to compare it with or to remember it for
+        if (
+            len(paths) < 2
+        ):  # thousands have one path, and nothing to compare it with or to remember it for
             return [name for path in paths if (name := self._spelled(path)) is not None]
         few = sorted(bounded(paths, Path.root), key=Path.quality)
         found = [(path.quality(), name) for path in few if (name := self.code(path)) is not None]
@@ -303,7 +332,9 @@ class Names:
 
         For a tensor without a name: ``("it", "list_iterator it", "it.<...>[0]")``.
         """
-        path = min(self.paths_to.get(tensor_id, ()), key=lambda path: path.quality()[::-1], default=None)
+        path = min(
+            self.paths_to.get(tensor_id, ()), key=lambda path: path.quality()[::-1], default=None
+        )
         if path is None:
             return None
         steps = path.steps()

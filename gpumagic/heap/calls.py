@@ -59,12 +59,17 @@ def running_roots() -> Iterator[tuple[str, object]]:
     own = threading.get_ident()
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     innermost_of = sys._current_frames()
-    innermost_of[own] = sys._getframe(1)  # a frame that is its own variable would live on, and its callers with it
+    innermost_of[own] = sys._getframe(
+        1
+    )  # a frame that is its own variable would live on, and its callers with it
     for ident, innermost in innermost_of.items():
         where = "" if ident == own else f" in {threads.get(ident, 'a thread')}"
         for frame in frames.stack(innermost):
             if frames.module_of(frame).partition(".")[0] not in _INFRASTRUCTURE:
-                yield f"running {call_label(frame.f_code)}{where}", types.SimpleNamespace(**dict(variables_of(frame)))
+                yield (
+                    f"running {call_label(frame.f_code)}{where}",
+                    types.SimpleNamespace(**dict(variables_of(frame))),
+                )
 
 
 def read_attribute(generator: object, what: str) -> Any:
@@ -78,7 +83,11 @@ def _function(value: types.FunctionType, reader: Reader) -> Iterator[Branch]:
     known = [value.__globals__, getattr(value, "__builtins__", None), value.__kwdefaults__]
     annotated = {*value.__code__.co_varnames, "return"}
     for each in gc.get_referents(value):
-        if type(each) is dict and not any(each is other for other in known) and not annotated.issuperset(each):
+        if (
+            type(each) is dict
+            and not any(each is other for other in known)
+            and not annotated.issuperset(each)
+        ):
             yield Branch(".", CONTAINED, list(each.items()))
 
 
@@ -101,13 +110,21 @@ def _generator(generator: object, _reader: Reader) -> Iterator[Branch]:
         yield _locals("locals", frame)
         named = [value for _, value in variables_of(frame)]
         skipped = set(map(id, (*named, frame, frame.f_globals, frame.f_builtins)))
-        stacked = [each for each in gc.get_referents(generator) if type(each) is not types.FunctionType]
-        yield Branch("in", CONTAINED, [(Inside("locals"), each) for each in stacked if id(each) not in skipped])
+        stacked = [
+            each for each in gc.get_referents(generator) if type(each) is not types.FunctionType
+        ]
+        yield Branch(
+            "in",
+            CONTAINED,
+            [(Inside("locals"), each) for each in stacked if id(each) not in skipped],
+        )
 
 
 def _locals(place: str, frame: types.FrameType) -> Branch:
     """Return the variables of a frame: what is typed to reach them would not be understood."""
-    return Branch("in", CONTAINED, [(Inside(place, name), value) for name, value in variables_of(frame)])
+    return Branch(
+        "in", CONTAINED, [(Inside(place, name), value) for name, value in variables_of(frame)]
+    )
 
 
 _traceback_of = BaseException.__dict__["__traceback__"].__get__
@@ -127,7 +144,9 @@ def _traceback(value: types.TracebackType | None, _reader: Reader) -> Iterator[B
 
 
 def _cell(value: types.CellType, _reader: Reader) -> Iterator[Branch]:
-    yield Branch(".", CONTAINED, [("cell_contents", each) for each in gc.get_referents(value)])  # none if it is empty
+    yield Branch(
+        ".", CONTAINED, [("cell_contents", each) for each in gc.get_referents(value)]
+    )  # none if it is empty
 
 
 EXACTLY: dict[type, Read] = {
@@ -154,7 +173,9 @@ def shows_more(kind: type) -> bool:
 
     Cython's classes, such as those of pandas, can be changed like those of a class statement.
     """
-    in_c = (base for base in mro_of(kind) if not is_heap_type(base) or "__pyx_vtable__" in dict_of(base))
+    in_c = (
+        base for base in mro_of(kind) if not is_heap_type(base) or "__pyx_vtable__" in dict_of(base)
+    )
     return any(flags_of(base) & _HAS_GC and base is not object for base in in_c)
 
 
@@ -164,10 +185,12 @@ def read_opaque(value: object, reader: Reader) -> Iterator[Branch]:
     yield Branch(".", CONTAINED, own)
     known, names = {id(each) for _, each in own}, {name for name, _ in own}
     held = [
-        each for each in gc.get_referents(value)
-        if id(each) not in known and not issubclass(type(each), type | types.ModuleType)
+        each
+        for each in gc.get_referents(value)
+        if id(each) not in known
+        and not issubclass(type(each), type | types.ModuleType)
         and not (type(each) is dict and names and each.keys() <= names)  # the attributes themselves
-    ]  # fmt: skip
+    ]
     yield Branch("in", CONTAINED, [(Inside("..."), each) for each in held])
 
 
@@ -199,7 +222,9 @@ def read_frame(value: Any, reader: Reader) -> Iterator[Branch]:
     for block in getattr(manager, "blocks", ()):
         for place, each in _objects_in(block.values):
             column = columns[block.mgr_locs.as_array[place[0]]] if columns else ""
-            yield Branch("in", CONTAINED, [(Inside("cell", code=f"{column}.iloc[{place[-1]}]"), each)])
+            yield Branch(
+                "in", CONTAINED, [(Inside("cell", code=f"{column}.iloc[{place[-1]}]"), each)]
+            )
     yield Branch(".", CONTAINED, own)
 
 
@@ -207,7 +232,13 @@ def _typed_columns(table: Any, labels: list[Any]) -> list[str]:
     """Return how each column of a DataFrame is typed: by its label, or by its position where that is not certain."""
     import pandas as pd
 
-    times, is_plain = Counter(labels), type(table) is pd.DataFrame  # else `__getitem__` may be another
+    times, is_plain = (
+        Counter(labels),
+        type(table) is pd.DataFrame,
+    )  # else `__getitem__` may be another
     are_tuples = any(type(each) is tuple for each in labels)  # of which a part is a key, too
-    typed = [key_code(each) if is_plain and not are_tuples and times[each] == 1 else None for each in labels]
+    typed = [
+        key_code(each) if is_plain and not are_tuples and times[each] == 1 else None
+        for each in labels
+    ]
     return [f"[{code}]" if code else f".iloc[:, {place}]" for place, code in enumerate(typed)]

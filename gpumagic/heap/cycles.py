@@ -66,7 +66,9 @@ def _tensors_over(numbers: set[int]) -> tuple[list[Any], dict[int, int]]:
 
     kinds, table = subclasses(torch.Tensor), StorageTable()
     tensors = [each for each in gc.get_objects() if type(each) in kinds]
-    number_of = {id(each): number for each in tensors for number in table.numbers(each) if number in numbers}
+    number_of = {
+        id(each): number for each in tensors for number in table.numbers(each) if number in numbers
+    }
     return [each for each in tensors if id(each) in number_of], number_of
 
 
@@ -93,7 +95,9 @@ class _Referrers:
         self._referrers: dict[int, list[int]] = {}
         self._open: dict[int, str | None] = {}
         """Objects of which it is not known what refers to them, with the installed module that they belong to."""
-        running = frames.stack(sys._getframe(1))  # a frame that is its own variable would live on, with its callers
+        running = frames.stack(
+            sys._getframe(1)
+        )  # a frame that is its own variable would live on, with its callers
         self._ours = {id(self.objects), id(sys._getframe()), *map(id, ours), *map(id, running)}
         self._follow(tensors)
 
@@ -171,7 +175,11 @@ _UNINFORMATIVE = ("dict", "cell", "frame", "tuple", "getset_descriptor")
 
 
 def _called(value: Any) -> str:
-    return f"class {name_of_type(value)}" if issubclass(type(value), type) else name_of_type(type(value))
+    return (
+        f"class {name_of_type(value)}"
+        if issubclass(type(value), type)
+        else name_of_type(type(value))
+    )
 
 
 def _is_lasting(value: object) -> bool:
@@ -187,5 +195,7 @@ def _modules_by_dict() -> dict[int, str | None]:
     for name, module in list(sys.modules.items()):
         if type(module) is ModuleType:
             file = vars(module).get("__file__")
-            found[id(vars(module))] = f"{MODULE}{name}" if frames.is_library(name, str(file or "")) else None
+            found[id(vars(module))] = (
+                f"{MODULE}{name}" if frames.is_library(name, str(file or "")) else None
+            )
     return found

@@ -85,9 +85,17 @@ class HeapGraph:
     def release(self) -> None:
         """Release every object, however an exploration ended."""
         for each in (
-            self.objects, self.tensors, self.owners, self.nodes, self._references, self._found,
-            self._queue, self._large, self._unreached, self._plain,
-        ):  # fmt: skip
+            self.objects,
+            self.tensors,
+            self.owners,
+            self.nodes,
+            self._references,
+            self._found,
+            self._queue,
+            self._large,
+            self._unreached,
+            self._plain,
+        ):
             each.clear()
 
     def explore(
@@ -160,7 +168,12 @@ class HeapGraph:
             assert parent is not None
             parent = Path(parent, "state", parameter, rank, parent.depth + 1)
         depth = 0 if parent is None else parent.depth + 1
-        known, objects, tensors, references = self._readers, self.objects, self.tensors, self._references
+        known, objects, tensors, references = (
+            self._readers,
+            self.objects,
+            self.tensors,
+            self._references,
+        )
         found, read_node = self._found[-1], readers.read_node
         children = list(islice(children, self._steps))
         self._steps -= len(children)
@@ -217,7 +230,9 @@ class HeapGraph:
         path: Path | None = None
         while reference is not None:
             state = reference.parent
-            if state is not None and state.style == "state":  # the optimizer's state of one parameter is a dict
+            if (
+                state is not None and state.style == "state"
+            ):  # the optimizer's state of one parameter is a dict
                 path = state._replace(parent=path, depth=len(steps))
                 steps.append(Step(path, {}, reference))
             path = reference._replace(parent=path, depth=len(steps))
@@ -228,8 +243,13 @@ class HeapGraph:
 
     def roots_of(self) -> dict[int, tuple[str, ...]]:
         """Return the roots that lead to each tensor, in their order, by its `id`."""
-        children, order = self._children(lambda _: False), {label: place for place, label in enumerate(self._labels)}
-        reached: dict[int, int] = {}  # the roots that reach an object, as bits: a set for each would be large
+        children, order = (
+            self._children(lambda _: False),
+            {label: place for place, label in enumerate(self._labels)},
+        )
+        reached: dict[
+            int, int
+        ] = {}  # the roots that reach an object, as bits: a set for each would be large
         for child in children.get(None, ()):
             for reference in self.references_to(child):
                 if reference.parent is None:

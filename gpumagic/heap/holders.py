@@ -43,7 +43,10 @@ class Held(NamedTuple):
 
 
 def unnamed_holders(
-    graph: HeapGraph, namespace: Mapping[str, object], shell: object | None, others: Iterable[tuple[str, object]] = ()
+    graph: HeapGraph,
+    namespace: Mapping[str, object],
+    shell: object | None,
+    others: Iterable[tuple[str, object]] = (),
 ) -> dict[int, Held]:
     """Return what keeps each tensor that no variable reaches, by the tensor's `id`, as far as it is found.
 
@@ -55,14 +58,31 @@ def unnamed_holders(
     """
     found: dict[int, Held] = {}
     # The callbacks of the session's events, and the variables of scripts that `%run` ran, outlive the notebook's.
-    callbacks = ("get_ipython().events.callbacks", getattr(getattr(shell, "events", None), "callbacks", None))
+    callbacks = (
+        "get_ipython().events.callbacks",
+        getattr(getattr(shell, "events", None), "callbacks", None),
+    )
     scripts = [
-        (f"{SCRIPTS}{key_code(file)}]", SimpleNamespace(**dict(readers.module_variables(_variables_of(module)))))
-        for file, module in list(_dict_of(shell, "_main_mod_cache").items()) if type(module) is ModuleType
-    ]  # fmt: skip
-    context = [(f"context variable {each.name}", value) for each, value in contextvars.copy_context().items()]
+        (
+            f"{SCRIPTS}{key_code(file)}]",
+            SimpleNamespace(**dict(readers.module_variables(_variables_of(module)))),
+        )
+        for file, module in list(_dict_of(shell, "_main_mod_cache").items())
+        if type(module) is ModuleType
+    ]
+    context = [
+        (f"context variable {each.name}", value)
+        for each, value in contextvars.copy_context().items()
+    ]
     # What the session cannot release comes first: a tensor of an output that a thread uses too is not releasable.
-    lasting = [*calls.running_roots(), *others, callbacks, *scripts, *module_roots(namespace), *context]
+    lasting = [
+        *calls.running_roots(),
+        *others,
+        callbacks,
+        *scripts,
+        *module_roots(namespace),
+        *context,
+    ]
     for roots, releasable in ((lasting, False), (list(hidden_roots(namespace, shell)), True)):
         order = {label: position for position, (label, _) in reversed(list(enumerate(roots)))}
         paths_to = graph.explore(roots)
@@ -71,8 +91,12 @@ def unnamed_holders(
             first = min(paths, key=lambda path: (order[path.root()], path.depth))
             if tensor not in found:
                 found[tensor] = Held(first.root(), names.description(first), releasable)
-            elif releasable and found[tensor].label.startswith(SCRIPTS):  # to free it, both have to let go
-                found[tensor] = found[tensor]._replace(label=f"{found[tensor].label} and {first.root()}")
+            elif releasable and found[tensor].label.startswith(
+                SCRIPTS
+            ):  # to free it, both have to let go
+                found[tensor] = found[tensor]._replace(
+                    label=f"{found[tensor].label} and {first.root()}"
+                )
     return found
 
 
@@ -96,10 +120,22 @@ def hidden_roots(namespace: Mapping[str, object], shell: object | None) -> list[
     roots: list[tuple[str, object]] = []
     if shell is not None:
         outputs = namespace.get("_oh")
-        roots += [(f"Out[{key}]", each) for key, each in (dict.items(outputs) if isinstance(outputs, dict) else ())]
-        roots += [each for each in list(_dict_of(shell, "user_ns_hidden").items()) if is_output_name(each[0])]
-        roots += [(name, getattr(getattr(shell, "displayhook", None), name, None)) for name in LAST_OUTPUTS]
-        roots += [("last result", getattr(getattr(shell, "last_execution_result", None), "result", None))]
+        roots += [
+            (f"Out[{key}]", each)
+            for key, each in (dict.items(outputs) if isinstance(outputs, dict) else ())
+        ]
+        roots += [
+            each
+            for each in list(_dict_of(shell, "user_ns_hidden").items())
+            if is_output_name(each[0])
+        ]
+        roots += [
+            (name, getattr(getattr(shell, "displayhook", None), name, None))
+            for name in LAST_OUTPUTS
+        ]
+        roots += [
+            ("last result", getattr(getattr(shell, "last_execution_result", None), "result", None))
+        ]
     roots += [(TRACEBACK, each) for each in remembered_errors(shell)]
     found: dict[int, tuple[str, object]] = {}
     for label, value in roots:
@@ -120,9 +156,14 @@ def remembered_errors(shell: object | None) -> list[BaseException | TracebackTyp
     result = getattr(shell, "last_execution_result", None)
     errors = [getattr(sys, name, None) for name in ("last_exc", "last_value")]
     errors += [getattr(result, name, None) for name in ("error_in_exec", "error_before_exec")]
-    kept = (getattr(sys, "last_traceback", None), getattr(getattr(shell, "InteractiveTB", None), "tb", None))
+    kept = (
+        getattr(sys, "last_traceback", None),
+        getattr(getattr(shell, "InteractiveTB", None), "tb", None),
+    )
     steps = (step for each in kept for step in frames.traceback_steps(each))
-    found: list[BaseException | TracebackType] = [each for each in errors if isinstance(each, BaseException)]
+    found: list[BaseException | TracebackType] = [
+        each for each in errors if isinstance(each, BaseException)
+    ]
     return list({id(each): each for each in (*found, *steps)}.values())
 
 
@@ -135,10 +176,15 @@ def parts_of_errors(found: Iterable[BaseException | TracebackType]) -> list[obje
     return [*family, *(part for step in steps for part in (step, step.tb_frame))]
 
 
-def objects_of_the_session(namespace: Mapping[str, object], shell: object | None) -> Iterator[object]:
+def objects_of_the_session(
+    namespace: Mapping[str, object], shell: object | None
+) -> Iterator[object]:
     """Yield what refers to outputs and to the variables of failed calls, and is forgotten with them."""
     yield from excluded_objects(namespace, shell)
-    for owner in (getattr(shell, "displayhook", None), getattr(shell, "last_execution_result", None)):
+    for owner in (
+        getattr(shell, "displayhook", None),
+        getattr(shell, "last_execution_result", None),
+    ):
         yield owner
         yield getattr(owner, "__dict__", None)
     for frame in parts_of_errors(remembered_errors(shell)):
@@ -146,10 +192,16 @@ def objects_of_the_session(namespace: Mapping[str, object], shell: object | None
             yield frame
             shared = {id(frame.f_globals), id(frame.f_builtins)}
             # A frame that was printed keeps a snapshot of its variables.
-            yield from (each for each in gc.get_referents(frame) if type(each) is dict and id(each) not in shared)
+            yield from (
+                each
+                for each in gc.get_referents(frame)
+                if type(each) is dict and id(each) not in shared
+            )
 
 
-def module_roots(namespace: Mapping[str, object], installed: bool = False) -> Iterator[tuple[str, object]]:
+def module_roots(
+    namespace: Mapping[str, object], installed: bool = False
+) -> Iterator[tuple[str, object]]:
     """Yield the variables of the modules that the user wrote, or of those that were installed, but for ours."""
     for name, module in list(sys.modules.items()):
         own: Any = _variables_of(module) if type(module) is ModuleType else {}
@@ -162,7 +214,13 @@ def module_roots(namespace: Mapping[str, object], installed: bool = False) -> It
 
 def excluded_objects(namespace: Mapping[str, object], shell: object | None) -> list[object]:
     """Return what no search may pass through: everything is reached from there, which keeps nothing alive."""
-    excluded = [namespace, namespace.get("_oh"), _dict_of(shell, "user_ns_hidden"), sys.modules, sys.__dict__]
+    excluded = [
+        namespace,
+        namespace.get("_oh"),
+        _dict_of(shell, "user_ns_hidden"),
+        sys.modules,
+        sys.__dict__,
+    ]
     return excluded if shell is None else [*excluded, shell, getattr(shell, "user_module", None)]
 
 
@@ -176,7 +234,9 @@ def _dict_of(shell: object | None, name: str) -> Mapping[Any, object]:
 _SMALL = (bool, int, float, complex, str, bytes, type(None))
 _MEMBERS = 8
 """Members of a container that stand for it: one that is still in it, at its address, is enough."""
-_weakref_offset_of = type.__dict__["__weakrefoffset__"].__get__  # a metaclass of the user's is not asked
+_weakref_offset_of = type.__dict__[
+    "__weakrefoffset__"
+].__get__  # a metaclass of the user's is not asked
 
 
 class Identities:
@@ -205,10 +265,16 @@ def _identity(value: Any, depth: int = 1) -> Callable[[Any], bool]:
         reference = weakref.ref(value)
         return lambda other: reference() is other
     address, kind = id(value), type(value)
-    members = [_identity(each, depth - 1) for each in islice(value, _MEMBERS)] if is_container and depth else []
+    members = (
+        [_identity(each, depth - 1) for each in islice(value, _MEMBERS)]
+        if is_container and depth
+        else []
+    )
 
     def is_it(other: Any) -> bool:
         now = list(islice(other, _MEMBERS)) if members and type(other) is kind else []
-        return id(other) == address and (not now or any(member(each) for member in members for each in now))
+        return id(other) == address and (
+            not now or any(member(each) for member in members for each in now)
+        )
 
     return is_it

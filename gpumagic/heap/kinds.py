@@ -20,7 +20,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.heap.branches import Fields, attributes, attributes_of, class_attribute, dict_of, fields_of
+from gpumagic.heap.branches import (
+    Fields,
+    attributes,
+    attributes_of,
+    class_attribute,
+    dict_of,
+    fields_of,
+)
 from gpumagic.heap.storages import local_of
 
 if TYPE_CHECKING:
@@ -66,14 +73,20 @@ def unwrapped(optimizer: Any) -> Any:
     import torch
 
     stored = attributes_of(optimizer)
-    inner = [stored[name] for name in _WRAPPED if issubclass(type(stored.get(name)), torch.optim.Optimizer)]
+    inner = [
+        stored[name]
+        for name in _WRAPPED
+        if issubclass(type(stored.get(name)), torch.optim.Optimizer)
+    ]
     return unwrapped(inner[0]) if inner and "param_groups" not in stored else optimizer
 
 
 def parameter_groups(optimizer: object) -> list[dict[str, Any]]:
     """Return an optimizer's groups of parameters."""
     groups = attributes_of(optimizer).get("param_groups")
-    return [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    return (
+        [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    )
 
 
 def subclasses(*bases: type) -> set[type]:
@@ -143,12 +156,18 @@ graph(%leaf : Tensor):
 
 def leaves(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors that can have a gradient of their own; call it `undisturbed`."""
-    return [each for each in tensors if _shows_its_graph(each) and each.requires_grad and each.is_leaf]
+    return [
+        each for each in tensors if _shows_its_graph(each) and each.requires_grad and each.is_leaf
+    ]
 
 
 def non_leaves(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors that an operation made which autograd recorded; call it `undisturbed`."""
-    return [each for each in tensors if _shows_its_graph(each) and each.requires_grad and not each.is_leaf]
+    return [
+        each
+        for each in tensors
+        if _shows_its_graph(each) and each.requires_grad and not each.is_leaf
+    ]
 
 
 def _shows_its_graph(tensor: Any) -> bool:
@@ -172,7 +191,9 @@ def peek_gradients(leaves: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tens
                     gradient = leaf.grad
                 if gradient is not None and gradient is not leaf:
                     found.append((i, gradient))
-    except Exception:  # a torch without this interpreter; only the gradients that Python has seen are listed then
+    except (
+        Exception
+    ):  # a torch without this interpreter; only the gradients that Python has seen are listed then
         return None
     return found
 
@@ -246,7 +267,11 @@ class Graphs:
             self._fields[kind] = fields_of(kind)
         for _, value in attributes(node, self._fields[kind]):  # what a Function keeps in its ctx
             saved += _tensors_in(value)
-        entry = self._nodes[id(node)] = (node, saved, [each for each, _ in node.next_functions if each is not None])
+        entry = self._nodes[id(node)] = (
+            node,
+            saved,
+            [each for each, _ in node.next_functions if each is not None],
+        )
         return entry
 
     def _handles_of(self, node: Any) -> Iterator[Any]:

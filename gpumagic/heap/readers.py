@@ -37,7 +37,9 @@ from gpumagic.heap.kinds import is_node
 from gpumagic.heap.storages import plain
 from gpumagic.source import frames
 
-_ATOMS = frozenset({int, float, complex, bool, str, bytes, bytearray, type(None), type, range, slice})
+_ATOMS = frozenset(
+    {int, float, complex, bool, str, bytes, bytearray, type(None), type, range, slice}
+)
 _TYPED = frozenset({int, str, bool, type(None)})
 """Types of keys that can be typed, but for very long ones."""
 _IMPORT = frozenset({"__builtins__", "__loader__", "__spec__"})
@@ -60,16 +62,24 @@ def reader_of(kind: type) -> Reader | None:
             container = base if base in _CONTAINERS else None
             fields = None if kind is container else fields_of(kind)
             in_c = (types.WrapperDescriptorType, types.MethodDescriptorType, type(None))
-            reads = [type(class_attribute(kind, name)) for name in ("__getitem__", "__iter__", "values")]
+            reads = [
+                type(class_attribute(kind, name)) for name in ("__getitem__", "__iter__", "values")
+            ]
             is_indexed = kind is container or all(each in in_c for each in reads)
-            return Reader(read, fields, container, has_own_class=has_own_class, is_indexed=is_indexed)
+            return Reader(
+                read, fields, container, has_own_class=has_own_class, is_indexed=is_indexed
+            )
     if is_node(kind):
         return Reader(read_node, fields_of(kind))
     is_plain = kind is types.SimpleNamespace
     fields = fields_of(kind) if is_plain or is_heap_type(kind) else None
     is_opaque = not is_plain and calls.shows_more(kind)
     read = calls.read_opaque if is_opaque else _instance
-    return Reader(read, fields, has_own_class=has_own_class) if is_opaque or fields or has_own_class else None
+    return (
+        Reader(read, fields, has_own_class=has_own_class)
+        if is_opaque or fields or has_own_class
+        else None
+    )
 
 
 def is_lasting_class(kind: type) -> bool:
@@ -103,8 +113,9 @@ def _bases() -> Iterator[tuple[type, Read]]:
     yield type, _class
     yield types.ModuleType, _module_of_variables
     for module, name, read in (
-        ("numpy", "ndarray", calls.read_array), ("pandas.core.generic", "NDFrame", calls.read_frame)
-    ):  # fmt: skip
+        ("numpy", "ndarray", calls.read_array),
+        ("pandas.core.generic", "NDFrame", calls.read_frame),
+    ):
         if kind := getattr(sys.modules.get(module), name, None):
             yield kind, read
 
@@ -116,7 +127,9 @@ def read_node(value: object, reader: Reader) -> Iterator[Branch]:
 
 def tensor_attributes(tensor: Any) -> Iterator[Branch]:
     """Read what was set on a plain tensor, and its hooks; asking for its `__dict__` would allocate one."""
-    hooks = ((name, plain(tensor, name)) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+    hooks = (
+        (name, plain(tensor, name)) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+    )
     yield Branch(".", CONTAINED, [(name, each) for name, each in hooks if each])
     own = [each for each in gc.get_referents(tensor) if type(each) is dict]
     yield Branch(".", CONTAINED, list(own[0].items()) if own else [])
@@ -140,14 +153,19 @@ def _instance(value: object, reader: Reader) -> Iterator[Branch]:
 
 def own_class(value: object, reader: Reader) -> Iterator[Branch]:
     """Read what the class of an instance keeps, where it may go with it."""
-    if reader.has_own_class and type(class_attribute(type(value), "__class__")) is types.GetSetDescriptorType:
+    if (
+        reader.has_own_class
+        and type(class_attribute(type(value), "__class__")) is types.GetSetDescriptorType
+    ):
         yield Branch("in", CONTAINED, [(Inside("class", code=".__class__"), type(value))])
 
 
 def _sequence(value: Any, reader: Reader) -> Iterator[Branch]:
     items = list(reader.container.__iter__(value))
     names = dict_of(type(value)).get("_fields")
-    if type(names) is tuple and all(type(class_attribute(type(value), name)) is FIELD for name in names):
+    if type(names) is tuple and all(
+        type(class_attribute(type(value), name)) is FIELD for name in names
+    ):
         yield Branch(".", CONTAINED, zip(names, items, strict=False))
     else:
         for start, piece in _promising(items):
@@ -159,7 +177,9 @@ def _indexed(reader: Reader, branch: Branch) -> Branch:
     """Return a branch as it is, or as what no expression reaches where the type overrides how it is indexed."""
     if reader.is_indexed:
         return branch
-    return Branch("in", branch.rank, [(Inside(key_code(key) or "..."), item) for key, item in branch.children])
+    return Branch(
+        "in", branch.rank, [(Inside(key_code(key) or "..."), item) for key, item in branch.children]
+    )
 
 
 def _set(value: Any, reader: Reader) -> Iterator[Branch]:
@@ -171,11 +191,19 @@ def _set(value: Any, reader: Reader) -> Iterator[Branch]:
 def _dict(value: dict[Any, object], reader: Reader) -> Iterator[Branch]:
     items = list(dict.items(value))
     keys = [key for key, _ in items]
-    are_plain = _TYPED.issuperset(map(type, keys)) and all(key_code(key) is not None for key in keys[:_PIECE])
+    are_plain = _TYPED.issuperset(map(type, keys)) and all(
+        key_code(key) is not None for key in keys[:_PIECE]
+    )
     for start, piece in _promising([item for _, item in items]):
         part = items[start : start + len(piece)]
-        odd = () if are_plain else [(start + i, item) for i, (key, item) in enumerate(part) if key_code(key) is None]
-        typed = part if not odd else [(key, item) for key, item in part if key_code(key) is not None]
+        odd = (
+            ()
+            if are_plain
+            else [(start + i, item) for i, (key, item) in enumerate(part) if key_code(key) is None]
+        )
+        typed = (
+            part if not odd else [(key, item) for key, item in part if key_code(key) is not None]
+        )
         yield _indexed(reader, Branch("[", CONTAINED, typed))
         yield _indexed(reader, Branch("values", CONTAINED, odd))
     if _may_hold(keys):  # tensors hash by identity
@@ -194,7 +222,8 @@ def _promising(items: list[object]) -> Iterator[tuple[int, list[object]]]:
     for start in range(0, len(items), _PIECE):
         piece = items[start : start + _PIECE]
         if _may_hold(piece) and (
-            any(issubclass(kind, torch.Tensor) for kind in set(map(type, piece))) or _may_hold(gc.get_referents(*piece))
+            any(issubclass(kind, torch.Tensor) for kind in set(map(type, piece)))
+            or _may_hold(gc.get_referents(*piece))
         ):
             yield start, piece
 
@@ -236,7 +265,9 @@ def read_optimizer(value: object, reader: Reader) -> Iterator[Branch]:
     if isinstance(states, dict):
         for place, (parameter, state) in enumerate(list(dict.items(states))):
             if isinstance(state, dict):
-                yield Branch("[", OPTIMIZER, list(dict.items(state)), parameter=(id(parameter), place))
+                yield Branch(
+                    "[", OPTIMIZER, list(dict.items(state)), parameter=(id(parameter), place)
+                )
     yield Branch(".", OPTIMIZER, own.items())
 
 
@@ -245,7 +276,9 @@ def _class(value: Any, _reader: Reader) -> Iterator[Branch]:
     for name, item in list(dict_of(value).items()) if is_heap_type(value) else ():
         if class_attribute(type(item), "__get__") is not None:
             key = key_code(name)
-            yield Branch("in", CONTAINED, [(Inside(str(name), code=key and f".__dict__[{key}]"), item)])
+            yield Branch(
+                "in", CONTAINED, [(Inside(str(name), code=key and f".__dict__[{key}]"), item)]
+            )
         else:
             yield Branch(".", CONTAINED, [(name, item)])
 
@@ -254,7 +287,12 @@ def _module_of_variables(value: types.ModuleType, _reader: Reader) -> Iterator[B
     """Read a module of Python code that the user wrote; those of libraries lead everywhere."""
     own = _variables_of(value)
     name, file = own.get("__name__"), own.get("__file__")
-    if type(name) is str and name != "__main__" and type(file) is str and not frames.is_library(name, file):
+    if (
+        type(name) is str
+        and name != "__main__"
+        and type(file) is str
+        and not frames.is_library(name, file)
+    ):
         yield Branch(".", CONTAINED, module_variables(own))
 
 
@@ -271,5 +309,10 @@ def _may_hold(values: Iterable[object]) -> bool:
 
 
 _CONTAINERS: dict[type, Read] = {
-    dict: _dict, list: _sequence, tuple: _sequence, deque: _sequence, set: _set, frozenset: _set,
-}  # fmt: skip
+    dict: _dict,
+    list: _sequence,
+    tuple: _sequence,
+    deque: _sequence,
+    set: _set,
+    frozenset: _set,
+}

@@ -28,7 +28,14 @@ from gpumagic.source.frames import related_exceptions, traceback_steps
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-DEBUGGER_FRAMES = ("curframe", "curframe_locals", "botframe", "stopframe", "returnframe", "userframe")
+DEBUGGER_FRAMES = (
+    "curframe",
+    "curframe_locals",
+    "botframe",
+    "stopframe",
+    "returnframe",
+    "userframe",
+)
 """Where the debugger that `%debug` leaves behind keeps frames, beside its `stack`."""
 
 INSPECTOR = "google.colab._variable_inspector"
@@ -101,7 +108,9 @@ def forget_last_error(namespace: Mapping[str, object], shell: InteractiveShell |
             clear_frame(each.tb_frame)
 
 
-def clear_exception(error: BaseException, shell: InteractiveShell | None = None, outside: Collection[int] = ()) -> None:
+def clear_exception(
+    error: BaseException, shell: InteractiveShell | None = None, outside: Collection[int] = ()
+) -> None:
     """Clear the frames of a failure, remove its tracebacks and have Python and IPython forget it.
 
     Frames that still run are left alone. What the exception itself holds, in its arguments, is freed when the
@@ -163,9 +172,13 @@ def _forget_in_shell(shell: InteractiveShell, tracebacks: set[int]) -> None:
     if id(getattr(formatter, "tb", None)) in tracebacks:
         formatter.tb = None
     debugger: Any = getattr(formatter, "pdb", None)
-    running = (each for each in frames.stack(sys._getframe()) if each.f_code.co_name == "interaction")
+    running = (
+        each for each in frames.stack(sys._getframe()) if each.f_code.co_name == "interaction"
+    )
     is_in_use = any(each.f_locals.get("self") is debugger for each in running)
-    if debugger is not None and not is_in_use:  # else it keeps the frames of this or of an earlier failure
+    if (
+        debugger is not None and not is_in_use
+    ):  # else it keeps the frames of this or of an earlier failure
         for name in DEBUGGER_FRAMES:
             if hasattr(debugger, name):
                 setattr(debugger, name, None)

@@ -40,7 +40,9 @@ def number_of(storage: torch.UntypedStorage) -> int:
     """Return the number of a live storage; storages are numbered as they are first seen."""
     key = storage._cdata
     number = _storages.get(key)
-    if number is None:  # nor can another storage have the address of one that is known: it stays taken
+    if (
+        number is None
+    ):  # nor can another storage have the address of one that is known: it stays taken
         number = _storages[storage._weak_ref()] = next(_numbers)
     return number
 
@@ -142,7 +144,11 @@ class StorageTable:
         self._parameter = torch.nn.Parameter
         self._address = torch._C._data_address
         self._plain = (torch.Tensor, torch.nn.Parameter)
-        self._size, self._dtype, self._device_of = base.shape.__get__, base.dtype.__get__, base.device.__get__
+        self._size, self._dtype, self._device_of = (
+            base.shape.__get__,
+            base.dtype.__get__,
+            base.device.__get__,
+        )
         self._requires_grad, self._is_leaf = base.requires_grad.__get__, base.is_leaf.__get__
         self._devices: dict[object, str] = {}
         self._dtypes: dict[object, tuple[str, int]] = {}
@@ -154,10 +160,19 @@ class StorageTable:
 
     def add_all(self, tensors: Iterable[torch.Tensor]) -> None:
         """Add live tensors; the caller keeps them alive for as long as their `id` is used."""
-        untyped_storage, is_contiguous, address_of = self._base.untyped_storage, self._base.is_contiguous, self._address
+        untyped_storage, is_contiguous, address_of = (
+            self._base.untyped_storage,
+            self._base.is_contiguous,
+            self._address,
+        )
         size, dtype, device = self._size, self._dtype, self._device_of
         requires_grad_of = self._requires_grad
-        storages, wholes, plain, parameter = self.storages, self._wholes, self._plain, self._parameter
+        storages, wholes, plain, parameter = (
+            self.storages,
+            self._wholes,
+            self._plain,
+            self._parameter,
+        )
         for tensor in tensors:  # the common case is inlined here, as calls are most of its cost
             address, whole = 0, None
             try:
@@ -175,9 +190,16 @@ class StorageTable:
             view, place = whole
             requires_grad = requires_grad_of(tensor)
             storages[key] = Storage(
-                place, nbytes, address, number_of(storage), None, [(id(tensor), view)],
-                requires_grad, requires_grad and not self._is_leaf(tensor), type(tensor) is parameter,
-            )  # fmt: skip
+                place,
+                nbytes,
+                address,
+                number_of(storage),
+                None,
+                [(id(tensor), view)],
+                requires_grad,
+                requires_grad and not self._is_leaf(tensor),
+                type(tensor) is parameter,
+            )
 
     def add(self, tensor: torch.Tensor) -> Storage:
         """Add one live tensor; the caller keeps it alive for as long as its `id` is used."""
@@ -188,7 +210,10 @@ class StorageTable:
             requires_grad = self._requires_grad(tensor)
             from_graph = requires_grad and not self._is_leaf(tensor)
         except Exception as error:  # a subclass that computes its own metadata, and fails
-            storage, parts = self._unknown(tensor, f"it cannot be read ({type(error).__name__})"), []
+            storage, parts = (
+                self._unknown(tensor, f"it cannot be read ({type(error).__name__})"),
+                [],
+            )
             view, requires_grad, from_graph = View((), "?", 0, 0, 0, 0), False, False
         if parts:
             self.joined.append(parts)
@@ -232,7 +257,11 @@ class StorageTable:
         if address == 0 and nbytes > 0:
             is_fake = any(base.__name__ == "FakeTensor" for base in type(tensor).__mro__)
             kind = "meta" if device == "meta" else "fake" if is_fake else None
-            note = f"{kind}: occupies nothing" if kind else "a wrapper: its parts have rows of their own"
+            note = (
+                f"{kind}: occupies nothing"
+                if kind
+                else "a wrapper: its parts have rows of their own"
+            )
             return Storage(device, 0, note=note)
         emptied = nbytes == 0 and prod(self._shape(tensor)) > 0
         return Storage(device, nbytes, address, note="its storage was emptied" if emptied else None)
@@ -251,16 +280,25 @@ class StorageTable:
                 return whole
             if elements * itemsize == nbytes and self._base.is_contiguous(tensor):
                 if type(tensor) in self._plain:
-                    self._wholes[self._size(tensor), dtype, self._device_of(tensor), nbytes] = whole, storage.device
+                    self._wholes[self._size(tensor), dtype, self._device_of(tensor), nbytes] = (
+                        whole,
+                        storage.device,
+                    )
                 return whole
             strides, start = self._base.stride(tensor), self._base.storage_offset(tensor) * itemsize
         except Exception:  # sparse and nested tensors have no strides
             return whole
         if len(strides) != len(shape):
             return whole
-        reach = sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) + 1 if elements else 0
+        reach = (
+            sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) + 1
+            if elements
+            else 0
+        )
         distinct = prod(size for size, step in zip(shape, strides, strict=True) if step)
-        return View(shape, name, elements, start, start + reach * itemsize, min(reach, distinct) * itemsize)
+        return View(
+            shape, name, elements, start, start + reach * itemsize, min(reach, distinct) * itemsize
+        )
 
     def _without_storage(self, tensor: torch.Tensor) -> tuple[Storage, list[Storage]]:
         try:
@@ -269,7 +307,9 @@ class StorageTable:
             layout = type(tensor).__name__
         try:
             with self._torch._DisableTorchDispatch():
-                parts = [self.find(getattr(self._base, part)(tensor))[0] for part in COMPONENTS[layout]]
+                parts = [
+                    self.find(getattr(self._base, part)(tensor))[0] for part in COMPONENTS[layout]
+                ]
         except Exception:  # mkldnn and other opaque layouts, tensors inside vmap...
             return self._unknown(tensor, f"layout {layout} does not tell its size"), []
         parts[-1].note = layout.removeprefix("torch.").replace("_", " ")

@@ -78,18 +78,24 @@ def _stats_module(backend: str) -> ModuleType | None:
 
 def _read_stats(backend: str, module: ModuleType, index: int) -> AllocatorStats:
     if backend == "mps":
-        return AllocatorStats(module.current_allocated_memory(), module.driver_allocated_memory(), None)
+        return AllocatorStats(
+            module.current_allocated_memory(), module.driver_allocated_memory(), None
+        )
     # Flattened, as `memory_stats` has them, torch takes far longer to sort them.
     stats: Mapping[str, Any]
     if hasattr(module, "memory_stats_as_nested_dict"):  # CUDA and XPU
         stats = module.memory_stats_as_nested_dict(index)
-    elif hasattr(sys.modules["torch"]._C, "_accelerator_getDeviceStats") and backend not in BACKENDS:
+    elif (
+        hasattr(sys.modules["torch"]._C, "_accelerator_getDeviceStats") and backend not in BACKENDS
+    ):
         stats = sys.modules["torch"]._C._accelerator_getDeviceStats(index)
     else:
         stats = module.memory_stats(index)
 
     def figure(name: str, which: str) -> int:  # CUDA has none before its allocator is first used
-        return int(stats[name]["all"][which] if name in stats else stats.get(f"{name}.all.{which}", 0))
+        return int(
+            stats[name]["all"][which] if name in stats else stats.get(f"{name}.all.{which}", 0)
+        )
 
     return AllocatorStats(
         allocated=figure("allocated_bytes", "current"),
@@ -160,7 +166,10 @@ def mem_get_info(device: str) -> tuple[int, int] | None:
 def cap(device: str) -> int | None:
     """Return the bytes that this process may reserve on a device that is in use, or None where torch cannot tell."""
     backend, index = Device.parse(device)
-    read, driver = getattr(device_module(backend), "get_per_process_memory_fraction", None), mem_get_info(device)
+    read, driver = (
+        getattr(device_module(backend), "get_per_process_memory_fraction", None),
+        mem_get_info(device),
+    )
     return None if read is None or driver is None else round(read(index) * driver[1])
 
 

@@ -47,7 +47,11 @@ def room(device: str) -> int | None:
         return None if memory is None else memory[0]
     figures, driver = allocator.device_stats(device), allocator.mem_get_info(device)
     backend = Device.parse(device).backend
-    free = driver[0] if driver else driver_figures({backend}).get(device, DriverFigures(None, None)).free
+    free = (
+        driver[0]
+        if driver
+        else driver_figures({backend}).get(device, DriverFigures(None, None)).free
+    )
     if free is None or figures is None:
         return free
     return min(free + figures.reserved, allocator.cap(device) or sys.maxsize) - figures.allocated
@@ -55,7 +59,11 @@ def room(device: str) -> int | None:
 
 def most_free(devices: list[str]) -> str | None:
     """Return the device with most room, a real one before a simulated one; the first of equals, None of none."""
-    return max(devices, key=lambda each: (Device.parse(each).backend != "simgpu", room(each) or 0), default=None)
+    return max(
+        devices,
+        key=lambda each: (Device.parse(each).backend != "simgpu", room(each) or 0),
+        default=None,
+    )
 
 
 def resolve(name: str, fallback: str | None = None) -> str:
@@ -105,12 +113,20 @@ def _resolve(name: str) -> str:
     else:
         candidates = [each for each in accelerators if Device.parse(each).backend == backend]
     if index is not None:
-        candidates = [each for each in candidates if backend != "auto" and Device.parse(each).index == int(index)]
+        candidates = [
+            each
+            for each in candidates
+            if backend != "auto" and Device.parse(each).index == int(index)
+        ]
     if not candidates:
         raise _unknown(name)
     if backend == "auto":
         return most_free(candidates) or candidates[0]
-    return candidates[0] if index is not None or backend == "gpu" else allocator.current_device(backend)
+    return (
+        candidates[0]
+        if index is not None or backend == "gpu"
+        else allocator.current_device(backend)
+    )
 
 
 def is_readable(name: str) -> bool:
@@ -123,9 +139,13 @@ def _unknown(name: str) -> DeviceNotFound:
     backends = {Device.parse(each).backend for each in here}
     listed = f"there are {', '.join(here)}"
     if name.strip().lower().startswith("simgpu") and "simgpu" not in backends:
-        return DeviceNotFound(f"{name!r} is not here: gpumagic.simgpu.enable() adds simulated GPUs; {listed}")
+        return DeviceNotFound(
+            f"{name!r} is not here: gpumagic.simgpu.enable() adds simulated GPUs; {listed}"
+        )
     if not allocator.accelerators() and is_readable(name):
-        return DeviceNotFound(f"{name!r} is not here: torch sees no GPU (%gpuinfo says why); {listed}")
+        return DeviceNotFound(
+            f"{name!r} is not here: torch sees no GPU (%gpuinfo says why); {listed}"
+        )
     near = nearest(name, [*here, *backends])
     hint = f"did you mean {near}? " if near else ""
     return DeviceNotFound(f"{name!r} is not a device here; {hint}{listed}")

@@ -177,7 +177,15 @@ class Ledger:
         """Account for a block that the allocator has given."""
         account = self.accounts[device]
         self.time += 1
-        life = Life(device, nbytes, self.time, self.operator, self.place, self.in_backward > 0, module=self.module)
+        life = Life(
+            device,
+            nbytes,
+            self.time,
+            self.operator,
+            self.place,
+            self.in_backward > 0,
+            module=self.module,
+        )
         self.blocks[key] = life
         self.lives.append(life)
         account.allocated += nbytes
@@ -198,7 +206,12 @@ class Ledger:
         key = line, device = self.place.line, life.device
         use = self.lines.get(key)
         if use is None:
-            use = self.lines[key] = {"line": line, "code": self.place.code, "device": device, "peak": 0}
+            use = self.lines[key] = {
+                "line": line,
+                "code": self.place.code,
+                "device": device,
+                "peak": 0,
+            }
         use["after"] = allocated
         use["peak"] = max(use["peak"], allocated)
         self.timeline.append(BlockChange(life, nbytes, self.operators, line, allocated))
@@ -242,8 +255,14 @@ class Ledger:
         found: dict[str, Counter[str]] = defaultdict(Counter)
         time = self.accounts[device].peak.time
         for life in self.lives:
-            if life.device == device and life.born <= time and (life.died is None or life.died > time):
-                found[REST if life.module is None else names[life.module]][life.part()] += life.nbytes
+            if (
+                life.device == device
+                and life.born <= time
+                and (life.died is None or life.died > time)
+            ):
+                found[REST if life.module is None else names[life.module]][life.part()] += (
+                    life.nbytes
+                )
         return found
 
 
@@ -275,5 +294,8 @@ def _shown(changes: list[BlockChange]) -> set[int]:
     """Return the places of at most `MOST_POINTS` changes, and one."""
     stride = max(1, -(-len(changes) // MOST_POINTS))
     starts = range(0, len(changes), stride)
-    highest = {max(range(at, min(at + stride, len(changes))), key=lambda i: changes[i].allocated) for at in starts}
+    highest = {
+        max(range(at, min(at + stride, len(changes))), key=lambda i: changes[i].allocated)
+        for at in starts
+    }
     return highest | ({len(changes) - 1} if changes else set())

@@ -46,11 +46,18 @@ class GPU:
 
 
 _SHAPES = {
-    (6, 0): (2048, 32, 64, 48), (6, 1): (2048, 32, 96, 48), (7, 0): (2048, 32, 96, 96), (7, 5): (1024, 16, 64, 64),
-    (8, 0): (2048, 32, 164, 163), (8, 6): (1536, 16, 100, 99), (8, 9): (1536, 24, 100, 99),
-    (9, 0): (2048, 32, 228, 227), (10, 0): (2048, 32, 228, 227), (10, 3): (2048, 32, 228, 227),
+    (6, 0): (2048, 32, 64, 48),
+    (6, 1): (2048, 32, 96, 48),
+    (7, 0): (2048, 32, 96, 96),
+    (7, 5): (1024, 16, 64, 64),
+    (8, 0): (2048, 32, 164, 163),
+    (8, 6): (1536, 16, 100, 99),
+    (8, 9): (1536, 24, 100, 99),
+    (9, 0): (2048, 32, 228, 227),
+    (10, 0): (2048, 32, 228, 227),
+    (10, 3): (2048, 32, 228, 227),
     (12, 0): (1536, 24, 100, 99),
-}  # fmt: skip
+}
 """What all GPUs of a compute capability have: threads and blocks of a multiprocessor, KiB of shared memory of it, and
 KiB that a kernel may ask for. It is a table of the CUDA C++ Programming Guide, and `cuda/__device/arch_traits.h` of
 NVIDIA's CCCL has it."""
@@ -68,13 +75,26 @@ def _read_gpus() -> Iterator[tuple[str, GPU]]:
     workspace, is an A100's. An MI250X is two devices.
     """
     with resources.files("gpumagic.memory").joinpath("gpus.csv").open(encoding="utf-8") as table:
-        for name, full_name, capability, multiprocessors, mib, l2_mib, _ in list(csv.reader(table))[1:]:
+        for name, full_name, capability, multiprocessors, mib, l2_mib, _ in list(csv.reader(table))[
+            1:
+        ]:
             major, minor = map(int, capability.split("."))
             threads, blocks, shared, optin = _SHAPES[major, minor]
-            yield name, GPU(
-                full_name, int(mib) * MIB, major, minor, int(multiprocessors), threads, blocks, shared * KIB,
-                optin * KIB, int(float(l2_mib) * MIB),
-            )  # fmt: skip
+            yield (
+                name,
+                GPU(
+                    full_name,
+                    int(mib) * MIB,
+                    major,
+                    minor,
+                    int(multiprocessors),
+                    threads,
+                    blocks,
+                    shared * KIB,
+                    optin * KIB,
+                    int(float(l2_mib) * MIB),
+                ),
+            )
 
 
 GPUS = dict(_read_gpus())
@@ -105,7 +125,11 @@ def name_of(name: str) -> str:
     if plain not in known:
         cutoff = 0.5 if len(plain) < 3 and not plain.isdigit() else 0.7
         near = typed(known[each] for each in difflib.get_close_matches(plain, known, 4, cutoff))
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(typed(USUAL))} and others"
+        hint = (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else f"there are {', '.join(typed(USUAL))} and others"
+        )
         raise OptionError(
             f"{name!r} is not a GPU that is known here; {hint} (--gpu list names all, --capacity 48GiB takes a size)"
         )
@@ -115,7 +139,9 @@ def name_of(name: str) -> str:
 @functools.cache
 def _spellings() -> dict[str, str]:
     """Return the names of `GPUS` by what may be written for them."""
-    return {_plain(gpu.name): name for name, gpu in GPUS.items()} | {_plain(name): name for name in GPUS}
+    return {_plain(gpu.name): name for name, gpu in GPUS.items()} | {
+        _plain(name): name for name in GPUS
+    }
 
 
 def _plain(name: str) -> str:
@@ -140,14 +166,22 @@ def like(device: int | str) -> GPU:
     said = torch.cuda.get_device_properties(device)
     _, blocks, shared, optin = _SHAPES.get((said.major, said.minor), _SHAPES[9, 0])
     return GPU(
-        said.name, said.total_memory, said.major, said.minor, said.multi_processor_count,
-        said.max_threads_per_multi_processor, blocks,
+        said.name,
+        said.total_memory,
+        said.major,
+        said.minor,
+        said.multi_processor_count,
+        said.max_threads_per_multi_processor,
+        blocks,
         int(getattr(said, "shared_memory_per_multiprocessor", shared * KIB)),
-        int(getattr(said, "shared_memory_per_block_optin", optin * KIB)), int(getattr(said, "L2_cache_size", 40 * MIB)),
-    )  # fmt: skip
+        int(getattr(said, "shared_memory_per_block_optin", optin * KIB)),
+        int(getattr(said, "L2_cache_size", 40 * MIB)),
+    )
 
 
 def settings(gpu: GPU, number: int, others: int) -> str:
     """Return the settings of one device as `native/devices.c` reads them."""
     fields = {**dataclasses.asdict(gpu), "others": others, "uuid": f"fa4ec0da{number:024x}"}
-    return ",".join(f"{name}={str(value).replace(',', ' ').replace('|', ' ')}" for name, value in fields.items())
+    return ",".join(
+        f"{name}={str(value).replace(',', ' ').replace('|', ' ')}" for name, value in fields.items()
+    )

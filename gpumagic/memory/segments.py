@@ -77,12 +77,17 @@ def read_segments(device: str, figures: AllocatorStats) -> list[Segment] | None:
                 MemoryBlock(address, size, state == _CACHED and not is_private, state == _IN_USE)
                 for address, size, state in _blocks_of(each)
             ]
-            segments.append(Segment(each["address"], is_small, not is_private and not stream, blocks, stream))
+            segments.append(
+                Segment(each["address"], is_small, not is_private and not stream, blocks, stream)
+            )
         segments.sort()
     except (KeyError, TypeError, ValueError):
         return None
     blocks = [block for segment in segments for block in segment.blocks]
-    reserved, allocated = sum(each.size for each in blocks), sum(each.size for each in blocks if each.is_owned)
+    reserved, allocated = (
+        sum(each.size for each in blocks),
+        sum(each.size for each in blocks if each.is_owned),
+    )
     return segments if (reserved, allocated) == (figures.reserved, figures.allocated) else None
 
 
@@ -108,7 +113,11 @@ def allocated_blocks(backend: str) -> list[AllocatedBlock]:
     try:
         for segment in _snapshot(allocator.device_module(backend)) or ():
             device, blocks = f"{backend}:{segment['device']}", _blocks_of(segment)
-            found += [AllocatedBlock(device, address, size) for address, size, state in blocks if state == _IN_USE]
+            found += [
+                AllocatedBlock(device, address, size)
+                for address, size, state in blocks
+                if state == _IN_USE
+            ]
     except (KeyError, TypeError, ValueError):
         return []
     return found
@@ -130,7 +139,9 @@ class OccupiedBytes:
         self._sizes: dict[int, int] = {}
         for backend in _UNSPLIT:
             if allocator.is_initialised(backend):
-                self._sizes.update((block.address, block.size) for block in allocated_blocks(backend))
+                self._sizes.update(
+                    (block.address, block.size) for block in allocated_blocks(backend)
+                )
 
     def of(self, device: str, address: int, nbytes: int) -> int:
         """Return the bytes that a storage takes from its allocator."""
@@ -165,7 +176,11 @@ def find_workspaces() -> list[AllocatedBlock]:
     if "torch" not in sys.modules or not allocator.is_initialised("cuda"):
         return []
     addresses = set(_addresses())
-    return [block for block in (allocated_blocks("cuda") if addresses else ()) if block.address in addresses]
+    return [
+        block
+        for block in (allocated_blocks("cuda") if addresses else ())
+        if block.address in addresses
+    ]
 
 
 def workspace_bytes() -> dict[str, int]:

@@ -28,7 +28,9 @@ def shell() -> InteractiveShell | None:
 
 def user_variables(running: InteractiveShell | None) -> Mapping[str, object]:
     """Return the user's variables: the shell's, or without one those of the main module."""
-    names: Mapping[str, object] = vars(sys.modules["__main__"]) if running is None else running.user_ns
+    names: Mapping[str, object] = (
+        vars(sys.modules["__main__"]) if running is None else running.user_ns
+    )
     return names
 
 

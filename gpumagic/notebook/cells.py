@@ -20,14 +20,27 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from IPython.core.inputtransformer2 import cell_magic, classic_prompt, ipython_prompt, leading_indent
+from IPython.core.inputtransformer2 import (
+    cell_magic,
+    classic_prompt,
+    ipython_prompt,
+    leading_indent,
+)
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
 from gpumagic import notebook
 from gpumagic.errors import GpuMagicError
 from gpumagic.notebook import interrupts
-from gpumagic.notebook.guards import BodyOutcome, BodyRuns, CellBody, Guard, Outcome, in_reverse, run_guarded
+from gpumagic.notebook.guards import (
+    BodyOutcome,
+    BodyRuns,
+    CellBody,
+    Guard,
+    Outcome,
+    in_reverse,
+    run_guarded,
+)
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -79,7 +92,9 @@ class CellSessions:
         self._sessions: list[_Session] = []
         self._begun: list[_Session] = []  # all that may still have changed something
         self._ended: list[ExecutionInfo] = []
-        self._cells: dict[int, list[ExecutionInfo]] = {}  # by thread, since subshells run cells in threads
+        self._cells: dict[
+            int, list[ExecutionInfo]
+        ] = {}  # by thread, since subshells run cells in threads
         self._events: tuple[tuple[str, Callable[..., None]], ...] = (
             ("pre_run_cell", self._cell_starts),
             ("post_execute", self._cell_ends),
@@ -123,7 +138,9 @@ class CellSessions:
         try:
             session.opens = True
             guard.open()
-        except BaseException:  # Ctrl-C, also right after `open`, which otherwise has restored what it had changed
+        except (
+            BaseException
+        ):  # Ctrl-C, also right after `open`, which otherwise has restored what it had changed
             self._forget([session])
             session.repair()
             raise
@@ -148,7 +165,9 @@ class CellSessions:
         first = runs.begin(code.source)
         return functools.partial(self._run_body, runs, code, first, info)
 
-    def _run_body(self, runs: BodyRuns, code: CellBody, first: str, info: ExecutionInfo | None) -> object:
+    def _run_body(
+        self, runs: BodyRuns, code: CellBody, first: str, info: ExecutionInfo | None
+    ) -> object:
         __tracebackhide__ = True
         if info is not None and code.ends_cell:
             for guard in runs.guards():
@@ -210,7 +229,9 @@ class CellSessions:
     def _cell_starts(self, info: ExecutionInfo) -> None:
         cells = self._cells.setdefault(threading.get_ident(), [])
         if info.store_history and not self._is_inside_a_cell():
-            self._ended += cells  # ipykernel was interrupted between the end of a cell and its events
+            self._ended += (
+                cells  # ipykernel was interrupted between the end of a cell and its events
+            )
         cells[:] = [each for each in cells if not _is_among(each, self._ended)]
         self._repair()
         cells.append(info)
@@ -229,7 +250,10 @@ class CellSessions:
         thread = threading.get_ident()
         self._sessions = [each for each in self._sessions if not _is_among(each.info, self._ended)]
         mine = [each for each in self._begun if each.thread == thread]
-        in_reverse([each for each in mine if each.closed or not _is_among(each, self._sessions)], _Session.repair)
+        in_reverse(
+            [each for each in mine if each.closed or not _is_among(each, self._sessions)],
+            _Session.repair,
+        )
         self._begun = [each for each in self._begun if not each.restored]
         self._ended.clear()
 
@@ -316,10 +340,14 @@ class PromoteCellMagics:
     has_side_effects = True  # else `check_complete` takes the promoted line for a whole cell (IPython 7.17 and newer)
 
     def __init__(
-        self, needs_body: Mapping[str, Collection[str]], lets_run: Mapping[str, Collection[str]] | None = None
+        self,
+        needs_body: Mapping[str, Collection[str]],
+        lets_run: Mapping[str, Collection[str]] | None = None,
     ) -> None:
         self._lets_run = lets_run or {}
-        self._header = re.compile(rf"%%({'|'.join(map(re.escape, (*needs_body, *self._lets_run)))})(?!\S)(.*)")
+        self._header = re.compile(
+            rf"%%({'|'.join(map(re.escape, (*needs_body, *self._lets_run)))})(?!\S)(.*)"
+        )
         self._needs_body = {name: {*options, *_HELP} for name, options in needs_body.items()}
 
     def __call__(self, lines: list[str]) -> list[str]:

@@ -26,7 +26,13 @@ def install(shell: InteractiveShell, devices: Names, undo: list[Callable[[], obj
     def complete_line(line: str, below: str) -> tuple[str, list[str]]:
         variables = functools.partial(notebook.names_of_users, shell.user_ns)
         ints = functools.partial(numbers, shell.user_ns, below)
-        offers: dict[str, Names] = {"DEVICE": devices, "why": variables, "move": variables, "fit": ints, "shrink": ints}
+        offers: dict[str, Names] = {
+            "DEVICE": devices,
+            "why": variables,
+            "move": variables,
+            "fit": ints,
+            "shrink": ints,
+        }
         return complete(line, offers)
 
     _compat.add_completer(shell, _LINE, complete_line, undo)
@@ -53,7 +59,9 @@ def complete(line: str, offers: Mapping[str, Names]) -> tuple[str, list[str]]:
         names = [name for name in parser.option_strings() if name not in before]
     else:
         positional = [action for action in parser._actions if not action.option_strings]
-        if line.lstrip().startswith("%%"):  # a word such as `on` makes no sense where the magic has a cell below it
+        if line.lstrip().startswith(
+            "%%"
+        ):  # a word such as `on` makes no sense where the magic has a cell below it
             positional = [action for action in positional if action.choices is None]
         names = [name for action in positional for name in _values(action, offers)]
     return fragment, _starting(fragment, names)
@@ -74,9 +82,13 @@ def numbers(namespace: Mapping[str, object], cell: str) -> Collection[str]:
     """Return the names of the ints among some variables and in the text of a cell."""
     from gpumagic.source import cell_code, text
 
-    variables = {name for name, value in namespace.items() if type(value) is int and not name.startswith("_")}
+    variables = {
+        name for name, value in namespace.items() if type(value) is int and not name.startswith("_")
+    }
     tree = text.parse_tree(cell)  # None of code that is not Python yet
-    return sorted(variables if tree is None else variables | {name for name, _ in cell_code.ints_named(tree)})
+    return sorted(
+        variables if tree is None else variables | {name for name, _ in cell_code.ints_named(tree)}
+    )
 
 
 def _starting(fragment: str, names: Collection[str]) -> list[str]:

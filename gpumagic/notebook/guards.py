@@ -163,7 +163,9 @@ class CellBody:
     def __init__(self, shell: InteractiveShell, text: str, cell: str = "") -> None:
         self._shell = shell
         above = _above(text, cell)
-        blank = text[: len(text) - len(text.lstrip())].count("\n")  # IPython drops the body's leading blank lines
+        blank = text[: len(text) - len(text.lstrip())].count(
+            "\n"
+        )  # IPython drops the body's leading blank lines
         self._head = "\n" * (1 + blank) if above is None else above
         self.source = "\n" * self._head.count("\n") + shell.transform_cell(text)
         """The body as Python, its lines numbered as the cell's."""
@@ -206,7 +208,9 @@ class CellBody:
 
     def _compile(self, source: str) -> list[CodeType]:
         compiler = self._shell.compile
-        number = self._shell.displayhook.prompt_count  # not `execution_count`: since IPython 9.8 it is the next's
+        number = (
+            self._shell.displayhook.prompt_count
+        )  # not `execution_count`: since IPython 9.8 it is the next's
         text = self._head + source[self._head.count("\n") :]
         name = compiler.cache(text, number, raw_code=self._cell if self.ends_cell else None)
         parsed = compiler.ast_parse(source, filename=name)

@@ -49,11 +49,15 @@ def conclude(
     have been sent `elsewhere`, to another device.
     """
     notes = list(failure.notes)
-    facts = replace(failure.facts, after=allocator.all_device_stats().get(failure.facts.device or ""))
+    facts = replace(
+        failure.facts, after=allocator.all_device_stats().get(failure.facts.device or "")
+    )
     try:
         facts = _with_notebook(facts, state)
     except Exception as fault:  # a partial report is better than the loss of it
-        notes.append(f"What lives in the notebook could not be looked at: {type(fault).__name__}: {fault}")
+        notes.append(
+            f"What lives in the notebook could not be looked at: {type(fault).__name__}: {fault}"
+        )
     tried = Trials(facts, state.namespace, 0.0 if recovered else seconds, elsewhere)
     if facts.source is None or state.shell is None:
         tried.reason = "only a cell of a notebook can be tried"
@@ -63,26 +67,53 @@ def conclude(
         tried.reason = state.watch.sentence()
     need = tried.need()
     if need is not None and need.fits and any(nbytes >= LARGE for nbytes in facts.stale.values()):
-        tried.reason, need = "a dry run leaves out the old values of names that the cell binds first", None
+        tried.reason, need = (
+            "a dry run leaves out the old values of names that the cell binds first",
+            None,
+        )
     facts = replace(facts, need=need)
     advised = () if recovered else search.advise(facts, tried)
     event = failure.event
-    notes += [f"Not all advice was tried: {tried.reason}."] if tried.reason and need is not None else []
+    notes += (
+        [f"Not all advice was tried: {tried.reason}."] if tried.reason and need is not None else []
+    )
     # The first is shown, the others are folded away: what holds of most failures comes last.
-    notes += [*dict.fromkeys(tried.exhausted), *_notes(facts, event, is_kept=is_kept), *verdict.sentences(facts)]
+    notes += [
+        *dict.fromkeys(tried.exhausted),
+        *_notes(facts, event, is_kept=is_kept),
+        *verdict.sentences(facts),
+    ]
     (before, reserved_before), (at_failure, reserved_at_failure), (after, reserved_after) = (
         (each.allocated, each.reserved) if each is not None else (None, None)
         for each in (facts.before, facts.at_failure, facts.after)
     )
     explanation = verdict.explain(facts)
     return OomReport(
-        facts.kind, event.kind.certainty, facts.device, facts.requested, before, at_failure, after, reserved_after,
-        facts.line, facts.code, explanation.sentence, cause=explanation.cause,
-        reserved_before=reserved_before, reserved_at_failure=reserved_at_failure,
-        need=need, untried=tried.reason if need is None else "",
-        holders=facts.holders, advice=advised, capacity=facts.capacity, retries=retries, recovered=recovered,
-        message=event.message, notes=tuple(notes), origin=base.current_origin(),
-    )  # fmt: skip
+        facts.kind,
+        event.kind.certainty,
+        facts.device,
+        facts.requested,
+        before,
+        at_failure,
+        after,
+        reserved_after,
+        facts.line,
+        facts.code,
+        explanation.sentence,
+        cause=explanation.cause,
+        reserved_before=reserved_before,
+        reserved_at_failure=reserved_at_failure,
+        need=need,
+        untried=tried.reason if need is None else "",
+        holders=facts.holders,
+        advice=advised,
+        capacity=facts.capacity,
+        retries=retries,
+        recovered=recovered,
+        message=event.message,
+        notes=tuple(notes),
+        origin=base.current_origin(),
+    )
 
 
 def _notes(facts: Facts, event: OomEvent, *, is_kept: bool) -> Iterator[str]:
@@ -111,7 +142,10 @@ def _with_notebook(facts: Facts, state: GuardState) -> Facts:
     used, read_first, bound_first = set(namespace), set[str](), frozenset[str]()
     if facts.cell is not None:
         bound_first = facts.cell.bound_first
-        used, read_first = (names_used(each, namespace) for each in (facts.cell.reads, facts.cell.reads - bound_first))
+        used, read_first = (
+            names_used(each, namespace)
+            for each in (facts.cell.reads, facts.cell.reads - bound_first)
+        )
     unchanged = {name for name, value in namespace.items() if state.bound.is_still(name, value)}
     outputs = {name for part in owned for name in part.names if name.startswith("Out[")}
     kept = segments.workspace_bytes().get(device, 0)
@@ -124,46 +158,69 @@ def _with_notebook(facts: Facts, state: GuardState) -> Facts:
     left = {name for part in owned if max(part.nbytes, unnamed) >= LARGE for name in part.names}
     # Adams that failed in their first step, and what hooks have filled; the cell does not make them anew.
     half_made = {
-        each.name: f"{each.name}.state" for each in facts.optimizers_there
-        if facts.stage == "step" and 0 < each.state < 2 * each.nbytes and each.kind in training.ADAMS and not each.local
-    }  # fmt: skip
+        each.name: f"{each.name}.state"
+        for each in facts.optimizers_there
+        if facts.stage == "step"
+        and 0 < each.state < 2 * each.nbytes
+        and each.kind in training.ADAMS
+        and not each.local
+    }
     filled = {
-        name: name for part in owned if LARGE <= part.nbytes <= grew for name in part.names
-        if len(part.names) == 1 and name in unchanged - used and isinstance(namespace[name], dict | list)
-    }  # fmt: skip
+        name: name
+        for part in owned
+        if LARGE <= part.nbytes <= grew
+        for name in part.names
+        if len(part.names) == 1
+        and name in unchanged - used
+        and isinstance(namespace[name], dict | list)
+    }
     removable = (unchanged | outputs) - used - bound_first - set(filled)
     loaders, (free_elsewhere, others) = find_loaders(used, namespace), other_devices(device)
     cells = shell.user_ns.get("In") if shell is not None else None
     history = [each for each in cells if isinstance(each, str)] if isinstance(cells, list) else []
-    first = Device.parse(device).backend if Device.parse(device).index == 0 else device  # "cuda" is "cuda:0" too
+    first = (
+        Device.parse(device).backend if Device.parse(device).index == 0 else device
+    )  # "cuda" is "cuda:0" too
     return replace(
         facts,
         holders=tuple(sorted(rows, key=lambda each: -each.nbytes)),
         leftovers=tuple(part for part in owned if part.names <= removable),
-        graphs=kept_graphs(device, unchanged - used, bound_first, namespace, shell) if unnamed >= LARGE else None,
+        graphs=kept_graphs(device, unchanged - used, bound_first, namespace, shell)
+        if unnamed >= LARGE
+        else None,
         stale={
             name: sum(part.nbytes for part in owned if part.names == {name})
             for name in (unchanged & bound_first) - read_first
         },
         models=tuple(each for each in facts.models_there if each.local or each.name in used),
-        optimizers=tuple(each for each in facts.optimizers_there if each.local or each.name in used),
+        optimizers=tuple(
+            each for each in facts.optimizers_there if each.local or each.name in used
+        ),
         brought=_holders(owned, (used & unchanged) - bound_first, namespace, device),
         kept=_holders(owned, set(namespace), namespace, device),
         residue=tuple(sorted((bound_first - read_first) & left & namespace.keys())),
         emptied=tuple(
-            code for name, code in {**half_made, **filled}.items() if name in namespace and name not in bound_first
+            code
+            for name, code in {**half_made, **filled}.items()
+            if name in namespace and name not in bound_first
         ),
-        device_names=tuple(sorted(
-            name for name in used
-            if type(namespace[name]) in (str, torch.device) and str(namespace[name]) in (device, first)
-        )),
+        device_names=tuple(
+            sorted(
+                name
+                for name in used
+                if type(namespace[name]) in (str, torch.device)
+                and str(namespace[name]) in (device, first)
+            )
+        ),
         loaders=loaders,
-        trainer=find_trainer(used | (bound_first & namespace.keys()), namespace, facts.text, history),
+        trainer=find_trainer(
+            used | (bound_first & namespace.keys()), namespace, facts.text, history
+        ),
         batches=_batches(facts, used, namespace, loaders),
         free_elsewhere=free_elsewhere,
         other_processes=others,
         fused_attention=Device.parse(device).backend in FUSED_ATTENTION,
-    )  # fmt: skip
+    )
 
 
 def _batches(
@@ -172,17 +229,25 @@ def _batches(
     """Return the batch sizes of the cell, and of the function in another cell that failed."""
     if facts.cell is None:
         return ()
-    text, found = facts.failing, list(facts.cell.batches)  # those that the cell writes, then of what it uses
+    text, found = (
+        facts.failing,
+        list(facts.cell.batches),
+    )  # those that the cell writes, then of what it uses
     values = {name: namespace[name] for name in sorted(used - {each.name for each in found})}
     found += [BatchSize(name, each) for name, each in values.items() if _is_batch(each, name)]
     if not found:
         of_objects = [
-            BatchSize(code, int(each)) for code, each in facts.numbers.items()
+            BatchSize(code, int(each))
+            for code, each in facts.numbers.items()
             if "." in code and _is_batch(each, code.rpartition(".")[2])
-        ]  # fmt: skip
+        ]
         of_loaders = [BatchSize(each.name, each.batch_size, loader=True) for each in loaders]
         # A loader says no more than the number it was made with; one that the cell makes itself is made of another.
-        found = of_objects or of_loaders if "DataLoader" in facts.cell.attributes else of_loaders or of_objects
+        found = (
+            of_objects or of_loaders
+            if "DataLoader" in facts.cell.attributes
+            else of_loaders or of_objects
+        )
     return (*found, *(batches_in(text.tree, text.cell) if text is not None and text.cell else ()))
 
 
@@ -197,11 +262,18 @@ def _holders(
     totals: Counter[str] = Counter()
     for part in owned:
         totals.update(dict.fromkeys(sorted(part.names & names), part.nbytes))
-    return tuple(Holder(name, device, each, ownership.kind_of(namespace[name])) for name, each in totals.items())
+    return tuple(
+        Holder(name, device, each, ownership.kind_of(namespace[name]))
+        for name, each in totals.items()
+    )
 
 
 def kept_graphs(
-    device: str, removable: AbstractSet[str], remade: AbstractSet[str], namespace: Mapping[str, object], shell: object
+    device: str,
+    removable: AbstractSet[str],
+    remade: AbstractSet[str],
+    namespace: Mapping[str, object],
+    shell: object,
 ) -> Ownership | None:
     """Return what autograd graphs keep on a device and the code that releases it; None if they keep nothing.
 
@@ -214,7 +286,9 @@ def kept_graphs(
     nbytes, names, statements = 0, frozenset[str](), dict[str, None]()
     for line, bytes_freed in totals.items():
         parsed = ast.parse(line).body
-        changed = [target for each in parsed if isinstance(each, ast.Assign) for target in each.targets]
+        changed = [
+            target for each in parsed if isinstance(each, ast.Assign) for target in each.targets
+        ]
         keeping = frozenset[str]().union(*map(names_in, changed))
         if keeping & removable and keeping <= removable | remade:
             nbytes, names = nbytes + bytes_freed, names | keeping
@@ -229,7 +303,11 @@ def find_loaders(names: Iterable[str], namespace: Mapping[str, object]) -> tuple
     found = []
     for name in sorted(names):
         value: Any = namespace[name]
-        if issubclass(type(value), data.DataLoader) and isinstance(value.batch_size, int) and value.batch_size > 1:
+        if (
+            issubclass(type(value), data.DataLoader)
+            and isinstance(value.batch_size, int)
+            and value.batch_size > 1
+        ):
             found.append(Loader(name, value.batch_size, value.num_workers))
     return tuple(found)
 
@@ -241,8 +319,14 @@ def other_devices(device: str) -> tuple[dict[str, int], int | None]:
     """
     backend = Device.parse(device).backend
     figures = devices.driver_figures({backend})
-    alike = {other: each.free for other, each in figures.items() if Device.parse(other).backend == backend}
-    free = {other: nbytes for other, nbytes in alike.items() if other != device and nbytes is not None}
+    alike = {
+        other: each.free
+        for other, each in figures.items()
+        if Device.parse(other).backend == backend
+    }
+    free = {
+        other: nbytes for other, nbytes in alike.items() if other != device and nbytes is not None
+    }
     return free, figures[device].other_processes if device in figures else None
 
 
@@ -250,7 +334,10 @@ _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 
 
 def find_trainer(
-    names: Iterable[str], namespace: Mapping[str, object], cell: CellText | None, history: Sequence[str]
+    names: Iterable[str],
+    namespace: Mapping[str, object],
+    cell: CellText | None,
+    history: Sequence[str],
 ) -> Trainer | None:
     """Return the trainer among the names of a cell, where its text or an earlier cell's shows how it was made.
 
@@ -281,17 +368,26 @@ def _bases(value: object) -> set[tuple[object, str]]:
     return {(dict_of(each).get("__module__"), name_of_type(each)) for each in mro_of(type(value))}
 
 
-def _earlier(name: str, namespace: Mapping[str, object], kind: str, history: Sequence[str]) -> CellText | None:
+def _earlier(
+    name: str, namespace: Mapping[str, object], kind: str, history: Sequence[str]
+) -> CellText | None:
     """Return the statements of earlier cells that made a trainer and its arguments, as one text."""
     made = {  # the last statement outside of functions that bound a variable
         target.id: (number, text.code(node))
-        for number, text in enumerate(map(texts.parse, history)) if text is not None
-        for node in text.tree.body if isinstance(node, ast.Assign)
-        for target in node.targets if isinstance(target, ast.Name)
-    }  # fmt: skip
+        for number, text in enumerate(map(texts.parse, history))
+        if text is not None
+        for node in text.tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
     if name not in made:
         return None
     used = sorted(names_in(ast.parse(made[name][1])) - {name})
-    told = [made[each] for each in used if each in made and name_of_type(type(namespace.get(each))) == kind]
+    told = [
+        made[each]
+        for each in used
+        if each in made and name_of_type(type(namespace.get(each))) == kind
+    ]
     both = dict.fromkeys((*told, made[name]))
     return texts.parse("\n".join(statement for _, statement in both), f"In [{next(iter(both))[0]}]")

@@ -76,24 +76,37 @@ def examine(error: Exception, state: GuardState) -> Failure | None:
         notes.append(f"The failing frames could not be read: {type(fault).__name__}: {fault}")
     is_pinning = facts.functions & {"pin_memory", "_pin_memory_loop"}
     # A copy back to the host that does not wait pins memory as well
-    if event.kind.name == "cuda runtime" and (is_pinning or re.search("pin_memory|non_blocking", facts.code or "")):
+    if event.kind.name == "cuda runtime" and (
+        is_pinning or re.search("pin_memory|non_blocking", facts.code or "")
+    ):
         event = event._replace(kind=recognition.PINNING)
         facts = replace(facts, device=_device(event, capacities))
     kind, numbers, device = event.kind, event.numbers, facts.device or ""
-    requested, at_failure = _at_the_instant(event, figures.get(device), state.watch.refusals.get(device))
+    requested, at_failure = _at_the_instant(
+        event, figures.get(device), state.watch.refusals.get(device)
+    )
     now = devices.available_memory() if kind.memory == "host" else capacities.get(device)
     free, capacity = now if now is not None else (None, numbers.capacity)
     cached = at_failure.reserved - at_failure.allocated if at_failure is not None else None
-    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get(
+        "PYTORCH_ALLOC_CONF", ""
+    )
     can_expand = "expandable_segments" in event.text or "max_split_size_mb" in event.text
     facts = replace(
-        facts, kind=kind.name, memory=kind.memory, requested=requested, capacity=capacity,
+        facts,
+        kind=kind.name,
+        memory=kind.memory,
+        requested=requested,
+        capacity=capacity,
         free=free if numbers.free is None else numbers.free,
         unallocated=cached if numbers.unallocated is None else numbers.unallocated,
-        before=state.before.get(device) or (NOT_IN_USE if at_failure is not None else None), at_failure=at_failure,
+        before=state.before.get(device) or (NOT_IN_USE if at_failure is not None else None),
+        at_failure=at_failure,
         from_allocator=kind.allocator,
-        segments_can_expand=kind.allocator and can_expand and "expandable_segments:True" not in settings,
-    )  # fmt: skip
+        segments_can_expand=kind.allocator
+        and can_expand
+        and "expandable_segments:True" not in settings,
+    )
     return Failure(event, facts, notes)
 
 
@@ -101,11 +114,15 @@ Capacities = Mapping[str, tuple[int, int] | None]
 """Free and total bytes of each device where memory was taken."""
 
 
-def recognise(error: Exception, outside: Collection[int], figures: Figures) -> tuple[OomEvent | None, Capacities]:
+def recognise(
+    error: Exception, outside: Collection[int], figures: Figures
+) -> tuple[OomEvent | None, Capacities]:
     """Return what the error says of itself, None if it is not out-of-memory, and what the devices have."""
     capacities: dict[str, tuple[int, int] | None] = {}
     for device, each in figures.items():
-        if each.reserved:  # asking the driver about an idle CUDA device would create a context on it
+        if (
+            each.reserved
+        ):  # asking the driver about an idle CUDA device would create a context on it
             try:
                 capacities[device] = allocator.mem_get_info(device)
             except RuntimeError:  # a sticky CUDA error makes every further call fail
@@ -157,7 +174,11 @@ def read_frames(facts: Facts, error: BaseException, state: GuardState) -> Facts:
     """Return the facts with where the error happened, what its frames worked with, and what is on the device."""
     stack = list(frames.frames_in(error, state.outside))
     facts = replace(facts, functions=frozenset(frame.f_code.co_name for frame, _ in stack))
-    users = [each for each in stack if frames.is_user_code(each[0]) or each[0].f_globals is state.namespace]
+    users = [
+        each
+        for each in stack
+        if frames.is_user_code(each[0]) or each[0].f_globals is state.namespace
+    ]
     return _with_values(_with_place(facts, users, state), stack, users, state) if users else facts
 
 
@@ -172,13 +193,20 @@ def _with_place(facts: Facts, users: list[FrameLine], state: GuardState) -> Fact
         code = frames.code_at(deepest, its_line)
         inside = f"{deepest.f_code.co_name}(), line {its_line}" + (f": {code}" if code else "")
     return replace(
-        facts, line=line, code=frames.code_at(frame, line), source=text or None, cell=cell, inside=inside,
+        facts,
+        line=line,
+        code=frames.code_at(frame, line),
+        source=text or None,
+        cell=cell,
+        inside=inside,
         calls_backward=any("backward" in frame.f_code.co_names for frame, _ in own),
         autocast=any("autocast" in frame.f_code.co_names for frame, _ in own),
-    )  # fmt: skip
+    )
 
 
-def _with_values(facts: Facts, stack: list[FrameLine], users: list[FrameLine], state: GuardState) -> Facts:
+def _with_values(
+    facts: Facts, stack: list[FrameLine], users: list[FrameLine], state: GuardState
+) -> Facts:
     import torch
 
     (outermost, _), (frame, line) = users[0], users[-1]
@@ -187,9 +215,13 @@ def _with_values(facts: Facts, stack: list[FrameLine], users: list[FrameLine], s
     values = {**dict(_values(facts.text, outermost)), **dict(_values(text, frame))}
     named = [(name, value, False) for name, value in names if not name.startswith("_")]
     locals_of = (each.f_locals for each, _ in users if each.f_locals is not each.f_globals)
-    named += [(name, value, True) for variables in locals_of for name, value in list(variables.items())]
+    named += [
+        (name, value, True) for variables in locals_of for name, value in list(variables.items())
+    ]
     # The deepest function of torch.nn.functional with its tensors
-    inside = next((each for each, _ in reversed(stack) if each.f_code.co_filename.endswith(_FUNCTIONAL)), None)
+    inside = next(
+        (each for each, _ in reversed(stack) if each.f_code.co_filename.endswith(_FUNCTIONAL)), None
+    )
     # The module that `Module.to` or its like was moving
     moved = (each.f_locals.get("self") for each, _ in stack if each.f_code.co_name == "_apply")
     moving: Any = next((each for each in moved if issubclass(type(each), torch.nn.Module)), None)
@@ -202,25 +234,35 @@ def _with_values(facts: Facts, stack: list[FrameLine], users: list[FrameLine], s
         numbers={code: value for code, value in values.items() if type(value) in (int, float)},
         collections=_collections(values, device),
         sums=frozenset(
-            name for name, value in (*(each[:2] for each in named), *values.items())
-            if ownership.kind_of(value) == "module" and attributes_of(value).get("reduction") == "sum"
+            name
+            for name, value in (*(each[:2] for each in named), *values.items())
+            if ownership.kind_of(value) == "module"
+            and attributes_of(value).get("reduction") == "sum"
         ),
         moving=sum(each.nbytes for each in weights if each.dtype == torch.float32),
         operands=_tensors(inside.f_locals) if inside is not None else {},
         models_there=models,
         optimizers_there=optimizers,
-    )  # fmt: skip
+    )
 
 
-def _text(outermost: FrameType, frame: FrameType, line: int, shell: object | None) -> CellText | None:
+def _text(
+    outermost: FrameType, frame: FrameType, line: int, shell: object | None
+) -> CellText | None:
     filename = frame.f_code.co_filename
     known: Any = getattr(getattr(shell, "compile", None), "_filename_map", {})
     number = known.get(filename)
-    if number is None and filename.startswith("<ipython-input-"):  # IPython 7 writes it into the name
+    if number is None and filename.startswith(
+        "<ipython-input-"
+    ):  # IPython 7 writes it into the name
         number = filename.split("-")[2]
     cell = f"In [{number}]" if number is not None else "another cell"
     source = _source(frame)
-    return texts.parse(source, "" if filename == outermost.f_code.co_filename else cell, line) if source else None
+    return (
+        texts.parse(source, "" if filename == outermost.f_code.co_filename else cell, line)
+        if source
+        else None
+    )
 
 
 def _source(frame: FrameType) -> str:
@@ -240,26 +282,44 @@ def _collections(values: Mapping[str, Any], device: str) -> dict[str, Collected]
     for code, value in values.items():
         is_of_the_notebook = dict_of(type(value)).get("__module__") == "__main__"
         if found[code] is None and is_of_the_notebook and ownership.kind_of(value) != "module":
-            kept = ((_collected(each, device), f"{code}.{name}") for name, each in attributes_of(value).items())
-            largest = max(((each, place) for each, place in kept if each), key=lambda one: one[0].nbytes, default=None)
+            kept = (
+                (_collected(each, device), f"{code}.{name}")
+                for name, each in attributes_of(value).items()
+            )
+            largest = max(
+                ((each, place) for each, place in kept if each),
+                key=lambda one: one[0].nbytes,
+                default=None,
+            )
             found[code] = largest and replace(largest[0], place=largest[1])
     return {code: each for code, each in found.items() if each is not None}
 
 
 def _collected(value: Any, device: str) -> Collected | None:
-    members = list(value) if type(value) in (list, deque) else list(value.values()) if type(value) is dict else []
+    members = (
+        list(value)
+        if type(value) in (list, deque)
+        else list(value.values())
+        if type(value) is dict
+        else []
+    )
     if not any(_fact(part) for each in members[:8] for part in _parts(each)):
         return None  # do not read all of a long list of numbers
     records = [each for each in members if _kind_of_record(each)]
     parts = {id(part): part for each in members for part in _parts(each)}
-    facts = [fact for fact in map(_fact, parts.values()) if fact is not None and fact.device == device]
+    facts = [
+        fact for fact in map(_fact, parts.values()) if fact is not None and fact.device == device
+    ]
     if not facts or 0 < len(records) < len(members):
         return None
     return Collected(
-        len(facts), sum(fact.nbytes for fact in facts), sum(fact.graph for fact in facts),
-        not any(fact.shape for fact in facts), is_dict=type(value) is dict,
+        len(facts),
+        sum(fact.nbytes for fact in facts),
+        sum(fact.graph for fact in facts),
+        not any(fact.shape for fact in facts),
+        is_dict=type(value) is dict,
         member=_kind_of_record(members[0]) or "tensor",
-    )  # fmt: skip
+    )
 
 
 def _kind_of_record(record: Any) -> str:
@@ -267,7 +327,11 @@ def _kind_of_record(record: Any) -> str:
     kind = ownership.kind_of(record)
     if kind in ("module", "optimizer", "list", "tuple", "dict"):
         return kind
-    return ("named tuple" if hasattr(type(record), "_make") else "tuple") if issubclass(type(record), tuple) else ""
+    return (
+        ("named tuple" if hasattr(type(record), "_make") else "tuple")
+        if issubclass(type(record), tuple)
+        else ""
+    )
 
 
 def _parts(record: Any) -> Iterable[Any]:
@@ -291,9 +355,16 @@ def _values(text: CellText | None, frame: FrameType) -> Iterator[tuple[str, Any]
             yield ast.unparse(node), read(owner, node.attr)
         elif isinstance(node, ast.Subscript) and issubclass(type(owner), dict) and text is not None:
             index = node.slice
-            key: Any = variables.get(index.id) if isinstance(index, ast.Name) else getattr(index, "value", None)
+            key: Any = (
+                variables.get(index.id)
+                if isinstance(index, ast.Name)
+                else getattr(index, "value", None)
+            )
             if type(key) in (str, int):
-                yield text.code(node), dict.get(owner, key)  # not by its own methods: a defaultdict would grow
+                yield (
+                    text.code(node),
+                    dict.get(owner, key),
+                )  # not by its own methods: a defaultdict would grow
 
 
 def _fact(value: object) -> TensorFact | None:
@@ -305,15 +376,22 @@ def _fact(value: object) -> TensorFact | None:
         package, name = type(value).__module__.partition(".")[0], type(value).__name__
         if (package, name) == ("pandas", "DataFrame"):  # of which `values` makes one array
             dtypes = set(map(str, array.dtypes))
-            return TensorFact(array.shape, dtypes.pop() if len(dtypes) == 1 else "object", 8 * array.size, "cpu")
+            return TensorFact(
+                array.shape, dtypes.pop() if len(dtypes) == 1 else "object", 8 * array.size, "cpu"
+            )
         is_array = (package, name) == ("numpy", "ndarray")
         return TensorFact(array.shape, str(array.dtype), array.nbytes, "cpu") if is_array else None
     tensor: Any = value
     with torch._C.DisableTorchFunction():
-        if tensor.is_nested or issubclass(type(tensor), torch.nn.parameter.UninitializedTensorMixin):
+        if tensor.is_nested or issubclass(
+            type(tensor), torch.nn.parameter.UninitializedTensorMixin
+        ):
             return None  # it has no one shape, or none yet, and raises where it is asked for one
         return TensorFact(
-            shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."),
-            nbytes=tensor.numel() * tensor.element_size(), device=str(tensor.device),
-            requires_grad=tensor.requires_grad, graph=tensor.grad_fn is not None,
-        )  # fmt: skip
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            nbytes=tensor.numel() * tensor.element_size(),
+            device=str(tensor.device),
+            requires_grad=tensor.requires_grad,
+            graph=tensor.grad_fn is not None,
+        )

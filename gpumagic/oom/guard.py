@@ -76,7 +76,9 @@ class OomGuard(contextlib.ContextDecorator):
     _traceback: LateTraceback | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        names = self.namespace if self.namespace is not None else notebook.user_variables(self.shell)
+        names = (
+            self.namespace if self.namespace is not None else notebook.user_variables(self.shell)
+        )
         self._state = GuardState(names, Identities({}), {}, self.shell)
 
     def open(self) -> None:
@@ -86,10 +88,17 @@ class OomGuard(contextlib.ContextDecorator):
             if not self.retries:  # a further try is measured against the state before the first
                 outside, names = frames.handled_exception_ids(), self._state.namespace
                 if self.shell is not None:
-                    self._traceback = LateTraceback(self.shell, self._recognises, as_text=self.keep_going)
+                    self._traceback = LateTraceback(
+                        self.shell, self._recognises, as_text=self.keep_going
+                    )
                     self._traceback.install()
-                watch, before = CellWatch(names, is_running=self.is_running), allocator.all_device_stats()
-                self._state = GuardState(names, Identities(names), before, self.shell, outside, watch)
+                watch, before = (
+                    CellWatch(names, is_running=self.is_running),
+                    allocator.all_device_stats(),
+                )
+                self._state = GuardState(
+                    names, Identities(names), before, self.shell, outside, watch
+                )
             self._state.watch.open()
         except BaseException:  # Ctrl-C: what did not open is not closed
             self.restore()
@@ -101,7 +110,9 @@ class OomGuard(contextlib.ContextDecorator):
         self.restore()
         self._recovered = error is None and self.failure is not None
         if error is not None:
-            self.failure = failure.examine(error, self._state) if isinstance(error, Exception) else None
+            self.failure = (
+                failure.examine(error, self._state) if isinstance(error, Exception) else None
+            )
         if self.failure is None:
             self.show_error()
 
@@ -200,14 +211,19 @@ class OomGuard(contextlib.ContextDecorator):
 
     def _recognises(self, error: BaseException) -> bool:
         now = allocator.all_device_stats()
-        return isinstance(error, Exception) and failure.recognise(error, self._state.outside, now)[0] is not None
+        return (
+            isinstance(error, Exception)
+            and failure.recognise(error, self._state.outside, now)[0] is not None
+        )
 
     def _in_a_line(self) -> BaseException:
         """Return the error that a guarded cell fails with; it keeps nothing alive."""
         assert self.failure is not None
         facts, message = self.failure.facts, self.failure.event.message
         where = f" in line {facts.line}" if facts.line is not None else ""
-        what = f"{facts.device} ran out of memory{where}" if facts.device else f"out of memory{where}"
+        what = (
+            f"{facts.device} ran out of memory{where}" if facts.device else f"out of memory{where}"
+        )
         error: BaseException = recognition.OutOfMemory(f"{what} ({message})")
         return error
 
@@ -221,9 +237,14 @@ class OomGuard(contextlib.ContextDecorator):
         found, self.failure = self.failure, None
         is_kept = self.debug and not self._recovered
         report = conclude(
-            found, self._state, is_kept=is_kept, retries=self.retries, recovered=self._recovered,
-            seconds=self.seconds, elsewhere=self.elsewhere,
-        )  # fmt: skip
+            found,
+            self._state,
+            is_kept=is_kept,
+            retries=self.retries,
+            recovered=self._recovered,
+            seconds=self.seconds,
+            elsewhere=self.elsewhere,
+        )
         self.publish(report)
         return report
 

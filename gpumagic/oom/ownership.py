@@ -22,7 +22,9 @@ UNEVEN = (("BatchNorm", "batch norm"), ("Dropout", "dropout"))
 """Parts of the names of layers' classes, and what the layers are called."""
 
 
-def by_names(namespace: Mapping[str, object], device: str, shell: object | None = None) -> list[Ownership]:
+def by_names(
+    namespace: Mapping[str, object], device: str, shell: object | None = None
+) -> list[Ownership]:
     """Return the ownerships of the notebook's variables and displayed values on a device, largest first."""
     # A value that was displayed twice counts once: `%xdel` clears both.
     outputs: dict[int, tuple[str, object]] = {}
@@ -47,7 +49,9 @@ def by_names(namespace: Mapping[str, object], device: str, shell: object | None 
     for storage, names in reached.items():
         if storage.device == device and storage.nbytes:
             totals[frozenset(names)] += occupied.of(device, storage.address, storage.nbytes)
-    found = [Ownership(names, nbytes, kind_of(named[min(names)])) for names, nbytes in totals.items()]
+    found = [
+        Ownership(names, nbytes, kind_of(named[min(names)])) for names, nbytes in totals.items()
+    ]
     return sorted(found, key=lambda each: (-each.nbytes, sorted(each.names)))
 
 
@@ -62,9 +66,16 @@ def kind_of(value: object) -> str:
     kind: Any = type(value)
     if issubclass(kind, torch.Tensor):
         with undisturbed():
-            return "parameter" if plain(value, "requires_grad") and plain(value, "is_leaf") else "tensor"
+            return (
+                "parameter"
+                if plain(value, "requires_grad") and plain(value, "is_leaf")
+                else "tensor"
+            )
     named = {torch.nn.Module: "module", torch.optim.Optimizer: "optimizer"}
-    return next((word for base, word in named.items() if issubclass(kind, base)), branches.name_of_type(kind))
+    return next(
+        (word for base, word in named.items() if issubclass(kind, base)),
+        branches.name_of_type(kind),
+    )
 
 
 def find_models_and_optimizers(
@@ -82,23 +93,35 @@ def find_models_and_optimizers(
     for name, value, local in known:
         if issubclass(type(value), torch.nn.Module):
             inside = list(kinds.modules_in(value))
-            parameters = {id(each): each for _, one in inside for _, each in kinds.registered(one, "_parameters")}
+            parameters = {
+                id(each): each
+                for _, one in inside
+                for _, each in kinds.registered(one, "_parameters")
+            }
             for key in parameters:
                 having.setdefault(key, set()).add(name)
             here = _on_device(parameters.values(), device)
-            methods = tuple(each for each in SAVING_METHODS if branches.class_attribute(type(value), each) is not None)
+            methods = tuple(
+                each
+                for each in SAVING_METHODS
+                if branches.class_attribute(type(value), each) is not None
+            )
             is_metric = SAVING_METHODS[-1] in methods  # it has no parameters
             if (here or is_metric) and id(value) not in models:
                 models[id(value)] = _model(name, inside, here, methods, local=local)
     for name, value, local in known:
-        optimizer = kinds.unwrapped(value) if issubclass(type(value), torch.optim.Optimizer) else None
+        optimizer = (
+            kinds.unwrapped(value) if issubclass(type(value), torch.optim.Optimizer) else None
+        )
         if optimizer is not None and id(optimizer) not in optimizers:
             groups = kinds.parameter_groups(optimizer)
             here = _on_device((each for group in groups for each in group["params"]), device)
             if here:
                 updated = frozenset[str]().union(*(having.get(id(each), ()) for each in here))
                 optimizers[id(optimizer)] = _optimizer(name, optimizer, here, updated, local=local)
-    return tuple(sorted(models.values(), key=lambda model: -model.nbytes)), tuple(optimizers.values())
+    return tuple(sorted(models.values(), key=lambda model: -model.nbytes)), tuple(
+        optimizers.values()
+    )
 
 
 def tensors_of(owner: Any) -> list[Any]:
@@ -107,7 +130,9 @@ def tensors_of(owner: Any) -> list[Any]:
         state = branches.attributes_of(kinds.unwrapped(owner)).get("state")
         each_of = dict.values(state) if isinstance(state, dict) else ()
         return [value for each in each_of if isinstance(each, dict) for value in dict.values(each)]
-    inside = [(each, kind) for _, each in kinds.modules_in(owner) for kind in ("_parameters", "_buffers")]
+    inside = [
+        (each, kind) for _, each in kinds.modules_in(owner) for kind in ("_parameters", "_buffers")
+    ]
     return [tensor for each, kind in inside for _, tensor in kinds.registered(each, kind)]
 
 
@@ -127,37 +152,63 @@ def _nbytes(tensors: Iterable[Any], dtype: object = None) -> int:
 
 
 def _model(
-    name: str, inside: list[tuple[str, Any]], parameters: list[Any], methods: tuple[str, ...], *, local: bool
-) -> Model:  # fmt: skip
+    name: str,
+    inside: list[tuple[str, Any]],
+    parameters: list[Any],
+    methods: tuple[str, ...],
+    *,
+    local: bool,
+) -> Model:
     """Return what is known of a module, which is the first of those `inside` it with their paths."""
     import torch
 
     (_, module), layers = inside[0], {branches.name_of_type(type(each)) for _, each in inside}
     with undisturbed():
         frozen = not any(plain(each, "requires_grad") for each in parameters)
-        gradients = [each for each in kinds.gradients_of(parameters) if each.layout is torch.strided]
+        gradients = [
+            each for each in kinds.gradients_of(parameters) if each.layout is torch.strided
+        ]
     weights = (
-        (path, [weight for label, weight in kinds.registered(each, "_parameters") if label == "weight"])
+        (
+            path,
+            [
+                weight
+                for label, weight in kinds.registered(each, "_parameters")
+                if label == "weight"
+            ],
+        )
         for path, each in inside
         if issubclass(type(each), torch.nn.Embedding | torch.nn.EmbeddingBag)
         and not branches.attributes_of(each).get("sparse")
     )
     return Model(
-        name, _nbytes(parameters), _nbytes(parameters, torch.float32), frozen=frozen, gradients=_nbytes(gradients),
-        training=bool(branches.attributes_of(module).get("training")), checkpoints=_checkpoints(inside),
-        blocks=_blocks(name, inside), local=local, methods=methods,
-        embeddings=tuple(_code(name, path, inside) for path, weight in weights if _nbytes(weight) >= LARGE),
+        name,
+        _nbytes(parameters),
+        _nbytes(parameters, torch.float32),
+        frozen=frozen,
+        gradients=_nbytes(gradients),
+        training=bool(branches.attributes_of(module).get("training")),
+        checkpoints=_checkpoints(inside),
+        blocks=_blocks(name, inside),
+        local=local,
+        methods=methods,
+        embeddings=tuple(
+            _code(name, path, inside) for path, weight in weights if _nbytes(weight) >= LARGE
+        ),
         sequential=issubclass(type(module), torch.nn.Sequential),
         in_place=any(branches.attributes_of(each).get("inplace") is True for _, each in inside),
         uneven=tuple(word for part, word in UNEVEN if any(part in each for each in layers)),
-    )  # fmt: skip
+    )
 
 
 def _checkpoints(inside: list[tuple[str, Any]]) -> bool | None:
     """Return whether a module recomputes activations; None where neither a switch nor a wrapped forward tells."""
     stored = [branches.attributes_of(each) for _, each in inside]
     forwards = [each.get("forward") for each in stored]
-    if any(type(each) is functools.partial and getattr(each.func, "__name__", "") == "checkpoint" for each in forwards):
+    if any(
+        type(each) is functools.partial and getattr(each.func, "__name__", "") == "checkpoint"
+        for each in forwards
+    ):
         return True
     # The libraries' own switches lie in each module that can checkpoint; transformers and diffusers, then timm
     names = ("gradient_checkpointing", "grad_checkpointing")
@@ -172,7 +223,9 @@ def _blocks(name: str, inside: list[tuple[str, Any]]) -> str | None:
     best, longest = None, 1
     for path, child in inside:
         blocks = [each for _, each in kinds.registered(child, "_modules")]
-        if len(blocks) > longest and issubclass(type(child), torch.nn.ModuleList | torch.nn.Sequential):
+        if len(blocks) > longest and issubclass(
+            type(child), torch.nn.ModuleList | torch.nn.Sequential
+        ):
             is_of_one_kind = all(type(each) is type(blocks[0]) for each in blocks)
             if is_of_one_kind and any(kinds.registered(blocks[0], "_modules")):
                 best, longest = _code(name, path, inside), len(blocks)
@@ -196,17 +249,28 @@ def _code(name: str, path: str, inside: list[tuple[str, Any]]) -> str:
 
 def _optimizer(
     name: str, optimizer: Any, parameters: list[Any], models: frozenset[str], *, local: bool
-) -> Optimizer:  # fmt: skip
+) -> Optimizer:
     import torch
 
     own, stored = {id(each) for each in parameters}, branches.attributes_of(optimizer)
-    kept, defaults = (each if isinstance(each, dict) else {} for each in map(stored.get, ("state", "defaults")))
-    states: list[Any] = [state for each, state in dict.items(kept) if id(each) in own and isinstance(state, dict)]
+    kept, defaults = (
+        each if isinstance(each, dict) else {} for each in map(stored.get, ("state", "defaults"))
+    )
+    states: list[Any] = [
+        state for each, state in dict.items(kept) if id(each) in own and isinstance(state, dict)
+    ]
     tensors = (
-        value for state in states for value in dict.values(state)
+        value
+        for state in states
+        for value in dict.values(state)
         if issubclass(type(value), torch.Tensor) and torch._C.TensorBase.numel(value) > 1
-    )  # fmt: skip
+    )
     return Optimizer(
-        name, branches.name_of_type(type(optimizer)), _nbytes(parameters), state=_nbytes(tensors),
-        fused=dict.get(defaults, "fused"), local=local, models=models,
-    )  # fmt: skip
+        name,
+        branches.name_of_type(type(optimizer)),
+        _nbytes(parameters),
+        state=_nbytes(tensors),
+        fused=dict.get(defaults, "fused"),
+        local=local,
+        models=models,
+    )

@@ -52,46 +52,108 @@ class Kind:
 KINDS: tuple[Kind, ...] = (
     # torch's caching allocators.
     Kind("size bug", r"[Tt]ried to allocate more than 1EB", "not-oom", allocator=True),
-    Kind("memory fraction", r"preemptively rejected because it would exceed per_process_memory_fraction",
-         backend="cuda", allocator=True),
-    Kind("cuda async allocator", r"Allocation on device ([\d\x01-\x1f]* ?would exceed|\Z)", backend="cuda"),
+    Kind(
+        "memory fraction",
+        r"preemptively rejected because it would exceed per_process_memory_fraction",
+        backend="cuda",
+        allocator=True,
+    ),
+    Kind(
+        "cuda async allocator",
+        r"Allocation on device ([\d\x01-\x1f]* ?would exceed|\Z)",
+        backend="cuda",
+    ),
     Kind("cuda allocator", r"CUDA out of memory\.", backend="cuda", allocator=True),
     Kind("rocm allocator", r"HIP out of memory\.", backend="cuda", allocator=True),
     Kind("xpu allocator", r"XPU out of memory\.", backend="xpu", allocator=True),
     Kind("mps allocator", r"MPS backend out of memory", backend="mps", allocator=True),
-    Kind("xpu block limit", r"can NOT allocate memory block with size larger than 4\s*GB", backend="xpu"),
+    Kind(
+        "xpu block limit",
+        r"can NOT allocate memory block with size larger than 4\s*GB",
+        backend="xpu",
+    ),
     Kind("xpu driver", r"UR_RESULT_ERROR_OUT_OF_(DEVICE_MEMORY|RESOURCES)", backend="xpu"),
     Kind("accelerator allocator", r"\b\w+ out of memory\. Tried to allocate", allocator=True),
-    Kind("expandable segments", r"expandable_segments: memory (mapping|allocation) failed with OOM", backend="cuda"),
+    Kind(
+        "expandable segments",
+        r"expandable_segments: memory (mapping|allocation) failed with OOM",
+        backend="cuda",
+    ),
     # CUDA and its libraries, which ask the driver directly.
-    Kind("nccl", r"(NCCL|nccl).*(Failed to CUDA calloc|Cuda failure.{0,12}out of memory)", backend="cuda"),
+    Kind(
+        "nccl",
+        r"(NCCL|nccl).*(Failed to CUDA calloc|Cuda failure.{0,12}out of memory)",
+        backend="cuda",
+    ),
     Kind("rmm", r"std::bad_alloc: (out_of_memory|CUDA error)", backend="cuda"),
     Kind("cuda driver", r"(CUDA|HIP) driver error: out of memory", backend="cuda"),
-    Kind("cuda runtime", r"(CUDA|HIP) error: out of memory|cudaErrorMemoryAllocation|hipErrorOutOfMemory",
-         backend="cuda"),
+    Kind(
+        "cuda runtime",
+        r"(CUDA|HIP) error: out of memory|cudaErrorMemoryAllocation|hipErrorOutOfMemory",
+        backend="cuda",
+    ),
     Kind("cublas", r"(CU|HIP|ROC)BLAS_STATUS_ALLOC_FAILED", "probable", backend="cuda"),
-    Kind("cublas", r"(CU|HIP|ROC)BLAS_STATUS_NOT_INITIALIZED", "probable", backend="cuda", needs_low_free=True),
-    Kind("cudnn", r"(CUDNN|MIOPEN)_STATUS_ALLOC_FAILED|miopenStatusAllocFailed", "probable", backend="cuda"),
-    Kind("cudnn", r"CUDNN_STATUS_(NOT_SUPPORTED|INTERNAL_ERROR|EXECUTION_FAILED)|Unable to find a valid cuDNN algorithm"
-                  r"|GET was unable to find an engine to execute this computation",
-         "probable", backend="cuda", needs_low_free=True),
-    Kind("cusolver or cusparse", r"CU(SOLVER|SPARSE|FFT|RAND)_(STATUS_)?ALLOC_FAILED", "probable", backend="cuda"),
+    Kind(
+        "cublas",
+        r"(CU|HIP|ROC)BLAS_STATUS_NOT_INITIALIZED",
+        "probable",
+        backend="cuda",
+        needs_low_free=True,
+    ),
+    Kind(
+        "cudnn",
+        r"(CUDNN|MIOPEN)_STATUS_ALLOC_FAILED|miopenStatusAllocFailed",
+        "probable",
+        backend="cuda",
+    ),
+    Kind(
+        "cudnn",
+        r"CUDNN_STATUS_(NOT_SUPPORTED|INTERNAL_ERROR|EXECUTION_FAILED)|Unable to find a valid cuDNN algorithm"
+        r"|GET was unable to find an engine to execute this computation",
+        "probable",
+        backend="cuda",
+        needs_low_free=True,
+    ),
+    Kind(
+        "cusolver or cusparse",
+        r"CU(SOLVER|SPARSE|FFT|RAND)_(STATUS_)?ALLOC_FAILED",
+        "probable",
+        backend="cuda",
+    ),
     # Other frameworks on the same device.
     Kind("cupy", r"Out of memory allocating [\d,]+ bytes \(allocated so far", backend="cuda"),
-    Kind("jax", r"RESOURCE_EXHAUSTED.*([Oo]ut of memory|allocat)|Failed to allocate request for .* on device ordinal"),
+    Kind(
+        "jax",
+        r"RESOURCE_EXHAUSTED.*([Oo]ut of memory|allocat)|Failed to allocate request for .* on device ordinal",
+    ),
     Kind("tensorflow", r"OOM when allocating tensor with shape.*device:GPU", backend="cuda"),
     Kind("tensorflow (host)", r"OOM when allocating tensor with shape", memory="host"),
     # Shared memory between DataLoader workers.
-    Kind("shared memory", r"unable to (mmap|write|allocate shared memory|resize|open shared memory).{0,300}"
-                          r"(Cannot allocate memory \(12\)|No space left on device \(28\))", memory="shared"),
-    Kind("dataloader bus error", r"DataLoader worker.*killed by signal: Bus error", memory="shared"),
-    Kind("dataloader killed", r"DataLoader worker.*killed by signal: Killed", "probable", memory="host"),
+    Kind(
+        "shared memory",
+        r"unable to (mmap|write|allocate shared memory|resize|open shared memory).{0,300}"
+        r"(Cannot allocate memory \(12\)|No space left on device \(28\))",
+        memory="shared",
+    ),
+    Kind(
+        "dataloader bus error", r"DataLoader worker.*killed by signal: Bus error", memory="shared"
+    ),
+    Kind(
+        "dataloader killed",
+        r"DataLoader worker.*killed by signal: Killed",
+        "probable",
+        memory="host",
+    ),
     # Host memory.
     Kind("numpy", r"Unable to allocate [\d.]+ \w+ for an array with shape", memory="host"),
-    Kind("host allocator", r"DefaultCPUAllocator: can't allocate memory|alloc_cpu.*Cannot allocate memory"
-                           r"|not enough memory: you tried to allocate|\bstd::bad_alloc\b", memory="host"),
+    Kind(
+        "host allocator",
+        r"DefaultCPUAllocator: can't allocate memory|alloc_cpu.*Cannot allocate memory"
+        r"|not enough memory: you tried to allocate|\bstd::bad_alloc\b",
+        memory="host",
+    ),
     Kind("python", r"Caught MemoryError in (DataLoader worker|replica|pin memory)", memory="host"),
-)  # fmt: skip
+)
 
 BY_CLASS: dict[str, Kind] = {
     "OutOfMemoryError": Kind("accelerator allocator", "", allocator=True),
@@ -142,9 +204,15 @@ def read_numbers(text: str) -> Numbers:
     capacity, limit, free = _size(text, *_CAPACITY), _size(text, *_LIMIT), _size(text, *_FREE)
     in_tensors = _size(text, rf"Of the allocated memory {_SIZE} is allocated by PyTorch")
     unallocated = _size(text, rf"{_SIZE} is reserved by PyTorch but unallocated")
-    if capacity is None and limit is not None:  # MPS and CuPy name the cap that counts, not the device's size
+    if (
+        capacity is None and limit is not None
+    ):  # MPS and CuPy name the cap that counts, not the device's size
         capacity, allocated = limit, _size(text, *_ALLOCATED)
-        free = None if allocated is None else limit - allocated - (_size(text, rf"other allocations: {_SIZE}") or 0)
+        free = (
+            None
+            if allocated is None
+            else limit - allocated - (_size(text, rf"other allocations: {_SIZE}") or 0)
+        )
     allowed = _size(text, rf"{_SIZE} allowed;")  # by `set_per_process_memory_fraction`
     left = None if allowed is None else allowed - (in_tensors or 0) - (unallocated or 0)
     capped = left is not None and free is not None and left < free
@@ -154,9 +222,14 @@ def read_numbers(text: str) -> Numbers:
         for each in (left if capped else free, in_tensors, unallocated)
     )
     return Numbers(
-        _size(text, *_REQUESTED), int(index[1]) if index is not None else None,
-        capacity, free, in_tensors, unallocated, capped,
-    )  # fmt: skip
+        _size(text, *_REQUESTED),
+        int(index[1]) if index is not None else None,
+        capacity,
+        free,
+        in_tensors,
+        unallocated,
+        capped,
+    )
 
 
 def _size(text: str, *patterns: str) -> int | None:
@@ -186,11 +259,17 @@ class OomEvent(NamedTuple):
     @property
     def device(self) -> str | None:
         """Such as ``"cuda:1"``; None where the text does not settle it."""
-        is_named = self.kind.memory == "device" and self.kind.backend is not None and self.numbers.index is not None
+        is_named = (
+            self.kind.memory == "device"
+            and self.kind.backend is not None
+            and self.numbers.index is not None
+        )
         return f"{self.kind.backend}:{self.numbers.index}" if is_named else None
 
 
-def recognise(error: BaseException, free: int | None = None, outside: Collection[int] = ()) -> OomEvent | None:
+def recognise(
+    error: BaseException, free: int | None = None, outside: Collection[int] = ()
+) -> OomEvent | None:
     """Return what ran out, or None for any other exception; causes, contexts and group members are read too.
 
     Args:
@@ -222,12 +301,18 @@ def recognise(error: BaseException, free: int | None = None, outside: Collection
 def _kind_of(error: BaseException, text: str) -> Kind | None:
     cls = type(error)
     is_builtin = getattr(builtins, cls.__name__, None) is cls
-    if is_builtin and not issubclass(cls, RuntimeError | MemoryError | OSError | SystemError) and cls is not Exception:
+    if (
+        is_builtin
+        and not issubclass(cls, RuntimeError | MemoryError | OSError | SystemError)
+        and cls is not Exception
+    ):
         return None  # one that no allocator raises, whatever its text says
     kind = next((kind for kind in KINDS if re.search(kind.text, text, re.DOTALL)), None)
     if kind is None and isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return Kind("operating system", "", memory="host")  # fork, mmap
-    return kind or next((BY_CLASS[each.__name__] for each in cls.__mro__ if each.__name__ in BY_CLASS), None)
+    return kind or next(
+        (BY_CLASS[each.__name__] for each in cls.__mro__ if each.__name__ in BY_CLASS), None
+    )
 
 
 def __getattr__(name: str) -> object:

@@ -61,9 +61,13 @@ class Rerun(guards.BodyRuns):
     """
 
     def __init__(
-        self, plan: Plan, guard: OomGuard, namespace: MutableMapping[str, Any], shell: object | None = None,
+        self,
+        plan: Plan,
+        guard: OomGuard,
+        namespace: MutableMapping[str, Any],
+        shell: object | None = None,
         function: Callable[..., object] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(guard)
         plan.check()
         self._plan, self._guard, self._namespace, self._shell = plan, guard, namespace, shell
@@ -91,11 +95,20 @@ class Rerun(guards.BodyRuns):
     def next(self, outcome: BodyOutcome) -> str | None:
         """Return the code to run next, once state and memory are restored; None if the outcome stands."""
         error, self._fits = outcome.error_in_exec, outcome.error_in_exec is None
-        facts = self._guard.failure.facts if self._guard.failure is not None and not self._fits else None
+        facts = (
+            self._guard.failure.facts
+            if self._guard.failure is not None and not self._fits
+            else None
+        )
         if not self._fits and facts is None:
             return None  # another error, or Ctrl-C
         line = facts.line if facts is not None else None
-        last = Try(self._size, self._elsewhere.device if self._elsewhere is not None else None, self._fits, line)
+        last = Try(
+            self._size,
+            self._elsewhere.device if self._elsewhere is not None else None,
+            self._fits,
+            line,
+        )
         self._tries.append(last)
         if error is None or facts is None or self._elsewhere is not None:
             return None
@@ -108,7 +121,9 @@ class Rerun(guards.BodyRuns):
                 return None
             variables = getattr(self._function, "__globals__", self._namespace)
             code = getattr(self._function, "__code__", None)
-            self._elsewhere = DeviceRun(device, namespace=variables, filename=code and code.co_filename)
+            self._elsewhere = DeviceRun(
+                device, namespace=variables, filename=code and code.co_filename
+            )
             self._guard.elsewhere, now = device, f"on {device}"
             self._size = self._setting.value if self._setting is not None else None
         outcome.error_in_exec = outcome.result = None
@@ -140,8 +155,14 @@ class Rerun(guards.BodyRuns):
         if report is None:
             return []
         is_smaller = self._fits and setting is not None and self._size != setting.value
-        place = setting.place(self._size) if is_smaller and setting is not None and self._size is not None else ""
-        report = replace(report, tries=tuple(self._tries), shrunk=self._plan.shrink or "", place=place)
+        place = (
+            setting.place(self._size)
+            if is_smaller and setting is not None and self._size is not None
+            else ""
+        )
+        report = replace(
+            report, tries=tuple(self._tries), shrunk=self._plan.shrink or "", place=place
+        )
         self._guard.publish(report)
         if self._guard.quiet:
             return []
@@ -153,7 +174,10 @@ class Rerun(guards.BodyRuns):
 def _elsewhere(name: str | None, failed: str | None) -> str | None:
     """Return the device to fall back to, or None where there is none but the one that failed."""
     if name == "auto" and failed != "cpu":  # the host's memory serves every device
-        return devices.most_free([each for each in allocator.accelerators() if each != failed]) or "cpu"
+        return (
+            devices.most_free([each for each in allocator.accelerators() if each != failed])
+            or "cpu"
+        )
     device = None if name in (None, "auto") else devices.resolve(name)
     return None if device == failed else device
 
@@ -170,7 +194,9 @@ def decorate(plan: Plan, function: Function, guard: OomGuard) -> Function:
             f"{function.__name__} has no parameter {plan.shrink!r}; it has {', '.join(signature.parameters) or 'none'}"
         )
     if any(ask(function) for ask in (inspect.iscoroutinefunction, inspect.isgeneratorfunction)):
-        raise OptionError(f"{function.__name__} only starts when it is called: decorate one that runs to its end")
+        raise OptionError(
+            f"{function.__name__} only starts when it is called: decorate one that runs to its end"
+        )
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -208,7 +234,9 @@ class Rollback:
     rebound the name. Not seen are numpy arrays, files, and the attributes of other objects.
     """
 
-    def __init__(self, namespace: MutableMapping[str, object], source: str = "", shell: object | None = None) -> None:
+    def __init__(
+        self, namespace: MutableMapping[str, object], source: str = "", shell: object | None = None
+    ) -> None:
         self._namespace, self._shell = namespace, shell
         cell = cell_code.read_cell(source)
         self._remade = cell.bound_first if cell is not None else frozenset[str]()
@@ -219,17 +247,25 @@ class Rollback:
             self._read_tensors()
         mine = self._mine()
         self._bound = holders.Identities(mine)
-        self._kept = {name: value for name, value in mine.items() if name not in self._on_device | self._remade}
+        self._kept = {
+            name: value
+            for name, value in mine.items()
+            if name not in self._on_device | self._remade
+        }
         self._watched: dict[str, weakref.ref[Any]] = {}
         for name in mine.keys() - self._kept.keys():
             with contextlib.suppress(TypeError):  # not everything takes a weak reference
                 self._watched[name] = weakref.ref(mine[name])
-        self._lengths = {name: len(each) for name, each in mine.items() if type(each) in (list, dict, set)}
+        self._lengths = {
+            name: len(each) for name, each in mine.items() if type(each) in (list, dict, set)
+        }
         self._random = list(_random_states())
 
     def undo(self) -> tuple[str, ...]:
         """Restore what can be restored, and return what cannot, in words."""
-        lost = dict.fromkeys([*self._changed_tensors(), *self._restore_lists(), *self._restore_names()])
+        lost = dict.fromkeys(
+            [*self._changed_tensors(), *self._restore_lists(), *self._restore_names()]
+        )
         for restore in self._random:
             restore()
         return tuple(lost)
@@ -246,7 +282,9 @@ class Rollback:
             with undisturbed():
                 graph.explore(holders.variables(self._namespace, self._shell))
                 versions = _versions(graph.tensors.values())
-                self._tensors = {key: (weakref.ref(each), versions[key]) for key, each in graph.tensors.items()}
+                self._tensors = {
+                    key: (weakref.ref(each), versions[key]) for key, each in graph.tensors.items()
+                }
                 for key, names in graph.roots_of().items():
                     is_there = plain(graph.tensors[key], "device").type not in ("cpu", "meta")
                     self._on_device |= set(names) if is_there else set()
@@ -257,7 +295,11 @@ class Rollback:
 
     def _changed_tensors(self) -> Iterator[str]:
         """Remove first gradients, and yield the variables whose tensors were changed, each under its first name."""
-        alive = {key: tensor for key, (found, _) in self._tensors.items() if (tensor := found()) is not None}
+        alive = {
+            key: tensor
+            for key, (found, _) in self._tensors.items()
+            if (tensor := found()) is not None
+        }
         changed = set()
         for key, (version, gradient) in (_versions(alive.values()) if alive else {}).items():
             before = self._tensors[key][1]
@@ -289,8 +331,14 @@ class Rollback:
             if name in self._kept or old is not None:
                 self._namespace[name] = old
             elif name not in self._remade:
-                yield f"the new value of {name}" if name in self._namespace else f"the deletion of {name}"
-            elif name in self._on_device:  # the run makes a new one; both at once would not fit either
+                yield (
+                    f"the new value of {name}"
+                    if name in self._namespace
+                    else f"the deletion of {name}"
+                )
+            elif (
+                name in self._on_device
+            ):  # the run makes a new one; both at once would not fit either
                 self._namespace.pop(name, None)
 
 
@@ -298,7 +346,10 @@ def _versions(tensors: Collection[Any]) -> dict[int, Versions]:
     """Return the versions of tensors by their `id`."""
     with undisturbed():
         leaves = kinds.leaves(tensors)
-        gradients = {id(leaves[place]): _version(alias) for place, alias in kinds.peek_gradients(leaves) or ()}
+        gradients = {
+            id(leaves[place]): _version(alias)
+            for place, alias in kinds.peek_gradients(leaves) or ()
+        }
         return {id(each): (_version(each), gradients.get(id(each))) for each in tensors}
 
 

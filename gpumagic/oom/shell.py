@@ -40,13 +40,19 @@ class LateTraceback:
     """
 
     def __init__(
-        self, shell: InteractiveShell, recognises: Callable[[BaseException], bool], *, as_text: bool = False
+        self,
+        shell: InteractiveShell,
+        recognises: Callable[[BaseException], bool],
+        *,
+        as_text: bool = False,
     ) -> None:
         self._shell, self._recognises = shell, recognises
         self._as_text = as_text and getattr(shell, "kernel", None) is not None
         self._send: Callable[[type, BaseException, list[str]], object] = shell._showtraceback
         self._before: object = None
-        self._held: tuple[type, str, list[str], list[str]] | None = None  # with the lines to show, and all of them
+        self._held: tuple[type, str, list[str], list[str]] | None = (
+            None  # with the lines to show, and all of them
+        )
 
     def install(self) -> None:
         """Hold back from now on."""
@@ -90,7 +96,9 @@ class LateTraceback:
         formatter: Any = self._shell.InteractiveTB
         last = getattr(formatter, "tb", None)
         chain = None
-        for step in reversed([each for each in traceback_steps(error.__traceback__) if is_user_code(each.tb_frame)]):
+        for step in reversed(
+            [each for each in traceback_steps(error.__traceback__) if is_user_code(each.tb_frame)]
+        ):
             chain = TracebackType(chain, step.tb_frame, step.tb_lasti, step.tb_lineno)
         if chain is None:
             return []
@@ -115,7 +123,9 @@ def _remember(kind: type, lines: list[str]) -> None:
         del error
 
 
-def switch(shell: InteractiveShell, state: str, sessions: CellSessions, make: Callable[[], Guard]) -> str:
+def switch(
+    shell: InteractiveShell, state: str, sessions: CellSessions, make: Callable[[], Guard]
+) -> str:
     """Turn the guard of a shell's cells ``"on"`` or ``"off"``, and return a line with the result.
 
     Args:

@@ -38,7 +38,11 @@ def view_failure(report: OomReport) -> Document:
         return Document((heading, Fold(f"Why it ran out at first: {report.verdict}", failure)))
     before, after = report.allocated_at_failure, report.allocated_after
     said = [report.verdict] if report.advice else []  # else it is in the first line
-    said += [f"Freed {size(before - after)}."] if before is not None and after is not None and after < before else []
+    said += (
+        [f"Freed {size(before - after)}."]
+        if before is not None and after is not None and after < before
+        else []
+    )
     return Document((heading, *([Paragraph(" ".join(said))] if said else []), *failure))
 
 
@@ -64,7 +68,9 @@ def _headline(report: OomReport) -> str:
         return f"{where}; passed {_way(report)}{keep}"
     if report.retries:
         where += f", also {_way(report)}"
-    first = f"{report.advice[0].title}{_short(report.advice[0])}" if report.advice else report.verdict
+    first = (
+        f"{report.advice[0].title}{_short(report.advice[0])}" if report.advice else report.verdict
+    )
     return f"{where}. {first}"
 
 
@@ -93,7 +99,12 @@ def _memory(report: OomReport) -> Table:
     """Return what was allocated over the cell, with the request that failed, and what each change tried would need."""
     bars: list[Bar] = [
         ("Before the cell", report.allocated_before, report.reserved_before, 0),
-        ("At the failure", report.allocated_at_failure, report.reserved_at_failure, report.requested or 0),
+        (
+            "At the failure",
+            report.allocated_at_failure,
+            report.reserved_at_failure,
+            report.requested or 0,
+        ),
         ("Now", report.allocated_after, report.reserved_after, 0),
     ]
     bars += [
@@ -102,7 +113,10 @@ def _memory(report: OomReport) -> Table:
         if _is_tried_here(each) and each.trial is not None and each.trial.needs is not None
     ]
     capacity = report.capacity or 0
-    whole = max(capacity, *(max(allocated or 0, reserved or 0) + asked for _, allocated, reserved, asked in bars))
+    whole = max(
+        capacity,
+        *(max(allocated or 0, reserved or 0) + asked for _, allocated, reserved, asked in bars),
+    )
 
     def allocated(bar: Bar) -> Cell:
         """Return a cell whose ground is the device: the request, or what a change needs too much, sticks out of it."""
@@ -110,17 +124,30 @@ def _memory(report: OomReport) -> Table:
         if allocated is None or not capacity:
             return Cell(size(allocated))
         cached, beyond = max(0, (reserved or 0) - allocated), max(0, allocated - capacity)
-        inside, request = Segment((allocated - beyond) / whole), Segment((beyond + asked) / whole, "other")
+        inside, request = (
+            Segment((allocated - beyond) / whole),
+            Segment((beyond + asked) / whole, "other"),
+        )
         text = f"{size(allocated)} + {size(asked)}" if asked else size(allocated)
-        return Cell(text, (inside, Segment(cached / whole, "second"), request), ground=min(1.0, capacity / whole))
+        return Cell(
+            text,
+            (inside, Segment(cached / whole, "second"), request),
+            ground=min(1.0, capacity / whole),
+        )
 
     columns: tuple[Column[Bar], ...] = (
         Column(report.device or "Memory", lambda bar: bar[0], shrinks=True),
         Column(f"Allocated of {size(capacity)}" if capacity else "Allocated", allocated, "right"),
-        Column("Cached", lambda bar: size(bar[2] - bar[1]) if bar[1] is not None and bar[2] is not None else "",
-               "right", priority=1),
-    )  # fmt: skip
-    return Table.of(bars, columns, "Memory before, at the failure, now, and with each suggestion that was tried")
+        Column(
+            "Cached",
+            lambda bar: size(bar[2] - bar[1]) if bar[1] is not None and bar[2] is not None else "",
+            "right",
+            priority=1,
+        ),
+    )
+    return Table.of(
+        bars, columns, "Memory before, at the failure, now, and with each suggestion that was tried"
+    )
 
 
 def _is_tried_here(advice: Advice) -> bool:
@@ -131,31 +158,51 @@ def _is_tried_here(advice: Advice) -> bool:
 def _parts(report: OomReport) -> Iterator[Block]:
     """Say what the cell needs memory for at its peak, folded: the largest part in a line, the table behind it."""
     need = report.need
-    rows = sorted((each for each in need.parts.items() if each[1] >= LARGE), key=lambda row: -row[1]) if need else []
+    rows = (
+        sorted((each for each in need.parts.items() if each[1] >= LARGE), key=lambda row: -row[1])
+        if need
+        else []
+    )
     if rows and need is not None:
         columns: tuple[Column[tuple[str, int]], ...] = (
             Column("At the peak", lambda row: row[0]),
             Column("Size", lambda row: size(row[1]), "right", bar=lambda row: {row[0]: row[1]}),
         )
-        table = Table.of(rows, columns, "What the cell needs memory for at its peak", whole=need.needed)
+        table = Table.of(
+            rows, columns, "What the cell needs memory for at its peak", whole=need.needed
+        )
         yield Fold(f"At its peak: {rows[0][0]} {size_of(rows[0][1], need.needed)}", [table])
 
 
 def _holders(report: OomReport) -> Iterator[Block]:
     if not report.holders:
         return
-    large = [holder for holder in report.holders if holder.nbytes >= LARGE]  # they come largest first
+    large = [
+        holder for holder in report.holders if holder.nbytes >= LARGE
+    ]  # they come largest first
     shown = [f"{holder.name} {size(holder.nbytes)}" for holder in large[:NAMED_HOLDERS]]
     rest = report.holders[len(shown) :]
-    shown += [f"{count(len(rest), 'name')} {size(sum(holder.nbytes for holder in rest))}"] if rest else []
+    shown += (
+        [f"{count(len(rest), 'name')} {size(sum(holder.nbytes for holder in rest))}"]
+        if rest
+        else []
+    )
     whole = report.allocated_after or sum(holder.nbytes for holder in report.holders) or 1
     columns: tuple[Column[Holder], ...] = (
         Column("Kept by", lambda holder: holder.name, shrinks=True),
         Column("What", lambda holder: holder.kind, priority=1),
-        Column("Frees" if any(holder.kind == WORKSPACE for holder in report.holders[:SHOWN_HOLDERS])
-               else "Freed by del", lambda holder: size(holder.nbytes), "right", bar=lambda holder: holder.nbytes),
-    )  # fmt: skip
-    table = Table.of(report.holders[:SHOWN_HOLDERS], columns, "Names that hold memory on the device", whole=whole)
+        Column(
+            "Frees"
+            if any(holder.kind == WORKSPACE for holder in report.holders[:SHOWN_HOLDERS])
+            else "Freed by del",
+            lambda holder: size(holder.nbytes),
+            "right",
+            bar=lambda holder: holder.nbytes,
+        ),
+    )
+    table = Table.of(
+        report.holders[:SHOWN_HOLDERS], columns, "Names that hold memory on the device", whole=whole
+    )
     yield Fold(f"Held now: {', '.join(shown)}", [table])
 
 
@@ -164,7 +211,10 @@ def _advice(report: OomReport) -> Iterator[Block]:
         return
     first, *others = report.advice
     yield from how(first)
-    needs_more, tried = report.need is not None and report.need.fits is False, filter(_is_tried_here, report.advice)
+    needs_more, tried = (
+        report.need is not None and report.need.fits is False,
+        filter(_is_tried_here, report.advice),
+    )
     if report.untried:
         yield Paragraph(f"None of it was tried: {report.untried}.", muted=True)
     elif needs_more and all(each.covers is False for each in tried):

@@ -77,7 +77,10 @@ class CellWatch:
 
     def sentence(self) -> str:
         """Return why the cell is not run again; empty where it may be."""
-        told = [f"{what} in line {line}" if line else f"{what} in a thread" for what, line in self.effects.items()]
+        told = [
+            f"{what} in line {line}" if line else f"{what} in a thread"
+            for what, line in self.effects.items()
+        ]
         if not told:
             return ""
         more = f", and {len(told) - 1} more things outside," if len(told) > 1 else ""
@@ -102,7 +105,9 @@ def _effect(event: str, args: tuple[Any, ...], frame: FrameType) -> str | None:
     if what is None or effects.COMPILERS.fullmatch(effects.program_of(event, args)):
         return None
     is_local = event.startswith("socket.") and not any(isinstance(each, tuple) for each in args)
-    return None if any(_is_harmless(each, is_local=is_local) for each in frames.stack(frame)) else what
+    return (
+        None if any(_is_harmless(each, is_local=is_local) for each in frames.stack(frame)) else what
+    )
 
 
 def _is_harmless(frame: FrameType, *, is_local: bool) -> bool:
@@ -110,15 +115,21 @@ def _is_harmless(frame: FrameType, *, is_local: bool) -> bool:
     module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
     return (
         module.startswith((*_FILLS_CACHES, *_SHARES) if is_local else _FILLS_CACHES)
-        or (module == "torch.utils.data.dataloader" and function == "__init__")  # starts its workers
+        or (
+            module == "torch.utils.data.dataloader" and function == "__init__"
+        )  # starts its workers
         or (module.startswith(("IPython.", "ipykernel.")) and function in _COMMANDS)
     )
 
 
 def _changes_others(event: str, args: tuple[Any, ...]) -> bool:
     """Return whether an event changes a file that was there and that no guarded cell has made."""
-    is_in_folder = event in effects.CHANGES - {"os.truncate"} and args[-1] != -1  # `rmtree`, which names that as well
-    found = {"os.rename": args[:2], "os.link": args[1:2], "os.symlink": args[1:2]}.get(event, args[:1])
+    is_in_folder = (
+        event in effects.CHANGES - {"os.truncate"} and args[-1] != -1
+    )  # `rmtree`, which names that as well
+    found = {"os.rename": args[:2], "os.link": args[1:2], "os.symlink": args[1:2]}.get(
+        event, args[:1]
+    )
     paths = [os.path.abspath(os.fsdecode(each)) for each in found if not is_in_folder]  # noqa: PTH100
     paths = [each for each in paths if not any(part in each for part in effects.CACHES)]
     there = {each for each in paths if os.path.lexists(each)}

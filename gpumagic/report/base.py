@@ -97,7 +97,9 @@ class Report(Generic[Row]):
         """
         path = Path(path)
         if path.suffix != ".html":
-            raise OptionError(f"{path.name!r} does not end in .html; to_pandas() and to_dict() have the figures")
+            raise OptionError(
+                f"{path.name!r} does not end in .html; to_pandas() and to_dict() have the figures"
+            )
         path.write_text(html.page(to_document(self)), encoding="utf-8")
         return path
 
@@ -138,7 +140,9 @@ def frame(columns: Mapping[str, str], rows: Sequence[Sequence[object]]) -> pd.Da
 
     figures = [name for name, kind in columns.items() if kind in _FIGURES]
     found = {name: [row[place] for row in rows] for place, name in enumerate(columns)}
-    found.update((name, [math.nan if each is None else each for each in found[name]]) for name in figures)
+    found.update(
+        (name, [math.nan if each is None else each for each in found[name]]) for name in figures
+    )
     table = pd.DataFrame(found, dtype=None if rows else object)
     return table if rows else table.astype(dict.fromkeys(figures, "float64"))
 
@@ -150,12 +154,16 @@ def columns_of(row_type: type[Any]) -> dict[str, str]:
     """Return the fields of a row with their types, as they are written."""
     if dataclasses.is_dataclass(row_type):
         return {field.name: str(field.type) for field in dataclasses.fields(row_type)}
-    return {name: kind.__forward_arg__ for name, kind in row_type.__annotations__.items()}  # of a named tuple
+    return {
+        name: kind.__forward_arg__ for name, kind in row_type.__annotations__.items()
+    }  # of a named tuple
 
 
 def _plain(value: object) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {
+            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, Mapping):
@@ -222,6 +230,10 @@ def current_origin() -> Origin:
         return next((int(text) for text in found if text.isdecimal()), None)
 
     distributed = sys.modules.get("torch.distributed")
-    in_torch = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    in_torch = (
+        distributed is not None and distributed.is_available() and distributed.is_initialized()
+    )
     rank = distributed.get_rank() if distributed is not None and in_torch else number(RANKS)
-    return Origin(host=socket.gethostname(), pid=os.getpid(), rank=rank, local_rank=number(LOCAL_RANKS))
+    return Origin(
+        host=socket.gethostname(), pid=os.getpid(), rank=rank, local_rank=number(LOCAL_RANKS)
+    )

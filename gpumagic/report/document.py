@@ -79,23 +79,30 @@ class Column(Generic[Row]):
     when: Callable[[Row], object] | None = None
     """The column is there if this holds for any row; by default, if any row has a text."""
 
-    def cells(self, rows: Sequence[Row], whole: Callable[[Row], float] | float | None) -> list[Cell]:
+    def cells(
+        self, rows: Sequence[Row], whole: Callable[[Row], float] | float | None
+    ) -> list[Cell]:
         """Return the cell of each row; bars are shares of the whole, by default of the largest."""
         values = [self.value(row) for row in rows]
         cells = [each if isinstance(each, Cell) else Cell(each or "") for each in values]
         if self.bar is None:
             return cells
         amounts = [self.bar(row) for row in rows]
-        sums = (sum(each.values()) if isinstance(each, Mapping) else abs(each or 0) for each in amounts)
+        sums = (
+            sum(each.values()) if isinstance(each, Mapping) else abs(each or 0) for each in amounts
+        )
         largest = max(sums, default=0)
         found = []
         for row, cell, amount in zip(rows, cells, amounts, strict=True):
             full = (whole(row) if callable(whole) else largest if whole is None else whole) or 1
             if isinstance(amount, Mapping):
-                cell = replace(cell, bar=tuple(Segment(each / full, part=part) for part, each in amount.items()))  # noqa: PLW2901
+                bar = tuple(Segment(nbytes / full, part=part) for part, nbytes in amount.items())
+                found.append(replace(cell, bar=bar))
             elif amount is not None:
-                cell = replace(cell, bar=(Segment(abs(amount) / full, "other" if amount < 0 else "main"),))  # noqa: PLW2901
-            found.append(cell)
+                segment = Segment(abs(amount) / full, "other" if amount < 0 else "main")
+                found.append(replace(cell, bar=(segment,)))
+            else:
+                found.append(cell)
         return found
 
 
@@ -143,7 +150,11 @@ class Table:
         found = [
             (column, cells)
             for column, cells in found
-            if (any(map(column.when, shown)) if column.when is not None else any(cell.text for cell in cells))
+            if (
+                any(map(column.when, shown))
+                if column.when is not None
+                else any(cell.text for cell in cells)
+            )
         ]
         grid = list(zip(*(cells for _, cells in found), strict=True))
         return cls([column for column, _ in found], grid, caption, elsewhere, below)
@@ -252,4 +263,7 @@ OTHER_COLOUR = (150, 150, 150)
 def stacking_order(parts: Iterable[str]) -> list[str]:
     """Return the parts from the bottom of a picture to its top, each once."""
     known = list(PART_COLOURS)
-    return sorted(dict.fromkeys(parts), key=lambda part: known.index(part) if part in PART_COLOURS else len(known))
+    return sorted(
+        dict.fromkeys(parts),
+        key=lambda part: known.index(part) if part in PART_COLOURS else len(known),
+    )

@@ -14,7 +14,11 @@ from typing import Any
 from gpumagic.report import document as doc
 from gpumagic.report.units import MAX_LENGTH, printable, sparkline, truncate_middle, truncate_words
 
-COLOURS = {"main": "rgba(66,133,244,.85)", "second": "rgba(66,133,244,.40)", "other": "rgba(128,128,128,.75)"}
+COLOURS = {
+    "main": "rgba(66,133,244,.85)",
+    "second": "rgba(66,133,244,.40)",
+    "other": "rgba(128,128,128,.75)",
+}
 TRACK = "rgba(128,128,128,.25)"
 SPARKLINE_WIDTH = "600px"
 """How wide a sparkline is drawn at most."""
@@ -48,7 +52,10 @@ def page(document: doc.Document) -> str:
 
 
 def _label(document: doc.Document) -> str:
-    return next((block.text for block in document.blocks if isinstance(block, doc.Heading | doc.Paragraph)), "")
+    return next(
+        (block.text for block in document.blocks if isinstance(block, doc.Heading | doc.Paragraph)),
+        "",
+    )
 
 
 def _block(block: doc.Block, label: str) -> str:
@@ -85,9 +92,14 @@ def _table(table: doc.Table, label: str) -> str:
         f'<th scope="col" style="{_align(column, bars)};white-space:nowrap">{_text(column.title)}{_track() * bars}</th>'
         for column, bars in zip(table.columns, barred, strict=True)
     )
-    body = "".join(f"<tr>{''.join(map(_cell, row, table.columns, styles, barred))}</tr>" for row in table.rows)
+    body = "".join(
+        f"<tr>{''.join(map(_cell, row, table.columns, styles, barred))}</tr>" for row in table.rows
+    )
     rest = _line(doc.Paragraph(table.rest, muted=True)) if table.rest else ""
-    return _box(f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>", _named(table.caption or label)) + rest
+    return (
+        _box(f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>", _named(table.caption or label))
+        + rest
+    )
 
 
 def _column_style(column: doc.Column[Any], cells: Sequence[doc.Cell | str], barred: bool) -> str:
@@ -115,7 +127,8 @@ def _cell(cell: doc.Cell | str, column: doc.Column[Any], style: str, barred: boo
         style += f";{MUTED}"
     hover = f' title="{_uncut(cell.title)}"' if cell.title else ""
     spans = [
-        (max(0.0, min(1.0, each.share)), _colour(each.part) if each.part else COLOURS[each.role]) for each in cell.bar
+        (max(0.0, min(1.0, each.share)), _colour(each.part) if each.part else COLOURS[each.role])
+        for each in cell.bar
     ]
     if cell.bar:
         spans.append((max(0.0, cell.ground - sum(share for share, _ in spans)), TRACK))
@@ -124,7 +137,11 @@ def _cell(cell: doc.Cell | str, column: doc.Column[Any], style: str, barred: boo
         for share, colour in spans
     )
     bar = _track(drawn) if barred else ""
-    text = f'<code style="white-space:inherit;{CODE}">{_uncut(cell.text)}</code>' if column.code else _text(cell.text)
+    text = (
+        f'<code style="white-space:inherit;{CODE}">{_uncut(cell.text)}</code>'
+        if column.code
+        else _text(cell.text)
+    )
     notes = "".join(f'<div style="white-space:normal">→ {_text(note)}</div>' for note in cell.notes)
     return f'<td style="{style}"{hover}>{text}{bar}{notes}</td>'
 
@@ -164,7 +181,12 @@ def _sparkline(block: doc.Sparkline) -> str:
     sparks = sparkline(block.heights)
     bands = [(block.bands[name], _colour(name)) for name in block.bands]
     columns = "".join(
-        _column(100 / count, block.heights[place], spark, [(band[place], colour) for band, colour in bands])
+        _column(
+            100 / count,
+            block.heights[place],
+            spark,
+            [(band[place], colour) for band, colour in bands],
+        )
         for place, spark in enumerate(sparks)
     )
     ground = f"display:block;height:{72 if bands else 48}px;max-width:{SPARKLINE_WIDTH};font-size:0;line-height:0"
@@ -196,8 +218,9 @@ def _column(width: float, height: float, spark: str, bands: Sequence[tuple[float
         return f'<span style="{style};background:{COLOURS["main"]}">{spark}</span>'
     inner = "".join(
         f'<span style="display:block;height:{100 * share / height:.4g}%;background:{colour}"></span>'
-        for share, colour in reversed(bands) if share
-    )  # fmt: skip
+        for share, colour in reversed(bands)
+        if share
+    )
     return f'<span style="{style}">{spark}{inner}</span>'
 
 
@@ -209,9 +232,8 @@ def _tree(steps: Sequence[tuple[str, str]]) -> str:
     """Return lists nested in each other, which show the depth also where styles are stripped."""
     (text, note), *below = steps
     inner = _tree(below) if below else ""
-    return (
-        f'<ul><li><code style="{CODE}">{_text(text)}</code> <span style="{MUTED}">{_text(note)}</span>{inner}</li></ul>'
-    )
+    code = f'<code style="{CODE}">{_text(text)}</code>'
+    return f'<ul><li>{code} <span style="{MUTED}">{_text(note)}</span>{inner}</li></ul>'
 
 
 def _text(text: str) -> str:

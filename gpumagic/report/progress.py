@@ -108,8 +108,12 @@ def _surface() -> Callable[[str, str], None] | None:
     shell: Any = None if ipython is None else ipython.get_ipython()
     kernel = getattr(shell, "kernel", None)
     if type(kernel).__module__.startswith("ipyparallel."):
-        return None  # an engine's client draws each update as one more output, and none of them goes
-    if kernel is not None:  # what `%%capture` puts in the publisher's place has no such request, and keeps each update
+        return (
+            None  # an engine's client draws each update as one more output, and none of them goes
+        )
+    if (
+        kernel is not None
+    ):  # what `%%capture` puts in the publisher's place has no such request, and keeps each update
         request = getattr(shell.display_pub, "parent_header", None)
         return None if request is None else _in_notebook(request)
     return _in_terminal() if sys.stderr.isatty() else None
@@ -141,7 +145,10 @@ def replaced_by(data: Mapping[str, str]) -> bool:
     if _emptied is None:
         return False
     (handle, request), _emptied = _emptied, None
-    if getattr(sys.modules["IPython"].get_ipython().display_pub, "parent_header", None) is not request:
+    if (
+        getattr(sys.modules["IPython"].get_ipython().display_pub, "parent_header", None)
+        is not request
+    ):
         return False
     handle.update(data, raw=True)
     return True
@@ -156,7 +163,11 @@ def _in_terminal() -> Callable[[str, str], None]:
             print(f"\r{'':{longest}}\r{known}\n", file=sys.stderr)  # noqa: T201
         longest, printed = max(longest, len(text)), known
         rows = known.count("\n") + 2 if known else 0
-        goes_up = not text and 0 < rows < shutil.get_terminal_size().lines and os.environ.get("TERM", "dumb") != "dumb"
+        goes_up = (
+            not text
+            and 0 < rows < shutil.get_terminal_size().lines
+            and os.environ.get("TERM", "dumb") != "dumb"
+        )
         end = f"\r\x1b[{rows}A\x1b[J" if goes_up else "" if text else "\r"
         print(f"\r{text:{longest}}", end=end, file=sys.stderr, flush=True)  # noqa: T201
 

@@ -13,7 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 from gpumagic.report import document as doc
-from gpumagic.report.units import MAX_WORD_LENGTH, printable, sparkline, truncate_middle, truncate_words
+from gpumagic.report.units import (
+    MAX_WORD_LENGTH,
+    printable,
+    sparkline,
+    truncate_middle,
+    truncate_words,
+)
 
 NOTEBOOK_WIDTH = 100
 BAR_WIDTH = 12
@@ -51,8 +57,27 @@ def terminal_has_unicode() -> bool:
 
 def to_ascii(text: str) -> str:
     """Return the text with its drawing characters replaced and anything else outside ASCII escaped."""
-    table = {"█": "#", "▓": "=", "▒": "-", "░": ".", "…": "~", "×": "x", "→": ">", "─": "-", "└": "`", "·": "-",
-             "↑": "^", "▸": ">", "▁": "_", "▂": ".", "▃": "-", "▄": "=", "▅": "+", "▆": "*", "▇": "%"}  # fmt: skip
+    table = {
+        "█": "#",
+        "▓": "=",
+        "▒": "-",
+        "░": ".",
+        "…": "~",
+        "×": "x",
+        "→": ">",
+        "─": "-",
+        "└": "`",
+        "·": "-",
+        "↑": "^",
+        "▸": ">",
+        "▁": "_",
+        "▂": ".",
+        "▃": "-",
+        "▄": "=",
+        "▅": "+",
+        "▆": "*",
+        "▇": "%",
+    }
     plain = "".join(table.get(ch, ch) for ch in text)
     return plain.encode("ascii", "backslashreplace").decode()
 
@@ -60,7 +85,9 @@ def to_ascii(text: str) -> str:
 def _block(block: doc.Block, width: int) -> str:
     match block:
         case doc.Heading() | doc.Paragraph():
-            return ("\n" if isinstance(block, doc.Heading) and block.apart else "") + _wrap(block.text, width)
+            return ("\n" if isinstance(block, doc.Heading) and block.apart else "") + _wrap(
+                block.text, width
+            )
         case doc.Table():
             return _table(block, width) + (f"\n{_wrap(block.rest, width)}" if block.rest else "")
         case doc.Listing():
@@ -77,7 +104,13 @@ def _wrap(text: str, width: int, indent: int = 0) -> str:
     start = " " * indent
     shown = truncate_words(printable(text))
     return "\n".join(
-        textwrap.wrap(shown, width, break_on_hyphens=False, initial_indent=start, subsequent_indent=f"{start}  ")
+        textwrap.wrap(
+            shown,
+            width,
+            break_on_hyphens=False,
+            initial_indent=start,
+            subsequent_indent=f"{start}  ",
+        )
     )
 
 
@@ -97,7 +130,9 @@ def _broken(line: str, width: int, digits: int) -> list[str]:
     pieces, go_on = [], f"{'':>{digits}} :   "
     while _width(line) > width:
         piece = _cut(line, width)[:-1]
-        space = piece.rfind(" ", len(go_on) + 8)  # the space goes with the piece, so that the pieces join to the line
+        space = piece.rfind(
+            " ", len(go_on) + 8
+        )  # the space goes with the piece, so that the pieces join to the line
         at = space + 1 if space > 0 else len(piece)
         pieces.append(line[:at].rstrip())
         line = go_on + line[at:]
@@ -111,7 +146,10 @@ def _sparkline(block: doc.Sparkline, width: int) -> str:
     names = changing if len(changing) > 1 else []
     label = max((_width(name) + len(GAP) for name in names), default=0)
     columns = min(len(block.heights), max(8, width - label))
-    lines = [_pad(name, label, "left") + _spark_characters(block.bands[name], columns, " ") for name in names]
+    lines = [
+        _pad(name, label, "left") + _spark_characters(block.bands[name], columns, " ")
+        for name in names
+    ]
     lines.append(" " * label + _spark_characters(block.heights, columns))
     mark = -(-(block.mark + 1) * columns // len(block.heights)) - 1
     lines.append(_under(printable(block.note), label + mark, width, label + columns // 2))
@@ -123,7 +161,9 @@ def _spark_characters(heights: Sequence[float], columns: int, nothing: str = "")
     edges = [place * len(heights) // columns for place in range(columns + 1)]
     found = [max(heights[start:end]) for start, end in itertools.pairwise(edges)]
     drawn = sparkline(found)
-    return "".join(nothing if nothing and not each else spark for each, spark in zip(found, drawn, strict=True))
+    return "".join(
+        nothing if nothing and not each else spark for each, spark in zip(found, drawn, strict=True)
+    )
 
 
 def _under(note: str, mark: int, width: int, middle: int) -> str:
@@ -139,16 +179,26 @@ def _tree(tree: doc.Tree, width: int) -> str:
     lines = []
     for depth, (text, note) in enumerate(tree.steps):
         branch = f"{'   ' * (depth - 1)}└─ " if depth else ""
-        lines.append((branch + _cut_middle(printable(text), max(16, width - len(branch) - 24)), printable(note)))
+        lines.append(
+            (
+                branch + _cut_middle(printable(text), max(16, width - len(branch) - 24)),
+                printable(note),
+            )
+        )
     column = max(len(text) for text, _ in lines) + 2
-    return "\n".join(_cut(f"{_pad(text, column, 'left')}{note}".rstrip(), width) for text, note in lines)
+    return "\n".join(
+        _cut(f"{_pad(text, column, 'left')}{note}".rstrip(), width) for text, note in lines
+    )
 
 
 def _table(table: doc.Table, width: int) -> str:
     columns, grid = _fitted(table, width, bars=True)
     widths = _widths(columns, grid, width)
     whole = [column.code or column.cut == "never" for column in columns]
-    cuts = any(no_cut and _width(text) > most for row in grid for text, most, no_cut in zip(row, widths, whole))  # noqa: B905
+    cuts = False
+    for row in grid:
+        for text, most, no_cut in zip(row, widths, whole, strict=False):
+            cuts = cuts or (no_cut and _width(text) > most)
     if _total(widths) > width or cuts:  # what bars show, the numbers beside them say
         columns, grid = _fitted(table, width, bars=False)
     kept = {column.title.strip() for column in columns}
@@ -158,7 +208,11 @@ def _table(table: doc.Table, width: int) -> str:
         stacked = []  # a row that no width is enough for is a sentence: its first cell, and what the others are
         for row, cells in zip(grid, table.rows, strict=True):
             first, *others = (text.strip() for text in row)
-            said = [f"{column.title.strip()} {text}" for column, text in zip(columns[1:], others, strict=True) if text]
+            said = [
+                f"{column.title.strip()} {text}"
+                for column, text in zip(columns[1:], others, strict=True)
+                if text
+            ]
             text = f"{first}: {' · '.join(said)}" if first and said else first or " · ".join(said)
             stacked += [_wrap(text, width), *_notes(cells, width)]
         return "\n".join(stacked)
@@ -176,27 +230,40 @@ def _notes(cells: Sequence[doc.Cell | str], width: int) -> list[str]:
     return [_wrap(f"→ {note}", width, indent=6) for note in notes]
 
 
-def _fitted(table: doc.Table, width: int, *, bars: bool) -> tuple[list[doc.Column[Any]], list[list[str]]]:
+def _fitted(
+    table: doc.Table, width: int, *, bars: bool
+) -> tuple[list[doc.Column[Any]], list[list[str]]]:
     """Return the columns that fit the width, with their titles as shown, and the texts of their rows."""
     columns = list(table.columns)
-    shown = [_column_texts(column, [row[i] for row in table.rows], bars=bars) for i, column in enumerate(columns)]
-    columns = [replace(column, title=texts[0]) for column, texts in zip(columns, shown, strict=True)]
+    shown = [
+        _column_texts(column, [row[i] for row in table.rows], bars=bars)
+        for i, column in enumerate(columns)
+    ]
+    columns = [
+        replace(column, title=texts[0]) for column, texts in zip(columns, shown, strict=True)
+    ]
     grid = [list(row) for row in zip(*(texts[1:] for texts in shown), strict=True)]
     keep = _columns_that_fit(columns, grid, width)
     return [columns[i] for i in keep], [[row[i] for i in keep] for row in grid]
 
 
-def _column_texts(column: doc.Column[Any], cells: Sequence[doc.Cell | str], *, bars: bool) -> list[str]:
+def _column_texts(
+    column: doc.Column[Any], cells: Sequence[doc.Cell | str], *, bars: bool
+) -> list[str]:
     """Return a column's title and texts; where there are bars, each stands behind its number, all aligned."""
     full = [cell if isinstance(cell, doc.Cell) else doc.Cell(cell) for cell in cells]
     texts = [
-        truncate_middle(printable(text), MAX_WORD_LENGTH) for text in (column.title, *(cell.text for cell in full))
+        truncate_middle(printable(text), MAX_WORD_LENGTH)
+        for text in (column.title, *(cell.text for cell in full))
     ]
     if not bars or not any(cell.bar for cell in full):
         return texts
     width = max(map(_width, texts))
     drawn = ["", *(_bar(cell) if cell.bar else "" for cell in full)]
-    return [f"{_pad(text, width, column.align)} {bar:{BAR_WIDTH}}" for text, bar in zip(texts, drawn, strict=True)]
+    return [
+        f"{_pad(text, width, column.align)} {bar:{BAR_WIDTH}}"
+        for text, bar in zip(texts, drawn, strict=True)
+    ]
 
 
 def _bar(cell: doc.Cell) -> str:
@@ -211,11 +278,21 @@ def _bar(cell: doc.Cell) -> str:
     return bar + "░" * (round(cell.ground * BAR_WIDTH) - len(bar))
 
 
-def _columns_that_fit(columns: Sequence[doc.Column[Any]], grid: list[list[str]], width: int) -> list[int]:
-    least = [max([_width(column.title), *(_width(row[i]) for row in grid)]) for i, column in enumerate(columns)]
-    least = [min(w, column.least) if column.shrinks else w for w, column in zip(least, columns, strict=True)]
+def _columns_that_fit(
+    columns: Sequence[doc.Column[Any]], grid: list[list[str]], width: int
+) -> list[int]:
+    least = [
+        max([_width(column.title), *(_width(row[i]) for row in grid)])
+        for i, column in enumerate(columns)
+    ]
+    least = [
+        min(w, column.least) if column.shrinks else w
+        for w, column in zip(least, columns, strict=True)
+    ]
     keep = [i for i, column in enumerate(columns) if column.priority == 0]
-    by_priority = sorted((i for i in range(len(columns)) if i not in keep), key=lambda i: (columns[i].priority, i))
+    by_priority = sorted(
+        (i for i in range(len(columns)) if i not in keep), key=lambda i: (columns[i].priority, i)
+    )
     for i in by_priority:
         wider = sorted((*keep, i))
         if not keep or _total([least[each] for each in wider]) <= width:
@@ -224,7 +301,9 @@ def _columns_that_fit(columns: Sequence[doc.Column[Any]], grid: list[list[str]],
 
 
 def _widths(columns: Sequence[doc.Column[Any]], grid: list[list[str]], width: int) -> list[int]:
-    widths = [max([_width(c.title), *(_width(row[i]) for row in grid)]) for i, c in enumerate(columns)]
+    widths = [
+        max([_width(c.title), *(_width(row[i]) for row in grid)]) for i, c in enumerate(columns)
+    ]
     while _total(widths) > width:
         shrinkable = [i for i, c in enumerate(columns) if c.shrinks and widths[i] > 8]
         if not shrinkable:
@@ -242,8 +321,15 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _row(cells: Sequence[str], columns: Sequence[doc.Column[Any]], widths: Sequence[int]) -> str:
-    padded = [_pad(_CUTS[c.cut](text, w), w, c.align) for text, c, w in zip(cells, columns, widths, strict=True)]
-    own = [text for text, c, w in zip(cells, columns, widths, strict=True) if c.cut == "never" and _width(text) > w]
+    padded = [
+        _pad(_CUTS[c.cut](text, w), w, c.align)
+        for text, c, w in zip(cells, columns, widths, strict=True)
+    ]
+    own = [
+        text
+        for text, c, w in zip(cells, columns, widths, strict=True)
+        if c.cut == "never" and _width(text) > w
+    ]
     return "\n".join([*own, GAP.join(padded).rstrip()])
 
 
@@ -264,12 +350,20 @@ def _cut_middle(text: str, width: int) -> str:
     if _width(text) <= width:
         return text
     start = _cut(text, width - width // 2)
-    tail = next(text[at:] for at in range(len(text) - width // 2, len(text) + 1) if _width(text[at:]) <= width // 2)
+    tail = next(
+        text[at:]
+        for at in range(len(text) - width // 2, len(text) + 1)
+        if _width(text[at:]) <= width // 2
+    )
     return start + tail
 
 
 _Cut = Callable[[str, int], str]
-_CUTS: dict[str, _Cut] = {"end": _cut, "middle": _cut_middle, "never": lambda text, most: text * (_width(text) <= most)}
+_CUTS: dict[str, _Cut] = {
+    "end": _cut,
+    "middle": _cut_middle,
+    "never": lambda text, most: text * (_width(text) <= most),
+}
 
 
 def _width(text: str) -> int:

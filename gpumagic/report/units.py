@@ -33,7 +33,9 @@ def parse_size(text: str) -> int:
     Raises:
         OptionError: the text is not a size; the message names what would be.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE | re.ASCII)
+    match = re.fullmatch(
+        r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE | re.ASCII
+    )
     if match is None:
         raise OptionError(f"{text!r} is not a size; write bytes or a unit: 4096, 100MiB, 1.5GiB")
     return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
@@ -127,7 +129,9 @@ def truncate_words(text: str) -> str:
     """Return text with words that have no end cut in their middle, and a text that has none, too."""
     if len(text) <= MAX_WORD_LENGTH:
         return text
-    return truncate_middle(_LONG_WORDS.sub(lambda found: truncate_middle(found[0], MAX_WORD_LENGTH), text), MAX_LENGTH)
+    return truncate_middle(
+        _LONG_WORDS.sub(lambda found: truncate_middle(found[0], MAX_WORD_LENGTH), text), MAX_LENGTH
+    )
 
 
 def truncate_middle(text: str, most: int) -> str:

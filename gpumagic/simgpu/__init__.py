@@ -47,7 +47,9 @@ def enable(devices: int = DEFAULT_DEVICES, memory: str | int = DEFAULT_MEMORY) -
     from gpumagic.report.units import parse_size
 
     if not 1 <= devices <= _MOST_DEVICES:
-        raise OptionError(f"{devices} is not a number of simulated GPUs; write 1 to {_MOST_DEVICES}")
+        raise OptionError(
+            f"{devices} is not a number of simulated GPUs; write 1 to {_MOST_DEVICES}"
+        )
     size = memory if isinstance(memory, int) else parse_size(memory)
     if size <= 0:
         raise OptionError(f"{memory!r} is not a GPU's memory; write a size such as 4GiB")

@@ -95,7 +95,9 @@ class DeviceModule(ModuleType):
 
     @property
     def _initialized(self) -> bool:
-        return self.is_initialized()  # torch.utils.checkpoint saves the generators' states only where this is true
+        return (
+            self.is_initialized()
+        )  # torch.utils.checkpoint saves the generators' states only where this is true
 
     def is_available(self) -> bool:
         """Return whether there is a device."""
@@ -124,7 +126,9 @@ class DeviceModule(ModuleType):
 
     def device_of(self, obj: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         """Make a tensor's device the current one inside a `with`; a tensor elsewhere changes nothing."""
-        return self.device(obj.get_device() if self.__name__ == f"torch.{obj.device.type}" else None)
+        return self.device(
+            obj.get_device() if self.__name__ == f"torch.{obj.device.type}" else None
+        )
 
     def index(self, device: DeviceLike = None) -> int:
         """Return the index that a device, a number, a name or None means."""
@@ -222,7 +226,11 @@ def _named(device: str) -> torch.device:
 class _Simgpu(DeviceModule):
     """`torch.simgpu`."""
 
-    Stream, Event, Generator = torch.Stream, torch.Event, torch.Generator  # which work for every accelerator
+    Stream, Event, Generator = (
+        torch.Stream,
+        torch.Event,
+        torch.Generator,
+    )  # which work for every accelerator
 
     def device_count(self) -> int:
         return int(native.device_count())
@@ -286,7 +294,9 @@ class _Simgpu(DeviceModule):
     def get_device_properties(self, device: DeviceLike = None) -> DeviceProperties:
         """Return name, memory and UUID of a device."""
         index = self.index(device)
-        return DeviceProperties("Simulated GPU", native.capacity(index), f"00000000-0000-0000-0000-{index:012x}")
+        return DeviceProperties(
+            "Simulated GPU", native.capacity(index), f"00000000-0000-0000-0000-{index:012x}"
+        )
 
     def generator(self, device: DeviceLike = None) -> torch.Generator:
         found: torch.Generator = native.default_generator(self.index(device))
@@ -314,7 +324,9 @@ def load() -> ModuleType:
         try:
             made.append(_compile(built.parent))
         except (OSError, subprocess.SubprocessError) as error:
-            raise SimgpuUnavailable(f"{WHAT} cannot be compiled in {built.parent.parent}: {error}") from error
+            raise SimgpuUnavailable(
+                f"{WHAT} cannot be compiled in {built.parent.parent}: {error}"
+            ) from error
 
     compiled.load_folder(built.parent, WHAT, SimgpuUnavailable, built.exists, make)
     if made:
@@ -360,7 +372,9 @@ def _build_in(folder: str) -> ModuleType:
     sources = [str(HERE / source) for source in SOURCES]
     try:
         with _ninja_on_path():
-            built = cpp_extension.load(NAME, sources, extra_cflags=["-O1", "-g0", "-w"], build_directory=folder)
+            built = cpp_extension.load(
+                NAME, sources, extra_cflags=["-O1", "-g0", "-w"], build_directory=folder
+            )
     except RuntimeError as error:
         lines = str(error).splitlines()
         told = next((line for line in lines if "error:" in line), lines[0]).strip()

@@ -23,7 +23,9 @@ from gpumagic.source import text as texts
 from gpumagic.source.frames import names_looked_up
 from gpumagic.source.text import CellText, apply_changes, names_in
 
-_BATCH = re.compile(r"^(per_device_)?((train|eval|val|test|micro|mini)_?)?(batch(_?size)?|bs|bsz)$", re.IGNORECASE)
+_BATCH = re.compile(
+    r"^(per_device_)?((train|eval|val|test|micro|mini)_?)?(batch(_?size)?|bs|bsz)$", re.IGNORECASE
+)
 _NO_GRAD = frozenset({"no_grad", "inference_mode", "set_grad_enabled"})
 
 
@@ -93,7 +95,11 @@ def read_cell(source: str) -> CellCode | None:
 
 def batches_in(tree: ast.AST, cell: str = "") -> tuple[BatchSize, ...]:
     """Return the batch sizes that code writes as numbers."""
-    found = ((name, number) for name, number in ints_named(tree) if is_batch_name(name) and number.value > 1)
+    found = (
+        (name, number)
+        for name, number in ints_named(tree)
+        if is_batch_name(name) and number.value > 1
+    )
     return tuple(BatchSize(name, number.value, number.lineno, cell=cell) for name, number in found)
 
 
@@ -102,8 +108,17 @@ def is_batch_name(name: str) -> bool:
     return _BATCH.match(name) is not None
 
 
-_OWN_NAMES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.ListComp, ast.SetComp,
-              ast.DictComp, ast.GeneratorExp, ast.AugAssign)  # fmt: skip
+_OWN_NAMES = (
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.Lambda,
+    ast.ClassDef,
+    ast.ListComp,
+    ast.SetComp,
+    ast.DictComp,
+    ast.GeneratorExp,
+    ast.AugAssign,
+)
 """What reads the cell's names, and whose own variables are not the cell's."""
 
 
@@ -168,7 +183,11 @@ def _assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr
         yield target.id, value
     elif isinstance(target, ast.Attribute):
         yield target.attr, value
-    elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+    elif (
+        isinstance(target, ast.Tuple)
+        and isinstance(value, ast.Tuple)
+        and len(target.elts) == len(value.elts)
+    ):
         for each, part in zip(target.elts, value.elts, strict=True):
             yield from _assigned(each, part)
 
@@ -177,7 +196,9 @@ def _defaults(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr]]:
     """Yield the parameters of a function that have a default, with it."""
     positional = [*arguments.posonlyargs, *arguments.args]
     with_default = positional[len(positional) - len(arguments.defaults) :]
-    yield from ((each.arg, value) for each, value in zip(with_default, arguments.defaults, strict=True))
+    yield from (
+        (each.arg, value) for each, value in zip(with_default, arguments.defaults, strict=True)
+    )
     keyword_only = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     yield from ((each.arg, value) for each, value in keyword_only if value is not None)
 
@@ -220,16 +241,26 @@ def read_loops(lines: tuple[tuple[int, str], ...]) -> LoopCode:
     tree = texts.parse_lines(dict(lines))
     if tree is None:
         return LoopCode()
-    tests = [node.test for node in ast.walk(tree) if isinstance(node, ast.If | ast.While | ast.IfExp)]
-    conditions = frozenset(line for test in tests for line, _ in _span(test.lineno, test.end_lineno, test.lineno))
-    return LoopCode(dict(_loops(tree)), tuple(_creations(tree)), conditions, frozenset(_carried(tree)))
+    tests = [
+        node.test for node in ast.walk(tree) if isinstance(node, ast.If | ast.While | ast.IfExp)
+    ]
+    conditions = frozenset(
+        line for test in tests for line, _ in _span(test.lineno, test.end_lineno, test.lineno)
+    )
+    return LoopCode(
+        dict(_loops(tree)), tuple(_creations(tree)), conditions, frozenset(_carried(tree))
+    )
 
 
 def _carried(tree: ast.AST) -> Iterator[int]:
     for loop in ast.walk(tree):
         if isinstance(loop, ast.For | ast.AsyncFor | ast.While):
-            names = [each for part in loop.body for each in ast.walk(part) if isinstance(each, ast.Name)]
-            first = {each.id: each.lineno for each in reversed(names) if isinstance(each.ctx, ast.Store)}
+            names = [
+                each for part in loop.body for each in ast.walk(part) if isinstance(each, ast.Name)
+            ]
+            first = {
+                each.id: each.lineno for each in reversed(names) if isinstance(each.ctx, ast.Store)
+            }
             carried = [each for each in names if first.get(each.id, 0) > each.lineno]
             yield from (line for each in carried for line in (each.lineno, first[each.id]))
 
@@ -239,7 +270,9 @@ def _loops(tree: ast.AST) -> Iterator[tuple[int, int]]:
         if isinstance(node, ast.For | ast.AsyncFor):
             yield from _span(node.body[0].lineno, node.body[-1].end_lineno, node.lineno)
         elif isinstance(node, ast.While):
-            yield from _span(node.lineno, node.body[-1].end_lineno, node.lineno)  # its condition is repeated, too
+            yield from _span(
+                node.lineno, node.body[-1].end_lineno, node.lineno
+            )  # its condition is repeated, too
         elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
             yield from _span(node.lineno, node.end_lineno, node.lineno)
 
@@ -249,10 +282,18 @@ def _span(first: int, last: int | None, loop: int) -> Iterator[tuple[int, int]]:
 
 
 def _creations(tree: ast.AST) -> Iterator[Creation]:
-    uses = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+    uses = Counter(
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    )
     created: dict[str, int] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and _creates(node.value):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and _creates(node.value)
+        ):
             created[node.targets[0].id] = node.lineno
     for node in ast.walk(tree):
         moved = _moved(node)
@@ -263,7 +304,11 @@ def _creations(tree: ast.AST) -> Iterator[Creation]:
 
 
 def _moved(node: ast.AST) -> ast.expr | None:
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MOVES:
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in _MOVES
+    ):
         return node.func.value
     return None
 
@@ -290,7 +335,11 @@ def names_used(reads: Iterable[str], namespace: Mapping[str, object]) -> set[str
 
 def _functions_of(value: object) -> Iterator[FunctionType]:
     value = getattr(value, "__func__", value) if type(value).__name__ == "method" else value
-    value = getattr(value, "__wrapped__", value) if type(value).__name__ == "_lru_cache_wrapper" else value
+    value = (
+        getattr(value, "__wrapped__", value)
+        if type(value).__name__ == "_lru_cache_wrapper"
+        else value
+    )
     if isinstance(value, FunctionType):
         yield value
         return
@@ -312,14 +361,19 @@ class Setting:
         """Return the code, where it is in it and changes, and the variables that a value comes with."""
         if self.text is None or value == self.value:
             return None, {self.name: value} if self.text is None else {}
-        changes = [self.text.replace(node, str(self._scaled(node.value, value))) for node in self.numbers]
+        changes = [
+            self.text.replace(node, str(self._scaled(node.value, value))) for node in self.numbers
+        ]
         return apply_changes(changes, self.text.source), {}
 
     def place(self, value: int) -> str:
         """Return where it stands and how one writes it: ``"line 3: batch_size = 64"``."""
         if self.text is None:
             return f"{self.name} = {value}"
-        written = (f"line {each.lineno}: {self.name} = {self._scaled(each.value, value)}" for each in self.numbers)
+        written = (
+            f"line {each.lineno}: {self.name} = {self._scaled(each.value, value)}"
+            for each in self.numbers
+        )
         return "; ".join(written)
 
     def _scaled(self, number: int, value: int) -> int:
@@ -337,10 +391,16 @@ def find_in_cell(source: str, name: str, namespace: Mapping[str, object], option
     if found:
         return Setting(name, max(node.value for node in found), CellText(source, tree=tree), found)
     value = namespace.get(name)
-    bound = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    bound = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    ]
     line = next((node.lineno for node in bound if node.id == name), None)
     if line is not None:
-        raise OptionError(f"{option} {name}: line {line} computes {name}; write it as a number there: {name} = 64")
+        raise OptionError(
+            f"{option} {name}: line {line} computes {name}; write it as a number there: {name} = 64"
+        )
     if type(value) is not int:
         raise OptionError(_no_such_int(option, name, tree, namespace))
     if name not in names_used(names_in(tree), namespace):
@@ -356,7 +416,9 @@ def find_in_arguments(name: str, arguments: Mapping[str, object], option: str) -
     """Return the int that a function is called with under a parameter's name, or raise `OptionError`."""
     value = arguments.get(name)
     if type(value) is not int or value < 1:
-        raise OptionError(f"{option.strip('-')}={name!r}: {name} must be an int of at least 1, not {value!r:.40}")
+        raise OptionError(
+            f"{option.strip('-')}={name!r}: {name} must be an int of at least 1, not {value!r:.40}"
+        )
     return Setting(name, value)
 
 
@@ -376,7 +438,15 @@ def _no_such_int(option: str, name: str, tree: ast.AST, namespace: Mapping[str, 
         kind = type(namespace[name]).__name__
         return f"{option} {name}: {name} is a {kind}, not an int; name the number that its size goes with"
     used = names_used(names_in(tree), namespace)
-    there = {written for written, _ in ints_named(tree)} | {each for each in used if type(namespace[each]) is int}
+    there = {written for written, _ in ints_named(tree)} | {
+        each for each in used if type(namespace[each]) is int
+    }
     near = nearest(name, there)
-    hint = f"did you mean {near}?" if near else f"it has {', '.join(sorted(there))}" if there else "it has none"
+    hint = (
+        f"did you mean {near}?"
+        if near
+        else f"it has {', '.join(sorted(there))}"
+        if there
+        else "it has none"
+    )
     return f"{option} {name}: the cell has no int called {name}; {hint}"

@@ -40,7 +40,9 @@ def resolve_names(frame: FrameType, names: set[str]) -> dict[str, Any]:
     The snapshot of a function's locals is released: see `local_variables`.
     """
     mine = local_variables(frame) if is_function_frame(frame) else frame.f_locals
-    found = {name: mine[name] if name in mine else frame.f_globals.get(name, MISSING) for name in names}
+    found = {
+        name: mine[name] if name in mine else frame.f_globals.get(name, MISSING) for name in names
+    }
     return {name: value for name, value in found.items() if value is not MISSING}
 
 
@@ -54,7 +56,9 @@ def local_variables(frame: FrameType) -> dict[str, Any]:
         return _compat.inlined_variables(frame)
     snapshot: Any = frame.f_locals
     found = dict(snapshot)
-    if _compat.FRAMES_KEEP_SNAPSHOTS and sys.getrefcount(snapshot) <= 3:  # the frame's, ours, and the argument's
+    if (
+        _compat.FRAMES_KEEP_SNAPSHOTS and sys.getrefcount(snapshot) <= 3
+    ):  # the frame's, ours, and the argument's
         snapshot.clear()
     return found
 
@@ -83,7 +87,9 @@ def names_looked_up(code: CodeType) -> Iterator[str]:
     """Yield every name that code and the functions in it may look up outside of themselves."""
     for each in code_objects(code):  # `co_names` has attributes too
         yield from {
-            step.argval for step in dis.get_instructions(each) if "GLOBAL" in step.opname or "NAME" in step.opname
+            step.argval
+            for step in dis.get_instructions(each)
+            if "GLOBAL" in step.opname or "NAME" in step.opname
         }
 
 
@@ -105,7 +111,11 @@ def is_library(module: str, file: str) -> bool:
         file: its file; empty where it has none. It decides alone for ``__main__``, which may be a library's command.
     """
     top = "" if module in _NAMELESS else module.partition(".")[0]
-    if top in _LIBRARIES or file.startswith(_OWN_FOLDERS) or (top in sys.stdlib_module_names and not file):
+    if (
+        top in _LIBRARIES
+        or file.startswith(_OWN_FOLDERS)
+        or (top in sys.stdlib_module_names and not file)
+    ):
         return True
     return not _INSTALLED.isdisjoint(Path(file).parts)
 
@@ -113,7 +123,11 @@ def is_library(module: str, file: str) -> bool:
 _LIBRARIES = {"torch", "IPython", "gpumagic"}
 _NAMELESS = {"", "__main__", "__mp_main__"}
 _INSTALLED = {"site-packages", "dist-packages"}
-_OWN_FOLDERS = (*(os.path.join(each, "") for each in (Path(os.__file__).parent, Path(__file__).parents[1])), "<frozen ")  # noqa: PTH118  # with the separator
+_OWN_FOLDERS = (
+    f"{Path(os.__file__).parent}{os.sep}",
+    f"{Path(__file__).parents[1]}{os.sep}",
+    "<frozen ",
+)
 
 
 def is_function_frame(frame: FrameType) -> bool:
@@ -133,7 +147,9 @@ def code_at(frame: FrameType, line: int) -> str | None:
     return linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip() or None
 
 
-def related_exceptions(error: BaseException, outside: Collection[int] = ()) -> Iterator[BaseException]:
+def related_exceptions(
+    error: BaseException, outside: Collection[int] = ()
+) -> Iterator[BaseException]:
     """Yield the error and every exception it reaches, each once, nearest first.
 
     Args:
@@ -149,17 +165,27 @@ def related_exceptions(error: BaseException, outside: Collection[int] = ()) -> I
         seen.add(id(current))
         yield current
         members = getattr(current, "exceptions", ())
-        linked = [current.__cause__, current.__context__, *(members if isinstance(members, tuple | list) else ())]
+        linked = [
+            current.__cause__,
+            current.__context__,
+            *(members if isinstance(members, tuple | list) else ()),
+        ]
         waiting.extend(each for each in linked if isinstance(each, BaseException))
 
 
 def handled_exception_ids() -> frozenset[int]:
     """Return the ids of the exceptions being handled: the context of what is raised next."""
     current = sys.exc_info()[1]
-    return frozenset() if current is None else frozenset(id(each) for each in related_exceptions(current))
+    return (
+        frozenset()
+        if current is None
+        else frozenset(id(each) for each in related_exceptions(current))
+    )
 
 
-def frames_in(error: BaseException, outside: Collection[int] = ()) -> Iterator[tuple[FrameType, int]]:
+def frames_in(
+    error: BaseException, outside: Collection[int] = ()
+) -> Iterator[tuple[FrameType, int]]:
     """Yield each frame the error's whole graph holds with the line it stood on, callers before callees."""
     seen: set[int] = set()
     for each in related_exceptions(error, outside):
@@ -209,7 +235,9 @@ def as_typed(source: str) -> tuple[str, ...]:
     typed: list[str] = []
     for place, line in enumerate(lines):
         is_last = place == len(lines) - 1
-        typed += _typed(line, is_first=all(each.startswith("%%") for each in typed), is_last=is_last)
+        typed += _typed(
+            line, is_first=all(each.startswith("%%") for each in typed), is_last=is_last
+        )
     return tuple(typed)
 
 
@@ -228,7 +256,11 @@ def _typed(line: str, *, is_first: bool, is_last: bool) -> list[str]:
     elif method == "run_line_magic" and len(arguments) == 2:
         name, rest = arguments
         head = "%%" if is_first and name in _PROMOTED else "%"
-        typed = before + rest + _HELP[name] if name in _HELP else f"{before}{head}{name} {rest}".rstrip()
+        typed = (
+            before + rest + _HELP[name]
+            if name in _HELP
+            else f"{before}{head}{name} {rest}".rstrip()
+        )
     elif method in ("system", "getoutput") and len(arguments) == 1:
         typed = f"{before}{'!' if before.strip() or method == 'system' else '!!'}{arguments[0]}"
     return [typed, *body]
@@ -310,7 +342,9 @@ class CellLineFinder:
         frame = found[-1 - self._below]
         self.filename = frame.f_code.co_filename
         # In the body of a cell magic that the cell consists of, the line of the body.
-        within = ((each, lines_above(each, self.filename)) for each in found[: len(found) - self._below])
+        within = (
+            (each, lines_above(each, self.filename)) for each in found[: len(found) - self._below]
+        )
         return next(each.f_lineno + above for each, above in within if above is not None)
 
     def _found(self, frame: FrameType | None) -> list[FrameType]:
@@ -338,7 +372,9 @@ class WatchedCode:
         text = lines_of(self.filename)
         _, first, last = _read(text, self.line)
         numbered = [(number, text[number - 1].rstrip()) for number in range(first, last + 1)]
-        indent = min((len(code) - len(code.lstrip()) for _, code in numbered if code.strip()), default=0)
+        indent = min(
+            (len(code) - len(code.lstrip()) for _, code in numbered if code.strip()), default=0
+        )
         return tuple((number, code[indent:]) for number, code in numbered)
 
     def names(self) -> tuple[str, ...]:

@@ -25,7 +25,14 @@ from gpumagic import _compat
 INDENT = "    "
 _HEADER = ":\n"
 _ONE_PARSES = threading.RLock()
-_SKIPPED = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT}
+_SKIPPED = {
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+    tokenize.COMMENT,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +109,17 @@ class CellText:
 
     def replace(self, node: ast.expr | ast.stmt, new: str) -> Change:
         """Return the change that puts other code in the place of an expression or a statement."""
-        return Change(node.lineno, self._column(node.lineno, node.col_offset), self.code(node), new, self.cell)
+        return Change(
+            node.lineno, self._column(node.lineno, node.col_offset), self.code(node), new, self.cell
+        )
 
     def append(self, node: ast.expr, new: str) -> Change:
         """Return the change that writes code right behind an expression."""
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
-        return Change(node.end_lineno, self._column(node.end_lineno, node.end_col_offset), "", new, self.cell)
+        return Change(
+            node.end_lineno, self._column(node.end_lineno, node.end_col_offset), "", new, self.cell
+        )
 
     def add_argument(self, call: ast.Call, argument: str) -> Change:
         """Return the change that gives a call one more keyword argument, the last."""
@@ -116,7 +127,9 @@ class CellText:
         if arguments:
             last = max(arguments, key=lambda each: (each.end_lineno or 0, each.end_col_offset or 0))
             behind = self.source[self._span(last)[1] : self._span(call)[1]]
-            if re.fullmatch(r"[\s,]*\)", behind):  # else a comment stands there, or a bracket around the argument
+            if re.fullmatch(
+                r"[\s,]*\)", behind
+            ):  # else a comment stands there, or a bracket around the argument
                 return self.append(last, f", {argument}")
         assert call.end_lineno is not None
         assert call.end_col_offset is not None
@@ -147,7 +160,9 @@ class CellText:
         starts = [*_line_starts(self.source), len(self.source)]
         return Change(first, 0, self.source[starts[first - 1] : starts[end]], "", self.cell)
 
-    def wrap(self, statements: Sequence[ast.stmt], header: str, removed: Sequence[ast.stmt] = ()) -> tuple[Change, ...]:
+    def wrap(
+        self, statements: Sequence[ast.stmt], header: str, removed: Sequence[ast.stmt] = ()
+    ) -> tuple[Change, ...]:
         """Return the changes that put whole statements of one block under a header such as ``with x:``.
 
         Those that other changes have `removed` are left as they are.
@@ -156,8 +171,12 @@ class CellText:
             return ()
         first, last = first_line(statements[0]), statements[-1].end_lineno or 0
         opening = Change(first, 0, "", f"{self._indent(first)}{header}\n", self.cell)
-        gone = {line for each in removed for line in range(first_line(each), (each.end_lineno or 0) + 1)}
-        starts = [line for line in self._logical_lines() if first <= line <= last and line not in gone]
+        gone = {
+            line for each in removed for line in range(first_line(each), (each.end_lineno or 0) + 1)
+        }
+        starts = [
+            line for line in self._logical_lines() if first <= line <= last and line not in gone
+        ]
         inner = [Change(line, len(self._indent(line)), "", INDENT, self.cell) for line in starts]
         return (opening, *inner)
 
@@ -165,7 +184,9 @@ class CellText:
         """Return whether a statement shares its lines with no other code."""
         line, end = first_line(statement), statement.end_lineno or 0
         lines = self.source.split("\n")
-        is_decorated = bool(getattr(statement, "decorator_list", None))  # then the `@` stands before its own code
+        is_decorated = bool(
+            getattr(statement, "decorator_list", None)
+        )  # then the `@` stands before its own code
         before = "" if is_decorated else lines[line - 1][: self._column(line, statement.col_offset)]
         after = lines[end - 1][self._column(end, statement.end_col_offset or 0) :].strip()
         continued = line > 1 and lines[line - 2].endswith("\\")
@@ -176,20 +197,28 @@ class CellText:
         listed = [change for change in changes if change.cell == self.cell]
         new = apply_changes(listed, self.source, self.cell).split("\n")
         old = self.source.split("\n")
-        same = next((i for i, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), 0)
+        same = next(
+            (i for i, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), 0
+        )
         rest = list(zip(reversed(old[same:]), reversed(new[same:]), strict=False))
         tail = next((i for i, pair in enumerate(rest) if pair[0] != pair[1]), len(rest))
         return textwrap.dedent("\n".join(new[same : len(new) - tail]))
 
     def block_of(self, statement: ast.stmt) -> list[ast.stmt]:
         """Return the statements of the block that a statement stands in."""
-        return next((block for block in blocks(self.tree) if any(each is statement for each in block)), [])
+        return next(
+            (block for block in blocks(self.tree) if any(each is statement for each in block)), []
+        )
 
     def statement_at(self, line: int | None) -> ast.stmt | None:
         """Return the innermost statement that a line belongs to."""
         found = None
         for node in self.nodes():
-            if isinstance(node, ast.stmt) and line is not None and node.lineno <= line <= (node.end_lineno or 0):
+            if (
+                isinstance(node, ast.stmt)
+                and line is not None
+                and node.lineno <= line <= (node.end_lineno or 0)
+            ):
                 found = node if found is None or node.lineno >= found.lineno else found
         return found
 
@@ -326,20 +355,36 @@ def failing_node(step: TracebackType, lines: Sequence[str] = ()) -> ast.expr | a
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)]
     if span is not None:
         for node in nodes:
-            if (node.lineno, node.end_lineno or 0, node.col_offset, node.end_col_offset or 0) == span:
+            if (
+                node.lineno,
+                node.end_lineno or 0,
+                node.col_offset,
+                node.end_col_offset or 0,
+            ) == span:
                 return node
     statements = (node for node in nodes if isinstance(node, ast.stmt))
-    around = [node for node in statements if node.lineno <= step.tb_lineno <= (node.end_lineno or node.lineno)]
+    around = [
+        node
+        for node in statements
+        if node.lineno <= step.tb_lineno <= (node.end_lineno or node.lineno)
+    ]
     if not around:
         return None
     statement: Any = max(around, key=lambda node: node.lineno)
     # The body of a compound statement are statements of their own: what it evaluates itself is its head.
-    heads = [getattr(statement, name, None) for name in ("test", "iter")] if hasattr(statement, "body") else []
+    heads = (
+        [getattr(statement, name, None) for name in ("test", "iter")]
+        if hasattr(statement, "body")
+        else []
+    )
     return next((head for head in heads if isinstance(head, ast.expr)), statement)
 
 
 def expression_at(
-    code: CodeType, instruction: int, source: Sequence[str] | None = None, likely: Collection[str] = ()
+    code: CodeType,
+    instruction: int,
+    source: Sequence[str] | None = None,
+    likely: Collection[str] = (),
 ) -> ast.expr | None:
     """Return the expression that an instruction was compiled from, by its own lines alone; None where none is known.
 
@@ -362,15 +407,23 @@ def expression_at(
         return None
 
 
-def _only_call(code: CodeType, instruction: int, lines: Sequence[str], likely: Collection[str]) -> ast.expr | None:
+def _only_call(
+    code: CodeType, instruction: int, lines: Sequence[str], likely: Collection[str]
+) -> ast.expr | None:
     line = next((line for start, end, line in code.co_lines() if start <= instruction < end), None)
     tree = parse_tree(lines[line - 1].strip()) if line is not None and line <= len(lines) else None
-    found = [] if tree is None else [each for each in ast.walk(tree) if isinstance(each, ast.Call | ast.Subscript)]
+    found = (
+        []
+        if tree is None
+        else [each for each in ast.walk(tree) if isinstance(each, ast.Call | ast.Subscript)]
+    )
     found = [each for each in found if called_name(each) in likely] or found
     return found[0] if len(found) == 1 else None
 
 
 def span_at(code: CodeType, instruction: int) -> Span | None:
     """Return the code that an instruction was compiled from; None where Python does not say, as before 3.11."""
-    position: Any = next(itertools.islice(_compat.instruction_positions(code), max(instruction, 0) // 2, None), None)
+    position: Any = next(
+        itertools.islice(_compat.instruction_positions(code), max(instruction, 0) // 2, None), None
+    )
     return None if instruction < 0 or position is None or None in position else position

@@ -7,7 +7,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Table, Tree, document_of
+from gpumagic.report.document import (
+    Block,
+    Cell,
+    Column,
+    Document,
+    Heading,
+    Paragraph,
+    Table,
+    Tree,
+    document_of,
+)
 from gpumagic.report.units import count, few, more, size
 from gpumagic.tensors.report import (
     CHANGES,
@@ -51,9 +61,13 @@ def _leaks(report: LeakReport) -> list[Block]:
     summary = f"No variable reaches {count(len(report.leaks), 'storage')}: {_shares(wholes)}"
     first, *others = _commands(report.leaks)
     held = Table.of(
-        fold(report.leaks), LEAK_COLUMNS, "Held tensors", limit=report.limit, rest=more_storages,
+        fold(report.leaks),
+        LEAK_COLUMNS,
+        "Held tensors",
+        limit=report.limit,
+        rest=more_storages,
         whole=lambda line: wholes[line.row.device],
-    )  # fmt: skip
+    )
     return [Heading(first.text), Paragraph(summary, muted=True), held, *others]
 
 
@@ -95,7 +109,9 @@ def _commands(rows: Sequence[TensorRow]) -> Iterator[Paragraph]:
     if rest := more(len(lines) - _SEVERAL, "line"):
         yield Paragraph(f"{rest} that free something: see .to_pandas()", muted=True)
     if others := [row for row in rows if row.frees is None]:
-        yield Paragraph(f"No single line frees {size(_sum(others))}, kept by {_holders(others)}", muted=True)
+        yield Paragraph(
+            f"No single line frees {size(_sum(others))}, kept by {_holders(others)}", muted=True
+        )
 
 
 def promises(rows: Sequence[TensorRow]) -> list[tuple[str, list[TensorRow]]]:
@@ -113,26 +129,37 @@ def promises(rows: Sequence[TensorRow]) -> list[tuple[str, list[TensorRow]]]:
     return [  # one that also releases outputs frees what less would
         (
             "; ".join(statements),
-            [row for part, (_, freed) in zip(parts, found, strict=True) if part <= own for row in freed],
+            [
+                row
+                for part, (_, freed) in zip(parts, found, strict=True)
+                if part <= own
+                for row in freed
+            ],
         )
         for own, (statements, _) in zip(parts, found, strict=True)
     ]
 
 
 def _holders(rows: Sequence[TensorRow]) -> str:
-    names = list(dict.fromkeys(graph_pattern(row.holder) or "C++ or what was not followed" for row in rows))
+    names = list(
+        dict.fromkeys(graph_pattern(row.holder) or "C++ or what was not followed" for row in rows)
+    )
     return few(names, _SEVERAL)
 
 
 def _release(report: FreedReport) -> Iterator[Block]:
     changed = [row for row in report.freed if row.freed or row.storages]
     if not report.released:
-        yield Heading("Nothing to free: no output, error or cycle keeps a tensor that no variable reaches")
+        yield Heading(
+            "Nothing to free: no output, error or cycle keeps a tensor that no variable reaches"
+        )
     else:
         yield Heading(f"Freed {_shares({row.device: row.freed for row in changed}) or 'nothing'}")
         yield Paragraph(f"Cleared: {', '.join(report.released)}")
     if changed:
-        yield Table.of(changed, FREED_COLUMNS, "Allocated before and after, by the allocator's own figures")
+        yield Table.of(
+            changed, FREED_COLUMNS, "Allocated before and after, by the allocator's own figures"
+        )
     if report.left.leaks:
         yield Paragraph(f"Still held: {_shares(_sums(report.left.leaks))}")
         yield from _commands(report.left.leaks)
@@ -154,7 +181,9 @@ _MAX_PATHS = 8
 def view_why(report: WhyReport) -> Document:
     """Return the document of one tensor's holders: what frees it, what it is, and a tree for each of them."""
     row, lines = report.tensor, report.lines()
-    answer = f"Kept by {count(len(report.ways), 'holder')}" if report.ways else "No holder was found"
+    answer = (
+        f"Kept by {count(len(report.ways), 'holder')}" if report.ways else "No holder was found"
+    )
     if lines:
         frees_more = report.frees is not None and report.frees != row.nbytes
         total = f" ({size(report.frees)} with all that goes with it)" if frees_more else ""
@@ -166,7 +195,9 @@ def view_why(report: WhyReport) -> Document:
     if rest := more(len(report.ways) - _MAX_PATHS, "holder"):
         blocks.append(Paragraph(rest, muted=True))
     if others := dict.fromkeys(way.root for way in report.ways if way.command is None):
-        blocks.append(Paragraph(f"{'It also' if lines else 'It'} has to go from {', '.join(others)}"))
+        blocks.append(
+            Paragraph(f"{'It also' if lines else 'It'} has to go from {', '.join(others)}")
+        )
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
 
@@ -189,10 +220,20 @@ def _by_variable(report: DiffReport) -> str:
     if not sums:
         return ""
     first, nbytes = next(iter(sums.items()))
-    in_graphs = sum(row.nbytes or 0 for row in report if (row.holder or "").startswith(f"{IN_GRAPH}{first}["))
-    advice = f": {size(in_graphs)} of it in autograd graphs; collect loss.item() or .detach()" if in_graphs > 0 else ""
+    in_graphs = sum(
+        row.nbytes or 0 for row in report if (row.holder or "").startswith(f"{IN_GRAPH}{first}[")
+    )
+    advice = (
+        f": {size(in_graphs)} of it in autograd graphs; collect loss.item() or .detach()"
+        if in_graphs > 0
+        else ""
+    )
     others = few([f"{name} {_signed(each)}" for name, each in sums.items() if name != first], 2)
-    return f"{first} {_signed(nbytes)}{advice}" if advice or not others else f"{first} {_signed(nbytes)}, {others}"
+    return (
+        f"{first} {_signed(nbytes)}{advice}"
+        if advice or not others
+        else f"{first} {_signed(nbytes)}, {others}"
+    )
 
 
 def _counted(report: DiffReport) -> str:
@@ -206,12 +247,18 @@ def _counted(report: DiffReport) -> str:
 def _changes(report: DiffReport) -> Iterator[Block]:
     lines = fold(report.changes)
     yield Table.of(
-        lines, CHANGE_COLUMNS, "The largest changes", limit=report.limit, whole=max(map(_weight, lines), default=0),
+        lines,
+        CHANGE_COLUMNS,
+        "The largest changes",
+        limit=report.limit,
+        whole=max(map(_weight, lines), default=0),
         rest=lambda left: f"and {count(len(left), 'smaller change')}" if left else "",
-    )  # fmt: skip
+    )
     for line in lines[: report.limit]:
         if line.row.change == "unnamed":
-            yield Paragraph(f"{line.name}: kept by {line.row.holder or 'no variable'} now", muted=True)
+            yield Paragraph(
+                f"{line.name}: kept by {line.row.holder or 'no variable'} now", muted=True
+            )
 
 
 def _changed(line: Line[DiffRow]) -> str:
@@ -230,9 +277,16 @@ def _signed(nbytes: int | None) -> str:
 
 CHANGE_COLUMNS: tuple[Column[Line[Any]], ...] = (
     Column("Change", lambda line: line.row.change),
-    Column("Name", lambda line: Cell(line.text, muted=line.row.name is None), shrinks=True, cut="never"),
+    Column(
+        "Name", lambda line: Cell(line.text, muted=line.row.name is None), shrinks=True, cut="never"
+    ),
     *storage_columns(
-        Column("Size", _changed, "right", bar=lambda line: -_weight(line) if line.nbytes < 0 else _weight(line))
+        Column(
+            "Size",
+            _changed,
+            "right",
+            bar=lambda line: -_weight(line) if line.nbytes < 0 else _weight(line),
+        )
     ),
 )
 CHANGED_DEVICES: tuple[Column[DeviceChange], ...] = (
@@ -240,5 +294,10 @@ CHANGED_DEVICES: tuple[Column[DeviceChange], ...] = (
     Column("New", lambda row: _signed(row.new), "right"),
     Column("Freed", lambda row: _signed(-row.freed), "right"),
     Column("Net", lambda row: _signed(row.net), "right"),
-    Column("Allocator", lambda row: _signed(row.allocated), "right", when=lambda row: row.allocated is not None),
+    Column(
+        "Allocator",
+        lambda row: _signed(row.allocated),
+        "right",
+        when=lambda row: row.allocated is not None,
+    ),
 )

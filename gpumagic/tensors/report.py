@@ -122,24 +122,40 @@ class TensorReport(Report[TensorRow]):
             GpuMagicError: it is a report of another process.
         """
         if earlier.process and self.process and earlier.process != self.process:
-            raise GpuMagicError("the earlier report is of another process: only reports of one kernel can be compared")
+            raise GpuMagicError(
+                "the earlier report is of another process: only reports of one kernel can be compared"
+            )
         found = [
-            row for row in _changes(earlier, self) if is_on(row.device, earlier.only) and is_on(row.device, self.only)
+            row
+            for row in _changes(earlier, self)
+            if is_on(row.device, earlier.only) and is_on(row.device, self.only)
         ]
         found.sort(
-            key=lambda row: (-abs(row.nbytes or 0), -(row.size or 0), row.name is None, row.name or "", row.device)
+            key=lambda row: (
+                -abs(row.nbytes or 0),
+                -(row.size or 0),
+                row.name is None,
+                row.name or "",
+                row.device,
+            )
         )
-        return DiffReport(tuple(found), tuple(_device_changes(found, earlier, self)), called, self.limit)
+        return DiffReport(
+            tuple(found), tuple(_device_changes(found, earlier, self)), called, self.limit
+        )
 
     def leaks(self) -> LeakReport:
         """Return what no variable reaches, with what keeps each tensor and the line that frees it."""
-        leaks = (row for row in self.tensors if not row.is_reached() and row.nbytes != 0)  # nothing is lost by those
+        leaks = (
+            row for row in self.tensors if not row.is_reached() and row.nbytes != 0
+        )  # nothing is lost by those
         return LeakReport(tuple(leaks), self.limit, self.notes)
 
     def narrowed(self, only: Sequence[str]) -> TensorReport:
         """Return the report of some devices: ``"cuda:1"``, or ``"cuda"`` for all of a backend; empty for all."""
         tensors = [row for row in self.tensors if is_on(row.device, only)]
-        tensors.sort(key=lambda row: (-(row.nbytes or 0), row.name is None, row.name or "", row.device))
+        tensors.sort(
+            key=lambda row: (-(row.nbytes or 0), row.name is None, row.name or "", row.device)
+        )
         by_device = tuple(row for row in self.by_device if is_on(row.device, only))
         return replace(self, tensors=tuple(tensors), by_device=by_device, only=tuple(only))
 
@@ -227,8 +243,15 @@ class DiffReport(Report[DiffRow]):
         for row in self.changes:
             name, holder = row.name or row.variable, row.holder or "(no name)"
             is_named = name is not None or holder.startswith(IN_GRAPH)
-            sums[root_of(name or holder.removeprefix(IN_GRAPH)) if is_named else holder] += row.nbytes or 0
-        return dict(sorted(((name, nbytes) for name, nbytes in sums.items() if nbytes), key=lambda item: -abs(item[1])))
+            sums[root_of(name or holder.removeprefix(IN_GRAPH)) if is_named else holder] += (
+                row.nbytes or 0
+            )
+        return dict(
+            sorted(
+                ((name, nbytes) for name, nbytes in sums.items() if nbytes),
+                key=lambda item: -abs(item[1]),
+            )
+        )
 
 
 def _changes(earlier: TensorReport, later: TensorReport) -> Iterator[DiffRow]:
@@ -249,12 +272,24 @@ def _changes(earlier: TensorReport, later: TensorReport) -> Iterator[DiffRow]:
 
 def _diff_row(change: str, row: TensorRow, nbytes: int | None, name: str | None = None) -> DiffRow:
     return DiffRow(
-        change, row.device, nbytes, row.shape, row.dtype, row.kind, row.name or name, row.holder,
-        row.nbytes, row.views, row.numbers, row.variable,
-    )  # fmt: skip
+        change,
+        row.device,
+        nbytes,
+        row.shape,
+        row.dtype,
+        row.kind,
+        row.name or name,
+        row.holder,
+        row.nbytes,
+        row.views,
+        row.numbers,
+        row.variable,
+    )
 
 
-def _device_changes(rows: Sequence[DiffRow], earlier: TensorReport, later: TensorReport) -> Iterator[DeviceChange]:
+def _device_changes(
+    rows: Sequence[DiffRow], earlier: TensorReport, later: TensorReport
+) -> Iterator[DeviceChange]:
     before = {row.device: row.allocated for row in earlier.by_device}
     now = {row.device: row.allocated for row in later.by_device}
     for device in [*now, *(each for each in before if each not in now)]:
@@ -345,5 +380,10 @@ class WhyReport(Report[WayRow]):
     def lines(self) -> tuple[str, ...]:
         """Return what to run so that the tensor is freed: the commands that are Python's in one line, then magics."""
         commands = list(dict.fromkeys(way.command for way in self.ways if way.command is not None))
-        code = [each for each in commands if not each.startswith("%")] + ([COLLECT] if self.collects else [])
-        return (*(["; ".join(code)] if code else []), *(each for each in commands if each.startswith("%")))
+        code = [each for each in commands if not each.startswith("%")] + (
+            [COLLECT] if self.collects else []
+        )
+        return (
+            *(["; ".join(code)] if code else []),
+            *(each for each in commands if each.startswith("%")),
+        )

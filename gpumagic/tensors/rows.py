@@ -58,7 +58,12 @@ class RowBuilder:
         graph_of: Mapping[int, frozenset[Storage]],
         objects: Mapping[int, object],
     ) -> None:
-        self.names, self.kinds, self.gradient_of, self.graph_of = names, kinds, gradient_of, graph_of
+        self.names, self.kinds, self.gradient_of, self.graph_of = (
+            names,
+            kinds,
+            gradient_of,
+            graph_of,
+        )
         self._detaching = DetachCommands(names, objects)
         self._occupied = OccupiedBytes()
         self._any_is_special = bool(kinds or gradient_of)
@@ -78,10 +83,14 @@ class RowBuilder:
         for block in self.blocks:
             if not block.names:
                 tensors = block.tensors()
-                tensors += [owner for each in block.storages for owner in self.gradient_of.get(each, ())]
+                tensors += [
+                    owner for each in block.storages for owner in self.gradient_of.get(each, ())
+                ]
                 found = [held[tensor] for tensor in tensors if tensor in held]
                 # A storage is freed when all that view it are.
-                block.held = min(found, key=lambda each: (each.releasable, each.variable is None), default=None)
+                block.held = min(
+                    found, key=lambda each: (each.releasable, each.variable is None), default=None
+                )
                 if block.held is not None:
                     self._held.update((tensor, block.held) for tensor in block.tensors())
 
@@ -104,7 +113,9 @@ class RowBuilder:
                     named.append(view)
             found += through
         if found:
-            names_of_all = found if len(found) == 1 else bounded(list(dict.fromkeys(found)), root_of)
+            names_of_all = (
+                found if len(found) == 1 else bounded(list(dict.fromkeys(found)), root_of)
+            )
             block.names, block.named = tuple(names_of_all), named
         return block
 
@@ -123,19 +134,40 @@ class RowBuilder:
             if (key := tuple(outer)) not in self._keepers:
                 self._keepers[key] = self._keeper(outer)
             held, frees = self._keepers[key]
-        elif block.roots and held is not None and (held.releasable or held.label.startswith(SCRIPTS)):
+        elif (
+            block.roots and held is not None and (held.releasable or held.label.startswith(SCRIPTS))
+        ):
             held, frees = self._kept_by_both(held, self._outer(block.roots))
-        may_be_special = self._any_is_special or count > 1 or first.is_parameter or first.from_graph or block.roots
+        may_be_special = (
+            self._any_is_special
+            or count > 1
+            or first.is_parameter
+            or first.from_graph
+            or block.roots
+        )
         label, place, releasable, variable = held or (None, None, False, None)
         # Positional, as names take as long again.
         return TensorRow(
-            first.device, block.nbytes, shown.shape, shown.dtype, self._kind(block) if may_be_special else "plain",
-            names[0] if names else None, names, label, place, releasable, in_graph, frees, count - 1,
+            first.device,
+            block.nbytes,
+            shown.shape,
+            shown.dtype,
+            self._kind(block) if may_be_special else "plain",
+            names[0] if names else None,
+            names,
+            label,
+            place,
+            releasable,
+            in_graph,
+            frees,
+            count - 1,
             first.requires_grad if is_one else any(storage.requires_grad for storage in storages),
-            self._graph_nbytes(block) if self.graph_of and not in_graph else None, viewed,
+            self._graph_nbytes(block) if self.graph_of and not in_graph else None,
+            viewed,
             note or _small_view(viewed, first.nbytes),
-            (first.number,) if is_one else tuple([storage.number for storage in storages]), variable,
-        )  # fmt: skip
+            (first.number,) if is_one else tuple([storage.number for storage in storages]),
+            variable,
+        )
 
     def _kind(self, block: _Block) -> str:
         kinds, gradient_of = self.kinds, self.gradient_of
@@ -170,7 +202,9 @@ class RowBuilder:
         if not named and not others:
             return Held(GRAPH, GRAPH, releasable=False), None
         label = f"{IN_GRAPH}{named[0] if named else others[0].place}"
-        also = [each.label for each in others if each.releasable]  # what the user can do something about
+        also = [
+            each.label for each in others if each.releasable
+        ]  # what the user can do something about
         if named and also:
             label += f" and {also[0]}"
         is_releasable = not named and all(each.releasable for each in others)
@@ -183,7 +217,9 @@ class RowBuilder:
 
     def _kept_by_both(self, held: Held, outer: Sequence[int]) -> tuple[Held, str | None]:
         """Return the holder of a block that an output or an error keeps, and graphs too; and the lines that free it."""
-        lasting = [root for root in outer if root not in self._held or not self._held[root].releasable]
+        lasting = [
+            root for root in outer if root not in self._held or not self._held[root].releasable
+        ]
         if not lasting:
             return held, None
         graphs, line = self._keeper(lasting)
@@ -226,7 +262,11 @@ def occupied(block: Sequence[Storage], bytes_: OccupiedBytes) -> int | None:
     """Return the bytes that a block takes from its allocator."""
     if len(block) == 1:
         (storage,) = block
-        return None if storage.nbytes is None else bytes_.of(storage.device, storage.address, storage.nbytes)
+        return (
+            None
+            if storage.nbytes is None
+            else bytes_.of(storage.device, storage.address, storage.nbytes)
+        )
     spans = []
     for storage in block:
         if storage.nbytes is None:
@@ -243,7 +283,9 @@ def viewed_nbytes(block: Sequence[Storage], views: Sequence[View]) -> int | None
         return None
     if len(views) == 1:
         return views[0].nbytes
-    return min(_union([(view.start, view.end) for view in views]), sum(view.nbytes for view in views))
+    return min(
+        _union([(view.start, view.end) for view in views]), sum(view.nbytes for view in views)
+    )
 
 
 def _union(spans: Sequence[tuple[int, int]]) -> int:
@@ -317,7 +359,9 @@ class DetachCommands:
             return None
         statements = {self._statement(path): None for each in paths for path in each}
         found = [each for each in statements if each is not None]
-        return "; ".join(found) if len(found) == len(statements) <= _MAX_STATEMENTS and found else None
+        return (
+            "; ".join(found) if len(found) == len(statements) <= _MAX_STATEMENTS and found else None
+        )
 
     def _statement(self, path: Path) -> str | None:
         if path.style == "[" and path.parent is not None and path.parent.kind is list:
@@ -333,10 +377,14 @@ class DetachCommands:
         if path.target not in self._lists:
             name, items = self._names.code(path), self._objects.get(path.target)
             is_of_tensors = (
-                type(items) is list and len(items) > 1 and all(type(each) in self._tensors for each in items)
+                type(items) is list
+                and len(items) > 1
+                and all(type(each) in self._tensors for each in items)
             )
             has_line = name is not None and is_of_tensors
-            self._lists[path.target] = f"{name}[:] = [each.detach() for each in {name}]" if has_line else None
+            self._lists[path.target] = (
+                f"{name}[:] = [each.detach() for each in {name}]" if has_line else None
+            )
         return self._lists[path.target]
 
 

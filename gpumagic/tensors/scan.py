@@ -18,7 +18,15 @@ from gpumagic.heap import calls, cycles, graph, holders, storages
 from gpumagic.heap.branches import Names, stored_attribute
 from gpumagic.heap.graph import HeapGraph
 from gpumagic.heap.holders import Held
-from gpumagic.heap.kinds import Graphs, kinds_of, leaves, node_types, non_leaves, peek_gradients, subclasses
+from gpumagic.heap.kinds import (
+    Graphs,
+    kinds_of,
+    leaves,
+    node_types,
+    non_leaves,
+    peek_gradients,
+    subclasses,
+)
 from gpumagic.heap.storages import Storage, StorageTable, gc_disabled, undisturbed
 from gpumagic.memory import allocator, segments
 from gpumagic.memory import devices as memory_devices
@@ -57,7 +65,9 @@ def scan(
     """
     if "torch" not in sys.modules:
         notes: tuple[str, ...] = ("torch is not imported: no tensors",)
-        return TensorReport((), limit=limit, group_by=group_by, notes=notes, origin=base.current_origin())
+        return TensorReport(
+            (), limit=limit, group_by=group_by, notes=notes, origin=base.current_origin()
+        )
     with gc_disabled():
         namespace = vars(sys.modules["__main__"]) if namespace is None else namespace
         found = TensorScan(namespace, shell)
@@ -65,18 +75,27 @@ def scan(
             with undisturbed():
                 rows = found.run()
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # or it would keep every tensor of the process
+            traceback.clear_frames(
+                error.__traceback__
+            )  # or it would keep every tensor of the process
             raise
         finally:
             found.release()
         rows = name_keepers(rows, namespace, shell, 0 if thorough else LARGE)
-        rows = [row if row.is_reached() else row._replace(frees=release_command(row)) for row in rows]
+        rows = [
+            row if row.is_reached() else row._replace(frees=release_command(row)) for row in rows
+        ]
         summary = memory_by_device(rows)
         notes = (*found.notes, *_memory_notes(rows, summary))
         report = TensorReport(
-            tuple(rows), summary, limit, group_by, notes,
-            process=storages.PROCESS, origin=base.current_origin(),
-        )  # fmt: skip
+            tuple(rows),
+            summary,
+            limit,
+            group_by,
+            notes,
+            process=storages.PROCESS,
+            origin=base.current_origin(),
+        )
         return report.narrowed(devices)
 
 
@@ -111,7 +130,10 @@ def name_keepers(
     found: dict[int, str] = {}
     session = list(holders.objects_of_the_session(namespace, shell))
     for _ in range(1 if least else ROUNDS):
-        followed = {row.numbers[0] for row in [each for each in starts if each.numbers[0] not in found][:LARGEST]}
+        followed = {
+            row.numbers[0]
+            for row in [each for each in starts if each.numbers[0] not in found][:LARGEST]
+        }
         if not followed:
             break
         starts = [row for row in starts if row.numbers[0] not in followed]
@@ -137,7 +159,9 @@ class TensorScan:
         names: of the tensors.
     """
 
-    def __init__(self, namespace: Mapping[str, object], shell: object | None, *, every_holder: bool = False) -> None:
+    def __init__(
+        self, namespace: Mapping[str, object], shell: object | None, *, every_holder: bool = False
+    ) -> None:
         self._namespace, self._shell, self._is_for_all = namespace, shell, every_holder
         steps = graph.MAX_STEPS_OF_ALL if every_holder else graph.MAX_STEPS
         self.graph = HeapGraph(holders.excluded_objects(namespace, shell), steps)
@@ -160,16 +184,27 @@ class TensorScan:
         saved_for = self._walk_graphs()
         saved = self._saved
         self._table.add_all(
-            [each for each in self._tensors if not saved or id(each) not in saved or names.of(id(each))]
+            [
+                each
+                for each in self._tensors
+                if not saved or id(each) not in saved or names.of(id(each))
+            ]
         )
         gradient_of = self._find_gradients()
         for each in saved.values():
             if not self._table.find(each)[0].views:
                 self._table.add(each)
-        gradients = grouped((leaf, storage) for storage, owners in gradient_of.items() for leaf in owners)
-        graph_of = {root: frozenset(self._storages(tensors, gradients)) for root, tensors in saved_for.items()}
+        gradients = grouped(
+            (leaf, storage) for storage, owners in gradient_of.items() for leaf in owners
+        )
+        graph_of = {
+            root: frozenset(self._storages(tensors, gradients))
+            for root, tensors in saved_for.items()
+        }
         kinds, groups = kinds_of(self._owners), group_by_memory(self._table)
-        rows = self._rows = RowBuilder(groups, names, kinds, gradient_of, graph_of, self.graph.objects)
+        rows = self._rows = RowBuilder(
+            groups, names, kinds, gradient_of, graph_of, self.graph.objects
+        )
         if self._is_for_all or not all(block.names for block in rows.blocks):
             if self.graph.gave_up:
                 self.notes.append(
@@ -198,9 +233,15 @@ class TensorScan:
     def references_to(self, value: object) -> int:
         """Return how many references to an object this has, with those of optimizers' states to their parameters."""
         by_id = (self.graph.objects, self.graph.tensors, self.graph.nodes, self._nodes, self._saved)
-        states = (keys for each in self._owners if type(keys := stored_attribute(each, "state")) is defaultdict)
+        states = (
+            keys
+            for each in self._owners
+            if type(keys := stored_attribute(each, "state")) is defaultdict
+        )
         listed = (self.graph.owners, self._owners, self._tensors, self._suspended, *states)
-        return sum(id(value) in each for each in by_id) + sum(each is value for parts in listed for each in parts)
+        return sum(id(value) in each for each in by_id) + sum(
+            each is value for parts in listed for each in parts
+        )
 
     def over(self, numbers: Collection[int]) -> list[int]:
         """Return the `id`s of the tensors over storages with these numbers."""
@@ -216,10 +257,14 @@ class TensorScan:
         """Return the numbers of the storages that tensors keep: their own, of their gradients, of their graphs."""
         graph_of = self._rows.graph_of
         found = {each.number for tensor in tensors for each in graph_of.get(tensor, ())}
-        views = ((each, tensor) for each in self._table.storages.values() for tensor, _ in each.views)
+        views = (
+            (each, tensor) for each in self._table.storages.values() for tensor, _ in each.views
+        )
         found.update(each.number for each, tensor in views if tensor in tensors)
         gradients = self._rows.gradient_of.items()
-        return found | {each.number for each, owners in gradients if any(owner in tensors for owner in owners)}
+        return found | {
+            each.number for each, owners in gradients if any(owner in tensors for owner in owners)
+        }
 
     def _find(self) -> None:
         import torch
@@ -239,7 +284,9 @@ class TensorScan:
             elif type(each) not in tensor_types:
                 self._owners.append(each)
         if frozen := _frozen():
-            self.notes.append(f"gc.freeze() hides {frozen:,} objects; of theirs only tensors with a name are listed")
+            self.notes.append(
+                f"gc.freeze() hides {frozen:,} objects; of theirs only tensors with a name are listed"
+            )
 
     def _named(self) -> Names:
         variables = holders.variables(self._namespace, self._shell)
@@ -263,13 +310,19 @@ class TensorScan:
         if self._graphs.gave_up:
             self.notes.append("autograd graphs were only looked at in part: they are large")
         if not self._graphs.are_readable:
-            self.notes.append("this torch does not show what autograd graphs keep without unpacking it")
+            self.notes.append(
+                "this torch does not show what autograd graphs keep without unpacking it"
+            )
         if self._graphs.hiding:
             hiding = ", ".join(sorted(self._graphs.hiding))
-            self.notes.append(f"graphs keep at least what is said: {hiding} does not show what it saved")
+            self.notes.append(
+                f"graphs keep at least what is said: {hiding} does not show what it saved"
+            )
         return found
 
-    def _storages(self, tensors: Iterable[Any], gradients: Mapping[int, list[Storage]]) -> Iterator[Storage]:
+    def _storages(
+        self, tensors: Iterable[Any], gradients: Mapping[int, list[Storage]]
+    ) -> Iterator[Storage]:
         for each in tensors:
             storage, parts = self._table.find(each)
             yield from parts or [storage]
@@ -277,10 +330,14 @@ class TensorScan:
 
     def _find_gradients(self) -> dict[Storage, list[int]]:
         """Return the leaves whose gradients a storage has, by their `id`: adjoint methods make them views of one."""
-        with_gradient = leaves({id(each): each for each in (*self._tensors, *self._saved.values())}.values())
+        with_gradient = leaves(
+            {id(each): each for each in (*self._tensors, *self._saved.values())}.values()
+        )
         found = peek_gradients(with_gradient)
         if found is None:
-            self.notes.append("this torch does not show gradients that Python has not read; they are not listed")
+            self.notes.append(
+                "this torch does not show gradients that Python has not read; they are not listed"
+            )
         owners: dict[Storage, list[int]] = {}
         for position, alias in found or ():
             storage, _ = self._table.find(alias)
@@ -292,7 +349,10 @@ class TensorScan:
     def _holders(self) -> dict[int, holders.Held]:
         # One that variables reach is no holder of its own.
         suspended = [each for each in self._suspended if id(each) not in self.graph.objects]
-        others = [(f"suspended {calls.call_label(calls.read_attribute(each, 'code'))}", each) for each in suspended]
+        others = [
+            (f"suspended {calls.call_label(calls.read_attribute(each, 'code'))}", each)
+            for each in suspended
+        ]
         found = holders.unnamed_holders(self.graph, self._namespace, self._shell, others)
         for key in (*map(id, self._tensors), *self._nodes):
             # What variables reach and no expression does.
@@ -311,7 +371,11 @@ def memory_by_device(rows: Iterable[TensorRow]) -> tuple[DeviceMemoryRow, ...]:
     kept = segments.workspace_bytes()
     # Of other devices no driver reports what other processes hold; to ask takes about a ms.
     is_cuda = any(device.startswith("cuda") for device in figures)
-    driver = memory_devices.driver_figures({Device.parse(each).backend for each in figures}) if is_cuda else {}
+    driver = (
+        memory_devices.driver_figures({Device.parse(each).backend for each in figures})
+        if is_cuda
+        else {}
+    )
     others = {device: each.other_processes for device, each in driver.items()}
     found: list[DeviceMemoryRow] = []
     for device in sorted(placed, key=lambda each: (each not in figures, each)):
@@ -324,9 +388,13 @@ def memory_by_device(rows: Iterable[TensorRow]) -> tuple[DeviceMemoryRow, ...]:
         if (figure := figures.get(device)) is not None:
             workspaces, allocated = kept.get(device, 0), figure.allocated
             own = replace(
-                own, workspaces=workspaces, unexplained=allocated - own.in_rows - workspaces, allocated=allocated,
-                cached=figure.reserved - allocated, other_processes=others.get(device),
-            )  # fmt: skip
+                own,
+                workspaces=workspaces,
+                unexplained=allocated - own.in_rows - workspaces,
+                allocated=allocated,
+                cached=figure.reserved - allocated,
+                other_processes=others.get(device),
+            )
         found.append(own)
     return tuple(found)
 

@@ -16,7 +16,17 @@ from gpumagic.memory.devices import BUILTIN_DEVICES
 from gpumagic.memory.ledger import PART_OF_KIND
 from gpumagic.memory.segments import CLEAR_WORKSPACES
 from gpumagic.report.base import grouped
-from gpumagic.report.document import Block, Cell, Column, Document, Heading, Paragraph, Segment, Table, document_of
+from gpumagic.report.document import (
+    Block,
+    Cell,
+    Column,
+    Document,
+    Heading,
+    Paragraph,
+    Segment,
+    Table,
+    document_of,
+)
 from gpumagic.report.units import LARGE, count, few, shape, size
 from gpumagic.tensors.report import (
     IN_GRAPH,
@@ -37,13 +47,24 @@ _FEW_ROWS = 3
 def view_tensors(report: TensorReport) -> Document:
     """Return the document of a tensor report."""
     first, amount = _headline(report), _amount(report)
-    blocks: list[Block] = [Heading(first), *([] if first == amount else [Paragraph(amount, muted=True)])]
+    blocks: list[Block] = [
+        Heading(first),
+        *([] if first == amount else [Paragraph(amount, muted=True)]),
+    ]
     if report.tensors:
-        blocks += _largest(report) if report.group_by is None else [_totals(report, report.group_by)]
-    devices = [row for row in report.by_device if row.tensors or row.allocated or row.cached or row.other_processes]
+        blocks += (
+            _largest(report) if report.group_by is None else [_totals(report, report.group_by)]
+        )
+    devices = [
+        row
+        for row in report.by_device
+        if row.tensors or row.allocated or row.cached or row.other_processes
+    ]
     if devices:
         blocks.append(Table.of(devices, DEVICE_COLUMNS, "Each device"))
-    if kept := ", ".join(f"{size(row.workspaces)} on {row.device}" for row in report.by_device if row.workspaces):
+    if kept := ", ".join(
+        f"{size(row.workspaces)} on {row.device}" for row in report.by_device if row.workspaces
+    ):
         blocks.append(Paragraph(f"Workspaces are cuBLAS's, {kept}: {CLEAR_WORKSPACES} frees them"))
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
@@ -80,29 +101,43 @@ def _amount(report: TensorReport) -> str:
         return f"No live tensors on {', '.join(report.only)}" if report.only else "No live tensors"
     storages = sum(row.storages for row in report.by_device)
     largest = max(row.in_rows for row in report.by_device)
-    told = [row for row in report.by_device if row.tensors and (row.in_rows >= LARGE or largest < LARGE)]
+    told = [
+        row for row in report.by_device if row.tensors and (row.in_rows >= LARGE or largest < LARGE)
+    ]
     # How much more the allocator keeps for later, if that is worth a word.
     caches = {
-        row.device: f" and {size(row.cached)} of cache" for row in told
+        row.device: f" and {size(row.cached)} of cache"
+        for row in told
         if (row.cached or 0) >= max(LARGE, LARGE_SHARE * (row.allocated or 0))
-    }  # fmt: skip
-    shares = ", ".join(f"{row.device} {size(row.in_rows)}{caches.get(row.device, '')}" for row in told)
+    }
+    shares = ", ".join(
+        f"{row.device} {size(row.in_rows)}{caches.get(row.device, '')}" for row in told
+    )
     return f"{count(tensors, 'tensor')} in {count(storages, 'storage')}: {shares}"
 
 
 def _largest(report: TensorReport) -> Iterator[Block]:
     wholes = {row.device: row.in_rows for row in report.by_device}
-    lines, limit = fold([row for row in report.tensors if row.is_reached() or row.nbytes != 0]), report.limit
+    lines, limit = (
+        fold([row for row in report.tensors if row.is_reached() or row.nbytes != 0]),
+        report.limit,
+    )
     small = {id(line) for line in lines if line.nbytes < _SMALL * wholes.get(line.row.device, 0)}
     if len(lines) <= _FEW_LINES or limit is None or limit > SHOWN or len(small) > len(lines) - 3:
         small = set()
     lines.sort(key=lambda line: (id(line) in small, line.row.device in BUILTIN_DEVICES))
     limit = min(limit, len(lines) - len(small)) if small and limit is not None else limit
     yield Table.of(
-        lines, NAMED_COLUMNS, "The largest storages", limit=limit, rest=more_storages,
+        lines,
+        NAMED_COLUMNS,
+        "The largest storages",
+        limit=limit,
+        rest=more_storages,
         whole=lambda line: wholes.get(line.row.device, 0),
-    )  # fmt: skip
-    about = grouped((line.row.note, line.text) for line in lines[:limit] if line.row.note is not None)
+    )
+    about = grouped(
+        (line.row.note, line.text) for line in lines[:limit] if line.row.note is not None
+    )
     for note, names in about.items():
         yield Paragraph(f"{few(list(dict.fromkeys(names)), 3)}: {note}", muted=True)
 
@@ -110,7 +145,9 @@ def _largest(report: TensorReport) -> Iterator[Block]:
 GROUP_KEYS: dict[str, Callable[[TensorRow], str]] = {
     "dtype": lambda row: row.dtype,
     "kind": lambda row: row.kind,
-    "holder": lambda row: root_of(row.name) if row.name is not None else row.variable or holder_text(row.holder),
+    "holder": lambda row: (
+        root_of(row.name) if row.name is not None else row.variable or holder_text(row.holder)
+    ),
 }
 
 
@@ -126,9 +163,13 @@ def _totals(report: TensorReport, by: str) -> Table:
         Column("Storages", lambda line: f"{len(line.members):,}", "right"),
     )
     return Table.of(
-        sorted(lines.values(), key=lambda line: (-line.nbytes, line.name)), columns, f"Live tensors by {by}",
-        limit=report.limit, whole=sum(line.nbytes for line in lines.values()), rest=more_storages,
-    )  # fmt: skip
+        sorted(lines.values(), key=lambda line: (-line.nbytes, line.name)),
+        columns,
+        f"Live tensors by {by}",
+        limit=report.limit,
+        whole=sum(line.nbytes for line in lines.values()),
+        rest=more_storages,
+    )
 
 
 def _allocated(row: DeviceMemoryRow) -> Cell:
@@ -137,7 +178,11 @@ def _allocated(row: DeviceMemoryRow) -> Cell:
     rest = (row.graph or 0) + (row.workspaces or 0) + (row.unexplained or 0)
     if not reserved:
         return Cell(size(row.allocated))
-    bar = Segment(row.named / reserved), Segment(row.held / reserved, "second"), Segment(rest / reserved, "other")
+    bar = (
+        Segment(row.named / reserved),
+        Segment(row.held / reserved, "second"),
+        Segment(rest / reserved, "other"),
+    )
     return Cell(size(row.allocated), bar)
 
 
@@ -148,12 +193,29 @@ DEVICE_COLUMNS: tuple[Column[DeviceMemoryRow], ...] = (
     Column("Named", lambda row: size(row.named), "right"),
     Column("No variable", lambda row: size(row.held), "right"),
     Column("In graphs", lambda row: size(row.graph), "right", when=lambda row: row.graph),
-    Column("Workspaces", lambda row: size(row.workspaces), "right", when=lambda row: row.workspaces),
-    Column("Unattributed", lambda row: size(row.unexplained), "right", when=lambda row: row.allocated is not None),
-    Column("Allocated", _allocated, "right", when=lambda row: row.allocated is not None),
-    Column("Cached", lambda row: size(row.cached), "right", 1, when=lambda row: row.allocated is not None),
     Column(
-        "Others", lambda row: size(row.other_processes), "right", 1, when=lambda row: row.other_processes is not None
+        "Workspaces", lambda row: size(row.workspaces), "right", when=lambda row: row.workspaces
+    ),
+    Column(
+        "Unattributed",
+        lambda row: size(row.unexplained),
+        "right",
+        when=lambda row: row.allocated is not None,
+    ),
+    Column("Allocated", _allocated, "right", when=lambda row: row.allocated is not None),
+    Column(
+        "Cached",
+        lambda row: size(row.cached),
+        "right",
+        1,
+        when=lambda row: row.allocated is not None,
+    ),
+    Column(
+        "Others",
+        lambda row: size(row.other_processes),
+        "right",
+        1,
+        when=lambda row: row.other_processes is not None,
     ),
 )
 """A narrow terminal drops those of the highest number first: the rest is the sum that has to add up."""
@@ -187,7 +249,9 @@ def fold(rows: Sequence[Row]) -> list[Line[Row]]:
     alike = Counter(keys)
     lines: dict[object, Line[Row]] = {}
     for position, (key, row) in enumerate(zip(keys, rows, strict=True)):
-        name = holder_text(graph_pattern(row.holder)) if row.name is None else name_pattern(row.name)
+        name = (
+            holder_text(graph_pattern(row.holder)) if row.name is None else name_pattern(row.name)
+        )
         folds = row.name is None or (alike[key] > _FEW_ROWS and name != row.name)
         name = name if folds or row.name is None else row.name
         lines.setdefault(key if folds else position, Line(row, name)).add(row)
@@ -197,9 +261,15 @@ def fold(rows: Sequence[Row]) -> list[Line[Row]]:
 def _fold_key(row: TensorRow | DiffRow) -> object:
     more = (getattr(row, "note", None), getattr(row, "change", None))
     return (
-        row.name and name_pattern(row.name), row.device, row.shape, row.dtype, row.kind,
-        graph_pattern(row.holder), row.nbytes is None, more,
-    )  # fmt: skip
+        row.name and name_pattern(row.name),
+        row.device,
+        row.shape,
+        row.dtype,
+        row.kind,
+        graph_pattern(row.holder),
+        row.nbytes is None,
+        more,
+    )
 
 
 def name_pattern(name: str) -> str:
@@ -231,22 +301,29 @@ def storage_columns(nbytes: Column[Line[Any]]) -> tuple[Column[Line[Any]], ...]:
         nbytes,
         Column("Shape", lambda line: shape_text(line.row.shape), shrinks=True),
         Column("Dtype", lambda line: line.row.dtype, priority=2),
-        Column("Kind", lambda line: Cell(line.row.kind, muted=line.row.kind == "plain"), priority=1),
+        Column(
+            "Kind", lambda line: Cell(line.row.kind, muted=line.row.kind == "plain"), priority=1
+        ),
     )
 
 
 SIZE = Column[Line[Any]](
-    "Size", lambda line: size(None if line.row.nbytes is None else line.nbytes), "right",
+    "Size",
+    lambda line: size(None if line.row.nbytes is None else line.nbytes),
+    "right",
     bar=lambda line: {PART_OF_KIND.get(line.row.kind, ""): line.nbytes},
-)  # fmt: skip
+)
 """Bytes with a bar in the colour of what they are for."""
 NAMED_COLUMNS: tuple[Column[Line[Any]], ...] = (
     Column(
-        "Name", lambda line: Cell(line.text, muted=line.row.name is None, title=", ".join(line.row.names)),
-        shrinks=True, cut="never", least=26,
+        "Name",
+        lambda line: Cell(line.text, muted=line.row.name is None, title=", ".join(line.row.names)),
+        shrinks=True,
+        cut="never",
+        least=26,
     ),
     *storage_columns(SIZE),
-)  # fmt: skip
+)
 
 
 def shape_text(sizes: tuple[int, ...]) -> str:

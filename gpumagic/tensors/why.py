@@ -20,7 +20,15 @@ from gpumagic.errors import OptionError, nearest
 from gpumagic.heap import cycles, holders
 from gpumagic.heap import graph as graph_module
 from gpumagic.heap import release as releasing
-from gpumagic.heap.branches import OWN, REGISTERED, Names, Path, class_attribute, is_heap_type, name_of_type
+from gpumagic.heap.branches import (
+    OWN,
+    REGISTERED,
+    Names,
+    Path,
+    class_attribute,
+    is_heap_type,
+    name_of_type,
+)
 from gpumagic.heap.graph import HeapGraph, Step
 from gpumagic.heap.kinds import Graphs, non_leaves
 from gpumagic.heap.storages import StorageTable, gc_disabled, undisturbed
@@ -28,7 +36,16 @@ from gpumagic.memory import allocator
 from gpumagic.report.units import few
 from gpumagic.source.text import parse_tree
 from gpumagic.tensors import scan
-from gpumagic.tensors.report import RELEASE, FreedReport, FreedRow, TensorReport, TensorRow, WayRow, WhyReport, is_on
+from gpumagic.tensors.report import (
+    RELEASE,
+    FreedReport,
+    FreedRow,
+    TensorReport,
+    TensorRow,
+    WayRow,
+    WhyReport,
+    is_on,
+)
 from gpumagic.tensors.rows import release_command
 
 if TYPE_CHECKING:
@@ -64,14 +81,20 @@ def find_holders(
             report = sorted(search.run(), key=lambda row: -(row.nbytes or 0))
             row = _find_row(name, report, namespace, devices)
             # The leaves that a storage of gradients belongs to: a gradient itself may be no Python object.
-            owners = {name.removesuffix(_GRADIENT) for name in row.names if name.endswith(_GRADIENT)}
+            owners = {
+                name.removesuffix(_GRADIENT) for name in row.names if name.endswith(_GRADIENT)
+            }
             is_of_gradients = row.kind == "gradient" and len(owners) == len(row.names)
-            leaves = [each for each in report if is_of_gradients and owners.intersection(each.names)]
+            leaves = [
+                each for each in report if is_of_gradients and owners.intersection(each.names)
+            ]
             hidden = {label for label, _ in holders.hidden_roots(namespace, shell)}
             targets = search.over({number for each in leaves or [row] for number in each.numbers})
             paths = list(graph.paths_to(targets))
             is_unheld = not paths and row.holder is None
-            if is_unheld or _has_unknown_references(paths, search):  # the module of a library may have one
+            if is_unheld or _has_unknown_references(
+                paths, search
+            ):  # the module of a library may have one
                 nameless = row._replace(name=None, variable=None, holder=None)
                 (kept,) = scan.name_keepers([nameless], namespace, shell, ours=search.containers())
                 modules = holders.module_roots(namespace, installed=True)
@@ -93,7 +116,11 @@ def find_holders(
                     freed, collects = _freed(cuts, on_device, search, hidden)
                     through_graphs.clear()
                 is_known = all(way.command is not None for way in ways) and not graph.gave_up
-                frees, collects = (sum(each.nbytes or 0 for each in freed), collects) if is_known else (None, False)
+                frees, collects = (
+                    (sum(each.nbytes or 0 for each in freed), collects)
+                    if is_known
+                    else (None, False)
+                )
             paths.clear()
             found.clear()
     finally:
@@ -111,13 +138,17 @@ def _has_unknown_references(paths: Sequence[Sequence[Step]], search: scan.Tensor
     lone: dict[int, object] = {0: []}
     own = max(sys.getrefcount(each) for _, each in lone.items())  # as many as the loop below has
     return any(
-        sys.getrefcount(each) - own > len(search.graph.references_to(key)) + steps_to[key] + search.references_to(each)
+        sys.getrefcount(each) - own
+        > len(search.graph.references_to(key)) + steps_to[key] + search.references_to(each)
         for key, each in values.items()
     )
 
 
 def _find_row(
-    text: str, everywhere: Sequence[TensorRow], namespace: Mapping[str, object], devices: Sequence[str] = ()
+    text: str,
+    everywhere: Sequence[TensorRow],
+    namespace: Mapping[str, object],
+    devices: Sequence[str] = (),
 ) -> TensorRow:
     """Return the row that a name, a holder or a number means; of several the first, which is the largest."""
     report = [row for row in everywhere if is_on(row.device, devices)]
@@ -126,7 +157,9 @@ def _find_row(
         rows = [row for row in report if int(text) in row.numbers]
     if not rows:
         places = ((row, (*row.names, row.holder, row.place)) for row in report)
-        rows = [row for row, names in places if _unquoted(text) in map(_unquoted, filter(None, names))]
+        rows = [
+            row for row, names in places if _unquoted(text) in map(_unquoted, filter(None, names))
+        ]
     if not rows:
         numbers = _numbers_at(text, namespace)
         rows = [row for row in report if not set(numbers).isdisjoint(row.numbers)]
@@ -147,7 +180,11 @@ def _unquoted(name: str) -> str:
 
 def _rows_below(wanted: str, report: Iterable[TensorRow]) -> Iterator[TensorRow]:
     beginning = re.compile(rf"{re.escape(wanted)}[.\[{{]")
-    return (row for row in report if any(beginning.match(_unquoted(name)) for name in (*row.names, row.place or "")))
+    return (
+        row
+        for row in report
+        if any(beginning.match(_unquoted(name)) for name in (*row.names, row.place or ""))
+    )
 
 
 def _why_not(text: str, report: Iterable[TensorRow]) -> str:
@@ -155,9 +192,14 @@ def _why_not(text: str, report: Iterable[TensorRow]) -> str:
         return f"no live tensor has the number {text}; %devices --leaks shows the numbers of those without a name"
     below = [row.name or str(row.place) for row in _rows_below(_unquoted(text), report)]
     if below:
-        return f"{text!r} is no tensor but leads to {few(below, _MAX_SUGGESTIONS)}; name one of them"
+        return (
+            f"{text!r} is no tensor but leads to {few(below, _MAX_SUGGESTIONS)}; name one of them"
+        )
     known = {
-        _unquoted(name): name for row in report for name in (*row.names, row.holder, row.place) if name is not None
+        _unquoted(name): name
+        for row in report
+        for name in (*row.names, row.holder, row.place)
+        if name is not None
     }
     near = nearest(_unquoted(text), known)
     hint = f"did you mean {known[near]}?" if near else "%devices lists those there are"
@@ -173,8 +215,12 @@ def _numbers_at(name: str, namespace: Mapping[str, object]) -> list[int]:
     beginnings = (wanted[:end] for end in range(len(wanted), 0, -1) if wanted[:end].isidentifier())
     graph = HeapGraph()
     try:
-        names = Names(graph.explore((each, namespace[each]) for each in beginnings if each in namespace))
-        found = [each for key, each in graph.tensors.items() if wanted in map(_unquoted, names.of(key))]
+        names = Names(
+            graph.explore((each, namespace[each]) for each in beginnings if each in namespace)
+        )
+        found = [
+            each for key, each in graph.tensors.items() if wanted in map(_unquoted, names.of(key))
+        ]
         return [number for each in found for number in table.numbers(each)]
     finally:
         graph.release()
@@ -185,8 +231,12 @@ def _way(
 ) -> tuple[WayRow, Step | None]:
     """Return the row of one way, and the step that its command unbinds."""
     codes = [names.code(each.path) for each in steps]
-    spelled = [code or names.description(each.path) for code, each in zip(codes, steps, strict=True)]
-    kinds = [name_of_type(type(each.value)) * (type(each.value) is not SimpleNamespace) for each in steps]
+    spelled = [
+        code or names.description(each.path) for code, each in zip(codes, steps, strict=True)
+    ]
+    kinds = [
+        name_of_type(type(each.value)) * (type(each.value) is not SimpleNamespace) for each in steps
+    ]
     texts = [spelled[0], *(later.removeprefix(earlier) for earlier, later in pairwise(spelled))]
     expression, (command, cut) = spelled[-1], _command(steps, codes, hidden)
     if through_owner:
@@ -214,24 +264,38 @@ def _ways_through_graphs(
         yield dataclasses.replace(way, command=command), top if command else None
 
 
-def _with_shared_commands(found: Sequence[tuple[WayRow, Step | None]], paths: Sequence[Sequence[Step]]) -> list[WayRow]:
+def _with_shared_commands(
+    found: Sequence[tuple[WayRow, Step | None]], paths: Sequence[Sequence[Step]]
+) -> list[WayRow]:
     """Return the ways; of those that lead through one reference that goes, all have the command of the first."""
     commands: dict[int, str | None] = {}
     for way, cut in found:
         if cut is not None:
             commands.setdefault(id(cut.reference), way.command)
     shared = [
-        next((commands[id(step.reference)] for step in reversed(steps) if id(step.reference) in commands), None)
+        next(
+            (
+                commands[id(step.reference)]
+                for step in reversed(steps)
+                if id(step.reference) in commands
+            ),
+            None,
+        )
         for steps in paths
     ]
     return [
-        way if command is None or way.command == RELEASE else dataclasses.replace(way, command=command)
+        way
+        if command is None or way.command == RELEASE
+        else dataclasses.replace(way, command=command)
         for (way, _), command in zip(found, shared, strict=True)
     ]
 
 
 def _freed(
-    exact: Sequence[Path], report: Sequence[TensorRow], search: scan.TensorScan, hidden: Collection[str]
+    exact: Sequence[Path],
+    report: Sequence[TensorRow],
+    search: scan.TensorScan,
+    hidden: Collection[str],
 ) -> tuple[list[TensorRow], bool]:
     """Return what is freed together once these references are gone, and whether the gc has to run for it."""
     states = {state for each in exact if (state := _state(each)) is not None}
@@ -243,12 +307,16 @@ def _freed(
 
     def is_cut(reference: Path) -> bool:
         is_released = releases and is_hidden(reference)
-        return is_released or _state(reference) in states or any(reference is each for each in exact)
+        return (
+            is_released or _state(reference) in states or any(reference is each for each in exact)
+        )
 
     left, collects = search.graph.freed_without(is_cut)
     tensors = search.graph.tensors.keys() | search.graph.nodes.keys()
     gone, kept = search.kept_by(tensors & left), search.kept_by(tensors - left)
-    rows = [row for row in report if not gone.isdisjoint(row.numbers) and kept.isdisjoint(row.numbers)]
+    rows = [
+        row for row in report if not gone.isdisjoint(row.numbers) and kept.isdisjoint(row.numbers)
+    ]
     if collects and rows:  # which frees what other cycles keep as well
         named = scan.name_keepers(report, {}, None, ours=search.containers())
         others = [row for row in named if gone.isdisjoint(row.numbers)]
@@ -271,7 +339,9 @@ def _command(
     if parse_tree(codes[0] or "") is None:
         return None, None  # a running function, a module: not the notebook's to change
     for last in range(_last_to_unbind(steps), -1, -1):
-        if codes[last] is not None and (last == 0 or _can_be_deleted(steps[last].path, steps[last - 1].value)):
+        if codes[last] is not None and (
+            last == 0 or _can_be_deleted(steps[last].path, steps[last - 1].value)
+        ):
             return f"del {codes[last]}", steps[last]
     return None, None
 
@@ -282,10 +352,14 @@ def _last_to_unbind(steps: Sequence[Step]) -> int:
 
     for place, (_, value, _) in enumerate(steps[:-1]):
         styles = [step.path.style for step in steps[place + 1 :]]
-        is_registered = any(step.path.rank == OWN or step.path.style in REGISTERED for step in steps[place + 1 :])
+        is_registered = any(
+            step.path.rank == OWN or step.path.style in REGISTERED for step in steps[place + 1 :]
+        )
         if issubclass(type(value), torch.nn.Module) and is_registered:
             return place
-        if issubclass(type(value), torch.optim.Optimizer):  # the state of one parameter goes as a whole
+        if issubclass(
+            type(value), torch.optim.Optimizer
+        ):  # the state of one parameter goes as a whole
             return place + 1 + styles.index("state") if "state" in styles else place
     return len(steps) - 1
 
@@ -299,7 +373,11 @@ def _can_be_deleted(path: Path, parent: object) -> bool:
     is_cs = type(deleter) in (types.WrapperDescriptorType, types.MethodDescriptorType)
     if is_item or path.style == "state":
         return is_cs or path.style == "state"
-    if issubclass(kind, tuple) or path.style != "." or not (is_cs or deleter is torch.nn.Module.__delattr__):
+    if (
+        issubclass(kind, tuple)
+        or path.style != "."
+        or not (is_cs or deleter is torch.nn.Module.__delattr__)
+    ):
         return False
     stands_in_class = type(class_attribute(kind, path.key))
     is_shadowed = stands_in_class in (property, types.GetSetDescriptorType)
@@ -308,7 +386,9 @@ def _can_be_deleted(path: Path, parent: object) -> bool:
 
 
 def _notes(row: TensorRow, ways: Sequence[WayRow], graph: HeapGraph) -> Iterator[str]:
-    if graph.gave_up and not (row.holder or "").startswith(cycles.CYCLE):  # to which all references are known
+    if graph.gave_up and not (row.holder or "").startswith(
+        cycles.CYCLE
+    ):  # to which all references are known
         yield f"only the first {graph_module.MAX_STEPS_OF_ALL:,} references were followed; there may be more holders"
     if not ways and row.holder is not None:
         frees = release_command(row)
@@ -321,7 +401,9 @@ def _notes(row: TensorRow, ways: Sequence[WayRow], graph: HeapGraph) -> Iterator
 
 
 def release(
-    namespace: Mapping[str, object], shell: InteractiveShell | None = None, devices: Sequence[str] = ()
+    namespace: Mapping[str, object],
+    shell: InteractiveShell | None = None,
+    devices: Sequence[str] = (),
 ) -> FreedReport:
     """Make IPython and Python forget outputs and the last error where these keep tensors that no variable reaches.
 
@@ -341,13 +423,19 @@ def release(
         if wanted:
             gc.collect()
             found = (row.holder or "" for row in kept)
-            released += tuple(dict.fromkeys(holder for holder in found if holder.startswith(cycles.CYCLE)))
+            released += tuple(
+                dict.fromkeys(holder for holder in found if holder.startswith(cycles.CYCLE))
+            )
         now = allocator.all_device_stats()
         after = scan.scan(namespace, shell=shell, thorough=True)
-    return FreedReport(tuple(_came_back(before, after, figures, now)), released, after.leaks(), after.notes)
+    return FreedReport(
+        tuple(_came_back(before, after, figures, now)), released, after.leaks(), after.notes
+    )
 
 
-def _forget(wanted: set[int], namespace: Mapping[str, object], shell: InteractiveShell | None) -> tuple[str, ...]:
+def _forget(
+    wanted: set[int], namespace: Mapping[str, object], shell: InteractiveShell | None
+) -> tuple[str, ...]:
     """Make the session forget what keeps storages, itself or by an autograd graph; return what that was.
 
     Args:
@@ -356,7 +444,11 @@ def _forget(wanted: set[int], namespace: Mapping[str, object], shell: Interactiv
         shell: the shell they belong to.
     """
     roots, keeping = holders.hidden_roots(namespace, shell), set[str]()
-    graph, table, graphs = HeapGraph(holders.excluded_objects(namespace, shell)), StorageTable(), Graphs()
+    graph, table, graphs = (
+        HeapGraph(holders.excluded_objects(namespace, shell)),
+        StorageTable(),
+        Graphs(),
+    )
     try:
         with undisturbed():
             graph.explore(roots)
@@ -370,7 +462,9 @@ def _forget(wanted: set[int], namespace: Mapping[str, object], shell: Interactiv
     finally:
         graphs.release()
         graph.release()
-    forgotten = {id(value) for label, value in roots if label in keeping and label != holders.TRACEBACK}
+    forgotten = {
+        id(value) for label, value in roots if label in keeping and label != holders.TRACEBACK
+    }
     released = tuple(dict.fromkeys(label for label, _ in roots if label in keeping))
     if shell is not None:
         releasing.forget_outputs(shell, forgotten)
@@ -387,7 +481,10 @@ def _came_back(
     now: Mapping[str, allocator.AllocatorStats],
 ) -> Iterator[FreedRow]:
     gone = [row for row in after.since(before) if row.change == "freed"]
-    for device in [*figures, *dict.fromkeys(row.device for row in gone if row.device not in figures)]:
+    for device in [
+        *figures,
+        *dict.fromkeys(row.device for row in gone if row.device not in figures),
+    ]:
         mine = [row for row in gone if row.device == device]
         if device in figures:
             allocated, left = figures[device].allocated, now[device].allocated

@@ -22,7 +22,9 @@ MIN_PINNED_BYTES = 16 * 1024**2
 
 MASK = "mask"
 """The cause of a read of how many elements a mask has, where it is an index."""
-SIZE_READS = frozenset({".nonzero", ".argwhere", ".where", ".masked_select", ".unique", ".unique_consecutive", MASK})
+SIZE_READS = frozenset(
+    {".nonzero", ".argwhere", ".where", ".masked_select", ".unique", ".unique_consecutive", MASK}
+)
 """Causes of reads of how many elements a result has."""
 _VALUE_READS = frozenset({
     ".item", ".tolist", ".allclose", ".equal", ".is_nonzero", "float()", "int()", "complex()", "index()", "bool()",
@@ -31,7 +33,12 @@ _VALUE_READS = frozenset({
 CHECK = "validate_args"  # the cause of a read by which torch checks a distribution
 _READS = SIZE_READS | _VALUE_READS | {CHECK}
 _DECIDES = "all|and|any|assert|bool|elif|if|not|or|while"
-_ANYWHERE = SIZE_READS | {CHECK, "format()", "print", "in"}  # causes of which the line need not have the name
+_ANYWHERE = SIZE_READS | {
+    CHECK,
+    "format()",
+    "print",
+    "in",
+}  # causes of which the line need not have the name
 
 
 def suggestions(
@@ -80,7 +87,9 @@ def _hoisted(moves: Sequence[TransferRow], code: LoopCode) -> Iterator[Suggestio
 
 def _is_written(row: TransferRow) -> bool:
     """Return whether the line itself asks for the copy, and not a library's code under it."""
-    words = _DECIDES if row.cause == "bool()" else re.escape(row.cause.strip(".()").rpartition(".")[2])
+    words = (
+        _DECIDES if row.cause == "bool()" else re.escape(row.cause.strip(".()").rpartition(".")[2])
+    )
     return row.code is None or re.search(rf"\b({words})\b", row.code) is not None
 
 
@@ -96,14 +105,24 @@ def _joined(moves: Sequence[TransferRow], code: LoopCode) -> Iterator[Suggestion
             yield Suggestion(row.line, problem, change)
 
 
-def _waits(moves: Sequence[TransferRow], syncs: Mapping[int, int], code: LoopCode) -> Iterator[Suggestion]:
-    for line, waits in syncs.items():
+def _waits(
+    moves: Sequence[TransferRow], syncs: Mapping[int, int], code: LoopCode
+) -> Iterator[Suggestion]:
+    for line, all_waits in syncs.items():
         # A copy from the host waits too, and has advice of its own.
-        waits -= sum(row.count for row in moves if row.line == line and row.direction == "host-to-device")  # noqa: PLW2901
+        waits = all_waits - sum(
+            row.count for row in moves if row.line == line and row.direction == "host-to-device"
+        )
         if waits >= MANY_SYNCS:
-            rows = [row for row in moves if row.line == line and row.cause in _READS and row.count >= MANY_SYNCS]
+            rows = [
+                row
+                for row in moves
+                if row.line == line and row.cause in _READS and row.count >= MANY_SYNCS
+            ]
             is_test = line in code.conditions
-            causes = {row.cause for row in rows if is_test or row.cause in _ANYWHERE or _is_written(row)}
+            causes = {
+                row.cause for row in rows if is_test or row.cause in _ANYWHERE or _is_written(row)
+            }
             is_needed = line in code.carried and CHECK not in causes
             if is_needed or (rows and not causes) or not (rows or line in code.loops):
                 continue  # a library waits, or what comes next depends on what was read
@@ -118,7 +137,10 @@ def _cause_of_waits(causes: Collection[str]) -> tuple[str, str]:
     """Return what made the syncs, and what to do."""
     sizes = SIZE_READS.intersection(causes)
     if CHECK in causes:
-        return " by checks of distributions", "torch.distributions.Distribution.set_default_validate_args(False)"
+        return (
+            " by checks of distributions",
+            "torch.distributions.Distribution.set_default_validate_args(False)",
+        )
     if causes == {"bool()"}:
         return " by a condition on the device", "test it less often"
     if sizes:
@@ -129,7 +151,10 @@ def _cause_of_waits(causes: Collection[str]) -> tuple[str, str]:
         return " by print", "print less often"
     if causes:
         what = min(causes)
-        return f" by {what}{'()' * what.startswith('.')}", "accumulate on the device, read once at the end"
+        return (
+            f" by {what}{'()' * what.startswith('.')}",
+            "accumulate on the device, read once at the end",
+        )
     return "", "wait once, at the end"
 
 
@@ -138,11 +163,19 @@ def _created(moves: Sequence[TransferRow], code: LoopCode) -> Iterator[Suggestio
         for row in moves:
             at_once = creation.name is None and row.name is None
             named = row.name == creation.name and creation.name is not None
-            if row.line != creation.moved or row.cause in _READS or row.direction == "device-to-host":
+            if (
+                row.line != creation.moved
+                or row.cause in _READS
+                or row.direction == "device-to-host"
+            ):
                 continue
             change = f'create it with device="{row.target}"'
             if named or at_once:
-                what, where = (row.name, f" by line {creation.created},") if named else (size(row.nbytes), " and")
+                what, where = (
+                    (row.name, f" by line {creation.created},")
+                    if named
+                    else (size(row.nbytes), " and")
+                )
                 problem = f"{what} created on {row.source}{where} copied by line {row.line}"
                 yield Suggestion(row.line, problem, change, row.nbytes)
 
@@ -153,6 +186,8 @@ def _pinned(moves: Sequence[TransferRow]) -> Iterator[Suggestion]:
         is_new = row.count - row.repeats > MIN_REPEATS
         if row.line is not None and (row.pageable or 0) >= MIN_PINNED_BYTES and is_new:
             times = count(row.count, "transfer")
-            problem = f"{size(row.pageable)} copied from pageable memory by line {row.line} in {times}"
+            problem = (
+                f"{size(row.pageable)} copied from pageable memory by line {row.line} in {times}"
+            )
             change = "DataLoader(..., pin_memory=True) and .to(..., non_blocking=True) overlap copy and compute"
             yield Suggestion(row.line, problem, change)

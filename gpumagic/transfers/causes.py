@@ -59,7 +59,11 @@ def asking_frame(frame: FrameType | None) -> tuple[FrameType | None, bool]:
 
 
 def of_frames(
-    innermost: FrameType, is_called: bool, asks: str, found: object, source: tuple[str, ...] | None = None
+    innermost: FrameType,
+    is_called: bool,
+    asks: str,
+    found: object,
+    source: tuple[str, ...] | None = None,
 ) -> tuple[str, object]:
     """Return what asks for a copy, and what is copied, by the frames from the innermost on that run torch's code."""
     cause, subject, line = None, None, innermost
@@ -72,35 +76,59 @@ def of_frames(
         elif module == "torch.serialization" and function in ("save", "load"):
             cause, subject = f"torch.{function}", frames.local_variables(line).get("obj")
         elif module == "torch.storage":
-            cause = "pickle" if function in ("__reduce__", "_load_from_bytes") else f"storage.{function}"
+            cause = (
+                "pickle"
+                if function in ("__reduce__", "_load_from_bytes")
+                else f"storage.{function}"
+            )
         elif module == "torch._tensor" and function == "__reduce_ex__":
             cause, subject = "pickle", frames.local_variables(line).get("self")
     if cause is not None:
         return cause, found if subject is None else subject
     order = [innermost, line] if is_called else [line, innermost]
-    named = (_name_of_expression(each.f_code, each.f_lasti, source if each is line else None) for each in order)
+    named = (
+        _name_of_expression(each.f_code, each.f_lasti, source if each is line else None)
+        for each in order
+    )
     cause = next(filter(None, named), None)
     is_told = span_at(line.f_code, line.f_lasti) is not None
-    if cause is None and is_told and asks == READ and isinstance(found, torch.Tensor):  # by a function written in C
-        cause = "bool()" if found.dtype == torch.bool else "float()" if found.is_floating_point() else "index()"
+    if (
+        cause is None and is_told and asks == READ and isinstance(found, torch.Tensor)
+    ):  # by a function written in C
+        cause = (
+            "bool()"
+            if found.dtype == torch.bool
+            else "float()"
+            if found.is_floating_point()
+            else "index()"
+        )
     return MASK if cause == INDEXING and asks not in (COPY, READ) else cause or asks, found
 
 
 @lru_cache(1024)
-def _name_of_expression(code: CodeType, instruction: int, source: tuple[str, ...] | None) -> str | None:
+def _name_of_expression(
+    code: CodeType, instruction: int, source: tuple[str, ...] | None
+) -> str | None:
     """Return what the report calls the expression that an instruction evaluates, or None for one that says nothing."""
     node = expression_at(code, instruction, source, ASKING)
     if isinstance(node, ast.Subscript):
         return INDEXING
     if not isinstance(node, ast.Call):
         by = dis.opname[code.co_code[instruction]]
-        return next((cause for begin, cause in _BY_INSTRUCTIONS.items() if by.startswith(begin)), None)
-    name, path = called_name(node), ast.unparse(node.func)  # of a chain over several lines it is the last call alone
+        return next(
+            (cause for begin, cause in _BY_INSTRUCTIONS.items() if by.startswith(begin)), None
+        )
+    name, path = (
+        called_name(node),
+        ast.unparse(node.func),
+    )  # of a chain over several lines it is the last call alone
     if name in _BY_METHODS or name == torch._C._get_privateuse1_backend_name():
         return f".{name}"
     if name == "copy_" or name in FROM_HOST:
         return name
     if isinstance(node.func, ast.Name):
         return f"{name}()" if name in _CONVERSIONS else "print" if name in _PRINTS else None
-    is_path = path.startswith("torch.") and path != f"torch.{name}" and not path.startswith("torch._C.")
+    is_path = (
+        path.startswith("torch.") and path != f"torch.{name}" and not path.startswith("torch._C.")
+    )
     return path if is_path else None if path.startswith("math.") else name.strip("_")

@@ -19,7 +19,14 @@ from gpumagic.heap.branches import stored_attribute
 from gpumagic.memory import allocator
 from gpumagic.report.units import LARGE, size
 from gpumagic.source import frames
-from gpumagic.source.frames import MISSING, cell_file, is_function_frame, is_user_code, lines_above, lines_of
+from gpumagic.source.frames import (
+    MISSING,
+    cell_file,
+    is_function_frame,
+    is_user_code,
+    lines_above,
+    lines_of,
+)
 from gpumagic.source.text import failing_node, names_in, parse_lines
 from gpumagic.transfers.log import bytes_by_device, kind_of
 from gpumagic.transfers.report import Explanation, Operand
@@ -54,7 +61,13 @@ def explain(error: BaseException, namespace: Mapping[str, Any], device: str) -> 
         text = str(error)
         if not isinstance(error, Exception) or _rule(text) is None:
             return None
-        return told(_read(error, DeviceError(text, device, (*allocator.accelerators(), "cpu", "meta")), namespace))
+        return told(
+            _read(
+                error,
+                DeviceError(text, device, (*allocator.accelerators(), "cpu", "meta")),
+                namespace,
+            )
+        )
     except Exception:  # a failure here must not cost the user the report
         return None
 
@@ -80,12 +93,18 @@ def _rule(text: str) -> Rule | None:
 def _read(error: Exception, known: DeviceError, namespace: Mapping[str, Any]) -> DeviceError:
     """Return what is known of the innermost line of the user's, or of the call that gave it what is elsewhere."""
     steps = frames.traceback_steps(error.__traceback__)
-    own = [step for step in steps if step.tb_frame.f_globals is namespace or is_user_code(step.tb_frame)]
+    own = [
+        step
+        for step in steps
+        if step.tb_frame.f_globals is namespace or is_user_code(step.tb_frame)
+    ]
     found = known if not own else _at_line(own[-1], known)
     for step, caller in pairwise(reversed(own)):
         code, strays = step.tb_frame.f_code, misplaced(found)
         parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        if not strays or not all(_root(each) in parameters and not each.is_unregistered for each in strays):
+        if not strays or not all(
+            _root(each) in parameters and not each.is_unregistered for each in strays
+        ):
             break
         outer = _at_line(caller, known)
         if not misplaced(outer):
@@ -98,9 +117,15 @@ def _at_line(step: TracebackType, known: DeviceError) -> DeviceError:
     frame, file = step.tb_frame, cell_file(step.tb_frame)
     above = lines_above(frame, file) or 0
     lines = lines_of(file)[above:]
-    code = frames.code_at(frame, step.tb_lineno) or next(iter(lines[step.tb_lineno - 1 :]), "").strip() or None
+    code = (
+        frames.code_at(frame, step.tb_lineno)
+        or next(iter(lines[step.tb_lineno - 1 :]), "").strip()
+        or None
+    )
     function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name).rpartition("<locals>.")[2]
-    if not is_function_frame(frame) or function.startswith("<"):  # a comprehension belongs to its line
+    if not is_function_frame(frame) or function.startswith(
+        "<"
+    ):  # a comprehension belongs to its line
         function = None
     known = replace(known, line=step.tb_lineno + above, code=code, function=function)
     node = failing_node(step, lines)
@@ -121,7 +146,9 @@ def _bound_inside(lines: tuple[str, ...], line: int) -> frozenset[str]:
         if isinstance(node, _INNER) and node.lineno <= line <= (node.end_lineno or line):
             found |= {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
             found |= {
-                each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+                each.id
+                for each in ast.walk(node)
+                if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
             }
     return frozenset(found)
 
@@ -211,7 +238,9 @@ def _describe(code: str, value: Any, owner: Any, is_index: bool) -> Operand | No
         "dict" if kind == "container" and issubclass(type(value), dict) else kind,
         is_unregistered=kind_of(owner) == "module"
         and not any(
-            value is each for kept in (owner._parameters, owner._buffers, owner._modules) for each in kept.values()
+            value is each
+            for kept in (owner._parameters, owner._buffers, owner._modules)
+            for each in kept.values()
         ),
         is_index=is_index,
         requires_grad=kind == "tensor" and bool(value.requires_grad) and torch.is_grad_enabled(),
@@ -234,7 +263,10 @@ def _different_devices(error: DeviceError) -> tuple[str, str | None]:
 def misplaced(error: DeviceError) -> list[Operand]:
     """Return what the line has elsewhere than where all should be; none where its names are on one device."""
     placed = error.operands
-    if _rule(error.text) is not _different_devices or len({device for each in placed for device in each.devices}) < 2:
+    if (
+        _rule(error.text) is not _different_devices
+        or len({device for each in placed for device in each.devices}) < 2
+    ):
         return []
     return [each for each in placed if each.devices != (_target(placed, error.device),)]
 
@@ -252,7 +284,10 @@ def _unnamed_operand(error: DeviceError, devices: set[str]) -> tuple[str, str | 
     placed = error.operands
     if not placed:
         where = f" ({' and '.join(named)})" if named else ""
-        return f"The operands of the line are on different devices{where}; none of them has a name in it.", None
+        return (
+            f"The operands of the line are on different devices{where}; none of them has a name in it.",
+            None,
+        )
     others = [each for each in named if each not in devices]
     where = f" is on {others[0]}" if others else " is elsewhere"
     what = f"{_locations(placed)}; what is made in the line or inside the call{where}."
@@ -266,7 +301,11 @@ def _unnamed_operand(error: DeviceError, devices: set[str]) -> tuple[str, str | 
 def _target(placed: Sequence[Operand], device: str) -> str:
     """Return where all should be: with the data that is indexed, else where the cell runs, else on a device."""
     indexed = [each for each in placed if not each.is_index]
-    if len(indexed) < len(placed) and len({each.devices for each in indexed}) == 1 and len(indexed[0].devices) == 1:
+    if (
+        len(indexed) < len(placed)
+        and len({each.devices for each in indexed}) == 1
+        and len(indexed[0].devices) == 1
+    ):
         return indexed[0].devices[0]
     found = [each for operand in placed for each in operand.devices]
     if device in found:
@@ -294,7 +333,13 @@ def _locations(operands: Sequence[Operand]) -> str:
     """Return ``"x (2.0 GiB) is on cpu, model on simgpu:0"``."""
     parts = []
     for number, each in enumerate(operands):
-        of = "'s parameters and state are" if each.kind == "optimizer" else " is" if number == 0 else ""
+        of = (
+            "'s parameters and state are"
+            if each.kind == "optimizer"
+            else " is"
+            if number == 0
+            else ""
+        )
         nbytes = f" ({size(each.nbytes)})" if each.nbytes >= LARGE else ""
         parts.append(f"{each.code}{nbytes}{of} on {' and '.join(each.devices)}")
     return ", ".join(parts)

@@ -75,7 +75,11 @@ class RecordingContext(NestingContext):
         self._outer: list[tuple[Any, ...]] = []
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         __tracebackhide__ = True  # IPython leaves such frames out of the user's traceback
         if func not in self._handlers:  # most calls, and so first
@@ -94,7 +98,9 @@ class RecordingContext(NestingContext):
 
     def __exit__(self, *error: object) -> None:
         _entered[:] = [each for each in _entered if each is not self]
-        for each in _entered:  # in another thread: torch notes one default device for all, which they would restore
+        for each in (
+            _entered
+        ):  # in another thread: torch notes one default device for all, which they would restore
             if each.old_device is self.device:
                 each.old_device = self.old_device
         later = self._entered_later()
@@ -120,15 +126,21 @@ class RecordingContext(NestingContext):
 Handler = Callable[[Recorder, Function, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def construct(recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def construct(
+    recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Call a constructor with the default device, unless it is given another, or a generator."""
-    if kwargs.get("device") is None:  # a generator works on its own device only; DataLoader's sampler relies on it
+    if (
+        kwargs.get("device") is None
+    ):  # a generator works on its own device only; DataLoader's sampler relies on it
         generator = kwargs.get("generator")
         kwargs["device"] = recorder.device if generator is None else generator.device
     return create(recorder, func, args, kwargs)
 
 
-def create(recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def create(
+    recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Call a function that makes a new tensor."""
     result = func(*args, **kwargs)
     if not (args and result is args[0]) and (type(result) is torch.Tensor or is_real(result)):
@@ -136,8 +148,24 @@ def create(recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: di
     return result
 
 
-_CREATORS = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "normal")
-_METHOD_CREATORS = ("new_tensor", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
+_CREATORS = (
+    "zeros_like",
+    "ones_like",
+    "empty_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "normal",
+)
+_METHOD_CREATORS = (
+    "new_tensor",
+    "new_zeros",
+    "new_ones",
+    "new_empty",
+    "new_full",
+    "new_empty_strided",
+)
 
 
 @cache

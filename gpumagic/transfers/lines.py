@@ -57,7 +57,9 @@ class LineLog:
             of the run's own. Arrays: there may be millions.
     """
 
-    def __init__(self, place: Callable[[CodeType, int], Place], tell: Callable[[int], object]) -> None:
+    def __init__(
+        self, place: Callable[[CodeType, int], Place], tell: Callable[[int], object]
+    ) -> None:
         self.places: dict[Place, int] = {}
         self.hits: list[int] = []
         self.runs = array("q"), array("q")
@@ -65,7 +67,9 @@ class LineLog:
         self._tell = tell
         self._thread = get_ident()
         self._stacks: dict[int, list[_Running]] = defaultdict(list)
-        self._numbers: dict[tuple[int, int], int] = {}  # by `id`: hashing code takes longer than to run it
+        self._numbers: dict[
+            tuple[int, int], int
+        ] = {}  # by `id`: hashing code takes longer than to run it
 
     def enter(self, code: CodeType) -> None:
         """Code begins in this thread."""
@@ -94,7 +98,9 @@ class LineLog:
         """Code ends in this thread."""
         now, thread = perf_counter_ns(), get_ident()
         stack, left = self._stacks[thread], None
-        if not stack or (stack[-1].code is not code and all(each.code is not code for each in stack)):
+        if not stack or (
+            stack[-1].code is not code and all(each.code is not code for each in stack)
+        ):
             return  # it began before the trace
         while left is not code:
             top = stack.pop()
@@ -159,7 +165,9 @@ class _MonitoringEvents:
         for each in frames.stack(sys._getframe(1)):
             self._is_followed(each.f_code, each)
         names = _monitoring.events
-        _monitoring.set_events(self._tool, names.PY_START | names.PY_RESUME | names.PY_UNWIND | names.PY_THROW)
+        _monitoring.set_events(
+            self._tool, names.PY_START | names.PY_RESUME | names.PY_UNWIND | names.PY_THROW
+        )
         return ""
 
     def stop(self) -> None:
@@ -176,10 +184,14 @@ class _MonitoringEvents:
     def _callbacks(self) -> dict[int, Callable[..., Any]]:
         names = _monitoring.events
         return {
-            names.PY_START: self._enter, names.PY_RESUME: self._enter, names.PY_THROW: self._enter,
-            names.LINE: self._lines.line, names.PY_RETURN: self._leave, names.PY_YIELD: self._leave,
+            names.PY_START: self._enter,
+            names.PY_RESUME: self._enter,
+            names.PY_THROW: self._enter,
+            names.LINE: self._lines.line,
+            names.PY_RETURN: self._leave,
+            names.PY_YIELD: self._leave,
             names.PY_UNWIND: self._leave,
-        }  # fmt: skip
+        }
 
     def _enter(self, code: CodeType, _: int, thrown: object = None) -> Any:
         if self._is_followed(code, sys._getframe(1)):
@@ -196,7 +208,9 @@ class _MonitoringEvents:
         if id(code) not in self._followed and self._tool is not None and self._follows(code, frame):
             self._followed[id(code)] = code
             names = _monitoring.events
-            _monitoring.set_local_events(self._tool, code, names.LINE | names.PY_RETURN | names.PY_YIELD)
+            _monitoring.set_local_events(
+                self._tool, code, names.LINE | names.PY_RETURN | names.PY_YIELD
+            )
         return id(code) in self._followed
 
 
@@ -245,7 +259,9 @@ class _TraceEvents:
         return self._inside
 
 
-Events: type[_MonitoringEvents | _TraceEvents] = _TraceEvents if _monitoring is None else _MonitoringEvents
+Events: type[_MonitoringEvents | _TraceEvents] = (
+    _TraceEvents if _monitoring is None else _MonitoringEvents
+)
 """The events of code that is followed, of which a log is told; `start` says why not where they cannot be had."""
 
 
@@ -255,7 +271,9 @@ Function = str | Callable[..., Any]
 """A function, a method or a module of torch's; or its name."""
 
 
-def find_functions(functions: Iterable[Function], namespace: Mapping[str, Any]) -> dict[str, CodeType]:
+def find_functions(
+    functions: Iterable[Function], namespace: Mapping[str, Any]
+) -> dict[str, CodeType]:
     """Return the code of each function by its name.
 
     Raises:
@@ -276,7 +294,9 @@ def _look_up(name: str, namespace: Mapping[str, Any]) -> Any:
     first, *rest = name.split(".")
     found = namespace.get(first, sys.modules.get(first))
     if found is None:
-        raise OptionError(f"--trace: there is no {first}; functions that the cell itself defines are traced anyway")
+        raise OptionError(
+            f"--trace: there is no {first}; functions that the cell itself defines are traced anyway"
+        )
     for place, each in enumerate(rest):
         if not hasattr(found, each):
             raise OptionError(f"--trace: {'.'.join((first, *rest[:place]))} has no {each}")

@@ -68,7 +68,9 @@ class TransferHistory:
 
     def is_repeat(self, place: int, subject: Any) -> bool:
         """Return whether the same part of a storage, unchanged, was transferred at this place before."""
-        if not isinstance(subject, self._tensor) or subject.is_inference():  # in inference mode no changes are counted
+        if (
+            not isinstance(subject, self._tensor) or subject.is_inference()
+        ):  # in inference mode no changes are counted
             return False
         try:
             number = storages.number_of(subject.untyped_storage())
@@ -86,6 +88,10 @@ class TransferHistory:
         return known is not None and bool(known == version)
 
 
+MoveKey = tuple[str, str, str, "int | None", "str | None", "str | None", str]
+"""The direction of transfers, their source and target, their line, its code, the variable and the cause."""
+
+
 @dataclass
 class TransferLog:
     """The running sums of one cell."""
@@ -93,7 +99,7 @@ class TransferLog:
     sites: CallSites
     created: dict[object, list[int]] = field(default_factory=dict)
     """The count and the bytes of new tensors by device, which is named only in the report."""
-    moves: dict[tuple[object, ...], _TransferSum] = field(default_factory=dict)
+    moves: dict[MoveKey, _TransferSum] = field(default_factory=dict)
     waits: Counter[int] = field(default_factory=Counter)
     """By line, the waits that copy nothing."""
     history: TransferHistory = field(default_factory=TransferHistory)
@@ -105,9 +111,16 @@ class TransferLog:
         total[1] += nbytes
 
     def add_move(
-        self, asks: str, source: Any, target: Any, nbytes: int, seconds: float, waits: bool, found: object,
+        self,
+        asks: str,
+        source: Any,
+        target: Any,
+        nbytes: int,
+        seconds: float,
+        waits: bool,
+        found: object,
         is_copy: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Count one transfer at the line that is running now, and a sync if the host waits for it.
 
         It is called ``asks`` where the line does not say it; torch was given ``found`` to copy, or to read.
@@ -117,7 +130,9 @@ class TransferLog:
         total = site.sums.get((source, target, name))
         if total is None:
             way, ends = direction(str(source), str(target)), (str(source), str(target))
-            total = self.moves.setdefault((way, *ends, site.line, site.code, name, site.cause), _TransferSum())
+            total = self.moves.setdefault(
+                (way, *ends, site.line, site.code, name, site.cause), _TransferSum()
+            )
             site.sums[source, target, name] = total
         total.count += 1
         total.nbytes += nbytes
@@ -127,7 +142,9 @@ class TransferLog:
             total.repeats += self.history.is_repeat(id(total), subject)
         if nbytes >= LARGE:  # to ask whether memory is pinned takes a driver call
             pageable = is_pageable(subject, str(target))
-            total.pageable = total.pageable if pageable is None else (total.pageable or 0) + nbytes * pageable
+            total.pageable = (
+                total.pageable if pageable is None else (total.pageable or 0) + nbytes * pageable
+            )
 
     def add_sync(self) -> None:
         """Count one operation that made the host wait for the device, at the line that is running now."""
@@ -153,13 +170,24 @@ class TransferLog:
 
     def rows(self) -> tuple[TransferRow, ...]:
         """Return the transfers, most bytes first."""
-        rows = [
-            TransferRow(
-                way, source, target, total.count, total.nbytes, total.seconds, line, code, name, cause,  # type: ignore[arg-type]
-                total.repeats, total.pageable,
+        rows: list[TransferRow] = []
+        for key, total in self.moves.items():
+            way, source, target, line, code, name, cause = key
+            row = TransferRow(
+                direction=way,
+                source=source,
+                target=target,
+                count=total.count,
+                nbytes=total.nbytes,
+                seconds=total.seconds,
+                line=line,
+                code=code,
+                name=name,
+                cause=cause,
+                repeats=total.repeats,
+                pageable=total.pageable,
             )
-            for (way, source, target, line, code, name, cause), total in self.moves.items()
-        ]  # fmt: skip
+            rows.append(row)
         return tuple(sorted(rows, key=lambda row: -row.nbytes))
 
 
@@ -180,7 +208,9 @@ def tensors_elsewhere(variables: Mapping[str, object], device: str) -> list[Hold
             with contextlib.suppress(Exception):  # of a tensor of a class of its own
                 totals = bytes_by_device(value, kind)
                 found += [
-                    Holder(name, at, nbytes) for at, nbytes in totals.items() if nbytes and at not in (device, "meta")
+                    Holder(name, at, nbytes)
+                    for at, nbytes in totals.items()
+                    if nbytes and at not in (device, "meta")
                 ]
     return sorted(found, key=lambda holder: -holder.nbytes)
 
@@ -191,9 +221,12 @@ def kind_of(value: Any) -> Any:
 
     # type(), not isinstance(): a proxy's __class__ may evaluate or raise.
     types: dict[str, type | tuple[type, ...]] = {
-        "tensor": torch.Tensor, "module": torch.nn.Module, "optimizer": torch.optim.Optimizer,
-        "generator": torch.Generator, "container": (list, tuple, dict),
-    }  # fmt: skip
+        "tensor": torch.Tensor,
+        "module": torch.nn.Module,
+        "optimizer": torch.optim.Optimizer,
+        "generator": torch.Generator,
+        "container": (list, tuple, dict),
+    }
     return next((name for name, kind in types.items() if issubclass(type(value), kind)), None)
 
 
@@ -229,4 +262,6 @@ def tensors_in(value: Any, kind: str) -> Iterator[Any]:
     elif kind == "container":
         base = next(each for each in (dict, list, tuple) if issubclass(type(value), each))
         parts = dict.values(value) if base is dict else base.__iter__(value)
-        yield from (each for each in itertools.islice(parts, _MAX_ITEMS) if kind_of(each) == "tensor")
+        yield from (
+            each for each in itertools.islice(parts, _MAX_ITEMS) if kind_of(each) == "tensor"
+        )

@@ -28,7 +28,9 @@ def check_names(names: Iterable[str], namespace: Mapping[str, Any]) -> None:
         _parts(name, namespace)
 
 
-def relocate(names: Iterable[str], namespace: MutableMapping[str, Any], device: str, sites: CallSites) -> None:
+def relocate(
+    names: Iterable[str], namespace: MutableMapping[str, Any], device: str, sites: CallSites
+) -> None:
     """Move variables to a device.
 
     A tensor's name is bound to its copy; a module stays the object it is and its optimizers, found in the namespace,
@@ -49,13 +51,19 @@ def relocate(names: Iterable[str], namespace: MutableMapping[str, Any], device: 
 
     names = list(dict.fromkeys(names))
     if device == "meta" and names:
-        raise OptionError(f"{MOVE}: meta tensors have no values, so moving {', '.join(names)} there would lose them")
+        raise OptionError(
+            f"{MOVE}: meta tensors have no values, so moving {', '.join(names)} there would lose them"
+        )
     parts = [(name, part) for name in names for part in _parts(name, namespace)]
     optimizers = _optimizers([part for _, part in parts], namespace)
     _check_room([*(part for _, part in parts), *optimizers.values()], names, device)
     moves, failure, values = _Moves(device), None, dict[int, Any]()
     try:
-        whole = [(name, _as_module(part)) for name, part in parts if not issubclass(type(part), torch.Tensor)]
+        whole = [
+            (name, _as_module(part))
+            for name, part in parts
+            if not issubclass(type(part), torch.Tensor)
+        ]
         of_modules = {id(each) for _, module in whole for each in _tensors_of(module)}
         for name, part in parts:
             sites.moving = name
@@ -80,11 +88,17 @@ def relocate(names: Iterable[str], namespace: MutableMapping[str, Any], device: 
         sites.moving = None
         moves.copies.clear()  # an interrupt's traceback keeps this frame
         values.clear()
-    if failure is not None:  # out here: raised inside, it would keep that error, its frames and their tensors
+    if (
+        failure is not None
+    ):  # out here: raised inside, it would keep that error, its frames and their tensors
         done_by_now = (
-            f"{', '.join(dict.fromkeys(moves.modules))} had been moved" if moves.modules else "nothing was moved"
+            f"{', '.join(dict.fromkeys(moves.modules))} had been moved"
+            if moves.modules
+            else "nothing was moved"
         )
-        raise GpuMagicError(f"{MOVE}: {', '.join(names)} cannot go to {device}, and {done_by_now}: {failure}")
+        raise GpuMagicError(
+            f"{MOVE}: {', '.join(names)} cannot go to {device}, and {done_by_now}: {failure}"
+        )
 
 
 # ---- What there is to move
@@ -98,7 +112,9 @@ def _parts(name: str, namespace: Mapping[str, Any]) -> list[Any]:
     """
     if name not in namespace:
         near = nearest(name, notebook.names_of_users(namespace))
-        hint = f"did you mean {near}?" if near else "write names of variables, such as --move model,x"
+        hint = (
+            f"did you mean {near}?" if near else "write names of variables, such as --move model,x"
+        )
         raise OptionError(f"{MOVE}: there is no variable {name!r}; {hint}")
     import torch
 
@@ -115,7 +131,9 @@ def _parts(name: str, namespace: Mapping[str, Any]) -> list[Any]:
         hint = "it looks into lists, tuples and dicts only"
         if branches.class_attribute(type(value), "to") is not None:
             hint = f"it has a .to() of its own: {name} = {name}.to(...)"
-        raise OptionError(f"{MOVE}: {name!r} ({kind}) holds no tensor, module or optimizer that could move; {hint}")
+        raise OptionError(
+            f"{MOVE}: {name!r} ({kind}) holds no tensor, module or optimizer that could move; {hint}"
+        )
     return list(found.values())
 
 
@@ -125,7 +143,9 @@ def _as_module(part: Any) -> Any:
 
     if not issubclass(type(part), torch.optim.Optimizer):
         return part
-    return torch.nn.ParameterList([each for each in _parameters_of(part) if isinstance(each, torch.nn.Parameter)])
+    return torch.nn.ParameterList(
+        [each for each in _parameters_of(part) if isinstance(each, torch.nn.Parameter)]
+    )
 
 
 def _optimizers(parts: list[Any], namespace: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +164,11 @@ def _optimizers(parts: list[Any], namespace: Mapping[str, Any]) -> dict[str, Any
 
 
 def _parameters_of(optimizer: Any) -> list[Any]:
-    return [each for group in kinds.parameter_groups(kinds.unwrapped(optimizer)) for each in group["params"]]
+    return [
+        each
+        for group in kinds.parameter_groups(kinds.unwrapped(optimizer))
+        for each in group["params"]
+    ]
 
 
 def _tensors_of(part: Any) -> Iterator[Any]:
@@ -161,7 +185,11 @@ def _slots_of(module: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
         own = branches.attributes_of(part)
         for kept in (own.get("_parameters"), own.get("_buffers")):
             if isinstance(kept, dict):
-                yield from ((kept, key, tensor) for key, tensor in list(dict.items(kept)) if tensor is not None)
+                yield from (
+                    (kept, key, tensor)
+                    for key, tensor in list(dict.items(kept))
+                    if tensor is not None
+                )
 
 
 def _state_of(optimizer: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
@@ -179,10 +207,15 @@ def _state_of(optimizer: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
 
 def _check_room(parts: Iterable[Any], names: list[str], device: str) -> None:
     found = {id(each): each for part in parts for each in _tensors_of(part)}
-    nbytes, free = sum(nbytes_of(each) for each in found.values() if str(each.device) != device), room(device)
+    nbytes, free = (
+        sum(nbytes_of(each) for each in found.values() if str(each.device) != device),
+        room(device),
+    )
     if free is not None and nbytes > free:
         need = f"{', '.join(names)} need{'s' if len(names) == 1 else ''} {size(nbytes)}"
-        raise GpuMagicError(f"{MOVE}: {need} on {device}, which has {size(free)} free; nothing was moved")
+        raise GpuMagicError(
+            f"{MOVE}: {need} on {device}, which has {size(free)} free; nothing was moved"
+        )
 
 
 # ---- The move
@@ -217,7 +250,11 @@ class _Moves:
         with torch.set_grad_enabled(tensor.grad_fn is not None):
             made = tensor.to(self._device)
         if tensor.is_leaf and tensor.requires_grad:
-            made = torch.nn.Parameter(made) if isinstance(tensor, torch.nn.Parameter) else made.requires_grad_()
+            made = (
+                torch.nn.Parameter(made)
+                if isinstance(tensor, torch.nn.Parameter)
+                else made.requires_grad_()
+            )
             made.grad = None if tensor.grad is None else self.moved(tensor.grad)
         return made
 
@@ -246,7 +283,9 @@ def _flat(value: Any) -> tuple[list[Any], Any]:
     from torch.nn.utils.rnn import PackedSequence
     from torch.utils import _pytree
 
-    found: tuple[list[Any], Any] = _pytree.tree_flatten(value, lambda each: type(each) is PackedSequence)
+    found: tuple[list[Any], Any] = _pytree.tree_flatten(
+        value, lambda each: type(each) is PackedSequence
+    )
     return found
 
 
@@ -256,4 +295,6 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 
     leaves, shape = _flat(value)
     changed = [change(each) for each in leaves]
-    return value if all(map(operator.is_, changed, leaves)) else _pytree.tree_unflatten(changed, shape)
+    return (
+        value if all(map(operator.is_, changed, leaves)) else _pytree.tree_unflatten(changed, shape)
+    )

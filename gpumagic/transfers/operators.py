@@ -44,15 +44,22 @@ _aten, _Tensor = torch.ops.aten, torch.Tensor
 _VALUE = _aten._local_scalar_dense.default
 """The operator by which the host reads a value."""
 _FINDERS = (
-    _aten.nonzero.default, _aten.masked_select.default, _aten._unique2.default, _aten.unique_dim.default,
-    _aten.unique_consecutive.default, _aten.unique_dim_consecutive.default, _aten._coalesce.default,
-)  # fmt: skip
+    _aten.nonzero.default,
+    _aten.masked_select.default,
+    _aten._unique2.default,
+    _aten.unique_dim.default,
+    _aten.unique_consecutive.default,
+    _aten.unique_dim_consecutive.default,
+    _aten._coalesce.default,
+)
 """Operators whose kernels tell the host how many elements they have found."""
 _BACKENDS = ("CUDA", "XPU", "MPS", "PrivateUse1")
 _SELECT = "BackendSelect"
 _BELOW_SELECT = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
 _has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key
-_kernel_at: Any = getattr(torch._C, "_dispatch_get_computed_kernel_for_dispatch_key", None)  # since torch 2.9
+_kernel_at: Any = getattr(
+    torch._C, "_dispatch_get_computed_kernel_for_dispatch_key", None
+)  # since torch 2.9
 FOUND_BYTES: int = torch.int32.itemsize
 """The bytes of such a number."""
 
@@ -117,7 +124,10 @@ def _register(library: Library) -> None:
 
 def _counted() -> dict[Any, Callable[[Function], Function]]:
     """Return the operators, and what makes for each a kernel that counts out of one that works."""
-    return {_aten.copy_.default: _copying, **{each: functools.partial(_reading, each) for each in (_VALUE, *_FINDERS)}}
+    return {
+        _aten.copy_.default: _copying,
+        **{each: functools.partial(_reading, each) for each in (_VALUE, *_FINDERS)},
+    }
 
 
 def _kernels_of(operator: Any, backends: Iterable[str]) -> Iterator[tuple[str, Function]]:
@@ -131,7 +141,10 @@ def _kernels_of(operator: Any, backends: Iterable[str]) -> Iterator[tuple[str, F
         if _has_kernel(operator.name(), place):
             # By a library in Python; of one in C++ torch does not tell.
             is_replaced = f"{operator.name().replace('::', '/')}/{place}" in torch.library._impls
-            yield place, (_find_kernel.__wrapped__ if is_replaced else _find_kernel)(operator, place)
+            yield (
+                place,
+                (_find_kernel.__wrapped__ if is_replaced else _find_kernel)(operator, place),
+            )
 
 
 @functools.cache
@@ -143,7 +156,10 @@ def _find_kernel(operator: Any, place: str) -> Function:
 
 def _put(library: Library, operator: Any, function: Function, place: str) -> None:
     """Register a kernel; not by `Library.impl`, which forgets in the end that other libraries have one there too."""
-    is_first = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), place) and not _has_overridden
+    is_first = (
+        torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), place)
+        and not _has_overridden
+    )
     with _unwarned() if is_first else contextlib.nullcontext():
         library.m.impl(operator.name().removeprefix("aten::"), place, function, True)
 
@@ -162,7 +178,9 @@ def _unwarned() -> Iterator[None]:
 def _copying(kernel: Function) -> Function:
     def copy_(keyset: DispatchKeySet, target: Any, source: Any, non_blocking: bool = False) -> Any:
         __tracebackhide__ = True
-        if not isinstance(source, _Tensor):  # a number, which the dispatcher hands to Python as such
+        if not isinstance(
+            source, _Tensor
+        ):  # a number, which the dispatcher hands to Python as such
             source = torch.scalar_tensor(source, dtype=_DTYPES[type(source)], device="cpu")
         here, there = source.device, target.device
         if here == there:
@@ -238,7 +256,9 @@ def _bytes_read(operator: str, tensor: torch.Tensor, options: tuple[Any, ...]) -
         return int(tensor.element_size())
     if operator == "_coalesce":
         return FOUND_BYTES if tensor._nnz() > 1 else 0
-    in_slices = "_dim" in operator or (operator == "unique_consecutive" and options[2:] not in ((), (None,)))
+    in_slices = "_dim" in operator or (
+        operator == "unique_consecutive" and options[2:] not in ((), (None,))
+    )
     if "unique" not in operator or in_slices or tensor.dtype == torch.bool:
         return FOUND_BYTES
     return 2 * FOUND_BYTES if tensor.numel() else 0

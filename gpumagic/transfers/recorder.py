@@ -37,7 +37,9 @@ class Recorder:
     counted: int = 0
     """Number of copies counted so far."""
     thread: int = field(default_factory=get_ident)
-    earlier_threads: frozenset[int] = field(default_factory=lambda: frozenset(sys._current_frames()))
+    earlier_threads: frozenset[int] = field(
+        default_factory=lambda: frozenset(sys._current_frames())
+    )
     by_thread: dict[int, Recorder] = field(default_factory=dict)
     """What other threads do for this run; each has sums of its own, so none waits for another."""
 
@@ -53,9 +55,14 @@ class Recorder:
             self.log.add_created(tensor.device, nbytes)
 
     def add_move(
-        self, source: torch.Tensor, target: torch.Tensor, here: torch.device, there: torch.device, seconds: float,
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        here: torch.device,
+        there: torch.device,
+        seconds: float,
         non_blocking: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Count the values of one tensor written to another, on another device.
 
         Where that also converts, CUDA does so on the host, or on the device where it is non-blocking, and between
@@ -86,7 +93,9 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 def is_real(value: object) -> bool:
     """Return whether a value is a tensor with memory of its own, and not a fake one of a compiler's."""
     fakes = sys.modules.get("torch._subclasses.fake_tensor")
-    return isinstance(value, torch.Tensor) and not (fakes is not None and isinstance(value, fakes.FakeTensor))
+    return isinstance(value, torch.Tensor) and not (
+        fakes is not None and isinstance(value, fakes.FakeTensor)
+    )
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
@@ -108,7 +117,9 @@ def begin(recorder: Recorder) -> None:
 def end(recorder: Recorder) -> None:
     """Undo `begin`. Idempotent, so that it can be called after an interrupt anywhere."""
     runs = open_runs.get(recorder.thread, [])
-    runs[:] = runs[: next((index for index, each in enumerate(runs) if each is recorder), len(runs))]
+    runs[:] = runs[
+        : next((index for index, each in enumerate(runs) if each is recorder), len(runs))
+    ]
     if not runs:
         open_runs.pop(recorder.thread, None)
 
@@ -128,7 +139,9 @@ def _recorder_of_worker() -> Recorder | None:
     running = [run for runs in list(open_runs.values()) for run in runs]
     if not running:
         return None
-    checkpointed = getattr(device_context(), "recorder", None)  # checkpoints take the mode with them
+    checkpointed = getattr(
+        device_context(), "recorder", None
+    )  # checkpoints take the mode with them
     if isinstance(checkpointed, Recorder):
         return checkpointed
     files = {frame.f_code.co_filename for frame in frames.stack(sys._getframe(1))}
@@ -140,7 +153,9 @@ def _recorder_of_worker() -> Recorder | None:
     if thread in run.earlier_threads and not (is_autograd or calling):
         return None
     if thread not in run.by_thread:
-        sites = CallSites(run.log.sites.namespace, run.log.sites.filename, run.thread if is_autograd else None)
+        sites = CallSites(
+            run.log.sites.namespace, run.log.sites.filename, run.thread if is_autograd else None
+        )
         run.by_thread.setdefault(thread, Recorder(run.device, TransferLog(sites), thread=thread))
     return run.by_thread[thread]
 

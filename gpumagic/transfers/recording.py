@@ -58,7 +58,9 @@ class Recording:
                 operators.watch(self)
                 watch_waits(self, self.recorder.device.type)
                 watch_tracebacks()
-            self._context = RecordingContext(self.recorder)  # kept first, so that an interrupt finds it
+            self._context = RecordingContext(
+                self.recorder
+            )  # kept first, so that an interrupt finds it
             self._context.__enter__()
         except BaseException:
             self.close()
@@ -125,7 +127,11 @@ def unwatch_waits(run: object) -> None:
 
 
 def _functions(backend: str) -> Iterator[tuple[Any, Function]]:
-    modules = [each for each in (getattr(torch, "accelerator", None), allocator.device_module(backend)) if each]
+    modules = [
+        each
+        for each in (getattr(torch, "accelerator", None), allocator.device_module(backend))
+        if each
+    ]
     classes = [getattr(module, name, None) for module in modules for name in ("Stream", "Event")]
     for owner in (*modules, *classes):
         function = None if owner in (None, torch.Stream, torch.Event) else vars(owner).get(_NAME)
@@ -148,7 +154,9 @@ def _wrap(function: Function) -> Function:
 
 # ---- Tracebacks of the user's errors, without the frames that are between a line and torch
 
-_BETWEEN = frozenset(f"gpumagic.transfers.{each}" for each in ("device_mode", "operators", "recording"))
+_BETWEEN = frozenset(
+    f"gpumagic.transfers.{each}" for each in ("device_mode", "operators", "recording")
+)
 _CALLED_BY_THESE = frozenset({"torch._ops", "torch.utils._device"})
 _SHOW = "showtraceback"
 _shells: list[Any] = []

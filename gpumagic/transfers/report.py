@@ -47,7 +47,9 @@ class Explanation:
         """Where it failed: ``"line 3: "``, ``"line 7 of Net.forward(): "``, ``""`` if that is unknown."""
         if self.line is None:
             return ""
-        return f"line {self.line} of {self.function}(): " if self.function else f"line {self.line}: "
+        return (
+            f"line {self.line} of {self.function}(): " if self.function else f"line {self.line}: "
+        )
 
     def __str__(self) -> str:
         fix = [f"fix: {self.fix}"] if self.fix else []

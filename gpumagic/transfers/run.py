@@ -44,7 +44,9 @@ class RunOnDevice(Protocol[Given, Result_co]):
     def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Result_co: ...
 
     def __get__(
-        self: RunOnDevice[Concatenate[Any, Rest], Result], instance: object, owner: type | None = None
+        self: RunOnDevice[Concatenate[Any, Rest], Result],
+        instance: object,
+        owner: type | None = None,
     ) -> Callable[Rest, Result]: ...
 
 
@@ -118,7 +120,9 @@ class DeviceRun:
             if self._trace:
                 from gpumagic.transfers.tracing import Trace
 
-                self._traced = Trace(self._recording.recorder, self._code, self._block, self._functions)
+                self._traced = Trace(
+                    self._recording.recorder, self._code, self._block, self._functions
+                )
                 self._traced.start()
         except BaseException:  # Ctrl-C: what did not open is not closed
             self.restore()
@@ -148,11 +152,18 @@ class DeviceRun:
         moves, syncs = self._log.rows(), self._log.syncs()
         lines = self._code.lines()
         has_loader = any("DataLoader" in text for _, text in lines)
-        has_loader = has_loader or any(issubclass(type(value), loader) for value in variables.values())
+        has_loader = has_loader or any(
+            issubclass(type(value), loader) for value in variables.values()
+        )
         return TransferReport(
             device=self.device,
             moves=moves,
-            created=dict(sorted((str(at), (number, nbytes)) for at, (number, nbytes) in self._log.created.items())),
+            created=dict(
+                sorted(
+                    (str(at), (number, nbytes))
+                    for at, (number, nbytes) in self._log.created.items()
+                )
+            ),
             syncs=syncs,
             peak=self._clock.peak(),
             allocations=self._clock.allocations(),
@@ -163,7 +174,9 @@ class DeviceRun:
             explanation=explanation,
             lines=lines,
             origin=base.current_origin(),
-            by_line=None if self._traced is None else self._traced.by_line(lines, self._clock.elapsed),
+            by_line=None
+            if self._traced is None
+            else self._traced.by_line(lines, self._clock.elapsed),
         )
 
     def finish(self, result: object) -> TransferReport | None:
@@ -194,8 +207,14 @@ class DeviceRun:
         Raises:
             OptionError: a coroutine or a generator function, whose body does not run when it is called.
         """
-        if inspect.iscoroutinefunction(func) or inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
-            raise OptionError(f"{func.__name__}() runs after its call; write `with gpumagic.ondevice(...)` inside it")
+        if (
+            inspect.iscoroutinefunction(func)
+            or inspect.isgeneratorfunction(func)
+            or inspect.isasyncgenfunction(func)
+        ):
+            raise OptionError(
+                f"{func.__name__}() runs after its call; write `with gpumagic.ondevice(...)` inside it"
+            )
 
         @functools.wraps(func)
         def on_device(*args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -208,9 +227,14 @@ class DeviceRun:
 
     def _one_call(self, func: Callable[..., Any]) -> DeviceRun:
         run = DeviceRun(
-            self.device, namespace=self._namespace, move=self._move, filename=self._filename,
-            trace=self._trace, show=self._show, store=self._keep,
-        )  # fmt: skip
+            self.device,
+            namespace=self._namespace,
+            move=self._move,
+            filename=self._filename,
+            trace=self._trace,
+            show=self._show,
+            store=self._keep,
+        )
         code = getattr(inspect.unwrap(func), "__code__", None)
         if code is not None:
             run._code = WatchedCode(self._namespace, code.co_filename, code.co_firstlineno)
@@ -258,7 +282,13 @@ def for_caller(
                 f"move: {name!r} is a variable of {code.co_name}(), and only those of a module or a notebook can be "
                 f'bound from outside; write {name} = {name}.to("{device}")'
             )
-    return DeviceRun(device, namespace=caller.f_globals, move=move, filename=frames.cell_file(caller), trace=trace)
+    return DeviceRun(
+        device,
+        namespace=caller.f_globals,
+        move=move,
+        filename=frames.cell_file(caller),
+        trace=trace,
+    )
 
 
 class _Clock:
@@ -277,7 +307,9 @@ class _Clock:
     def allocations(self) -> dict[str, int]:
         """Return how many blocks of memory each device has allocated since the start."""
         earlier = {device: figures.allocations for device, figures in self.before.items()}
-        return {device: now.allocations - earlier.get(device, 0) for device, now in self.after.items()}
+        return {
+            device: now.allocations - earlier.get(device, 0) for device, now in self.after.items()
+        }
 
     def peak(self) -> dict[str, int]:
         """Return the block's peak by device, where it is known without a reset of the user's counter.

@@ -64,7 +64,10 @@ class CallSites:
     """
 
     def __init__(
-        self, namespace: Mapping[str, object], filename: str | None = None, waiting_thread: int | None = None
+        self,
+        namespace: Mapping[str, object],
+        filename: str | None = None,
+        waiting_thread: int | None = None,
     ) -> None:
         from gpumagic.transfers import causes  # which imports torch
 
@@ -85,7 +88,9 @@ class CallSites:
             self._find_file(sys._getframe(1))
         stack = list(frames.stack(sys._getframe(1)))
         over = next((each for each in stack if each.f_globals is self.namespace), None)
-        runs_body = any(each.f_code.co_name == "run_cell_magic" and each.f_back is over for each in stack)
+        runs_body = any(
+            each.f_code.co_name == "run_cell_magic" and each.f_back is over for each in stack
+        )
         self._file_may_change &= self.filename is None or runs_body
 
     def line(self) -> int | None:
@@ -108,7 +113,9 @@ class CallSites:
                 frame = sys._getframe(depth)
             except ValueError:  # autograd's threads have fewer frames
                 break
-            if (site := self._instructions.get((id(frame.f_code), frame.f_lasti, asks))) is not None:
+            if (
+                site := self._instructions.get((id(frame.f_code), frame.f_lasti, asks))
+            ) is not None:
                 break
         if site is None:
             frame, is_called = self._causes.asking_frame(sys._getframe(3))  # the kernel's
@@ -130,7 +137,9 @@ class CallSites:
         source, line = lines_of(self.filename)[max(above, 0) :], frame.f_lineno + above
         cause, _ = self._causes.of_frames(frame, True, asks, found, source)
         node = expression_at(frame.f_code, frame.f_lasti, source, self._causes.ASKING)
-        is_target = dis.opname[frame.f_code.co_code[frame.f_lasti]] == "STORE_SUBSCR"  # what is assigned is not in it
+        is_target = (
+            dis.opname[frame.f_code.co_code[frame.f_lasti]] == "STORE_SUBSCR"
+        )  # what is assigned is not in it
         if is_target or not isinstance(node, ast.Call | ast.Subscript):
             return self._site(frame, line, cause)
         site = self._site(frame, line, cause, tuple(sorted(names_in(node))))
@@ -143,17 +152,23 @@ class CallSites:
         """Return the variable whose method is called, or of which torch makes what it copies, and whether it does."""
         if isinstance(node, ast.Subscript):
             parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-            (index, *others) = [each for each in parts if not isinstance(each, ast.Constant | ast.Slice)] or parts
+            (index, *others) = [
+                each for each in parts if not isinstance(each, ast.Constant | ast.Slice)
+            ] or parts
             is_list = isinstance(_value(frame, index), list | tuple | range)
             is_made = asks == self._causes.COPY and not others and is_list
             return (ast.unparse(index) if is_made else None), is_made
         is_from_host = called_name(node) in self._causes.FROM_HOST
         given = node.args[0] if node.args else None
-        if isinstance(node.func, ast.Attribute) and not isinstance(_value(frame, node.func.value), ModuleType):
+        if isinstance(node.func, ast.Attribute) and not isinstance(
+            _value(frame, node.func.value), ModuleType
+        ):
             given = node.func.value
         kind = object if is_from_host else sys.modules["torch"].Tensor
         is_certain = is_from_host or cause.startswith(".")
-        is_it = is_certain and isinstance(given, ast.Name) and isinstance(_value(frame, given), kind)
+        is_it = (
+            is_certain and isinstance(given, ast.Name) and isinstance(_value(frame, given), kind)
+        )
         is_made = is_from_host and (cause == "tensor" or isinstance(given, ast.List | ast.ListComp))
         return (ast.unparse(given) if given is not None and is_it else None), is_made
 
@@ -164,18 +179,27 @@ class CallSites:
             cause, subject = self._causes.BACKWARD, found
         else:
             cause, subject = self._causes.of_frames(innermost, is_called, asks, found)
-        if innermost and cause == "bool()" and frames.module_of(innermost).startswith("torch.distributions"):
+        if (
+            innermost
+            and cause == "bool()"
+            and frames.module_of(innermost).startswith("torch.distributions")
+        ):
             cause = CHECK
         is_here = get_ident() == self._thread
         frame, above, module_frame = self._own_frame(innermost if is_here else self._innermost(0))
         if frame is None:
             return Site(cause=cause), subject, None
         if module_frame is not None:
-            subject, cause = module_frame.f_locals.get("self"), f"Module.{module_frame.f_code.co_name}"
+            subject, cause = (
+                module_frame.f_locals.get("self"),
+                f"Module.{module_frame.f_code.co_name}",
+            )
         site = self._site(frame, frame.f_lineno + above, cause)
         return site, subject, _name(frame, site, subject)
 
-    def _site(self, frame: FrameType, line: int, cause: str, names: tuple[str, ...] | None = None) -> Site:
+    def _site(
+        self, frame: FrameType, line: int, cause: str, names: tuple[str, ...] | None = None
+    ) -> Site:
         """Return a site, where any name that the code has may be what is copied, unless an expression limits them."""
         code = frame.f_code
         own = (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
@@ -199,9 +223,15 @@ class CallSites:
 
     def _innermost(self, depth: int) -> FrameType | None:
         # Autograd works for the cell in threads of its own.
-        return sys._getframe(1 + depth) if get_ident() == self._thread else sys._current_frames().get(self._thread)
+        return (
+            sys._getframe(1 + depth)
+            if get_ident() == self._thread
+            else sys._current_frames().get(self._thread)
+        )
 
-    def _own_frame(self, innermost: FrameType | None) -> tuple[FrameType | None, int, FrameType | None]:
+    def _own_frame(
+        self, innermost: FrameType | None
+    ) -> tuple[FrameType | None, int, FrameType | None]:
         """Return the innermost frame of the cell's, the lines above its code, and a module's move made from there."""
         found = self._walk(innermost)
         if found[0] is None and self._waiting_thread is not None:
@@ -217,7 +247,10 @@ class CallSites:
                     if frame.f_code.co_name not in _DISPATCHERS:
                         return frame, above, module_frame
                     dispatcher = dispatcher or (frame, above, None)
-            elif frame.f_code.co_name in _MODULE_MOVES and frames.module_of(frame) == "torch.nn.modules.module":
+            elif (
+                frame.f_code.co_name in _MODULE_MOVES
+                and frames.module_of(frame) == "torch.nn.modules.module"
+            ):
                 module_frame = frame
             frame = frame.f_back
         return dispatcher or (None, 0, None)
@@ -253,7 +286,11 @@ class CallSites:
 
 def _value(frame: FrameType, node: ast.expr) -> object:
     """Return what a name is bound to; what is no name has no value here."""
-    return frames.resolve_names(frame, {node.id}).get(node.id) if isinstance(node, ast.Name) else frames.MISSING
+    return (
+        frames.resolve_names(frame, {node.id}).get(node.id)
+        if isinstance(node, ast.Name)
+        else frames.MISSING
+    )
 
 
 def _name(frame: FrameType, site: Site, subject: object) -> str | None:

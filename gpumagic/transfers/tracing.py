@@ -78,13 +78,23 @@ class Trace:
             number = self._lines.places.get((file, line))
             if number is None:  # it is empty, or only says something to the reader
                 return None
-            figures = self._lines.hits[number], seconds[number], *memory.get(number, (None, None, None))
+            figures = (
+                self._lines.hits[number],
+                seconds[number],
+                *memory.get(number, (None, None, None)),
+            )
             return LineRow(function, line, code, *figures)
 
         # The head of a `with` block runs before the block, and once more as it is left.
-        rows = [row(None, file, number, text) for number, text in lines if number != self._code.line]
+        rows = [
+            row(None, file, number, text) for number, text in lines if number != self._code.line
+        ]
         files = {name: codes[0].co_filename for name, codes in self._named.items()}
-        rows += [row(name, files[name], *line) for name, codes in self._named.items() for line in _text(codes)]
+        rows += [
+            row(name, files[name], *line)
+            for name, codes in self._named.items()
+            for line in _text(codes)
+        ]
         found = tuple(each for each in rows if each is not None)
         return LineReport(self._device, found, elapsed, files, self._reason, self._missing())
 
@@ -94,9 +104,17 @@ class Trace:
         if history.events is None:
             backend = Device.parse(self._device).backend
             counts = backend not in ("cpu", "meta")
-            return f"Lines have no memory: the allocator of {backend} keeps no history." if counts else ""
+            return (
+                f"Lines have no memory: the allocator of {backend} keeps no history."
+                if counts
+                else ""
+            )
         count, kept = history.after.events - history.before.events, len(history.events[1])
-        return "" if count <= kept else f"The allocator's history has the last {kept:,} of {count:,} events."
+        return (
+            ""
+            if count <= kept
+            else f"The allocator's history has the last {kept:,} of {count:,} events."
+        )
 
     def _memory_of_lines(self) -> dict[int, list[int]]:
         """Return for each line the bytes allocated and freed while it ran, and the most that were allocated at once."""
@@ -122,7 +140,9 @@ class Trace:
         return {line: found[:, line].tolist() for line in np.unique(lines).tolist()}
 
     def _place(self, code: CodeType, line: int) -> Place:
-        return (code.co_filename, line) if id(code) in self._others else self._sites.place(code, line)
+        return (
+            (code.co_filename, line) if id(code) in self._others else self._sites.place(code, line)
+        )
 
     def _follows(self, code: CodeType, frame: FrameType) -> bool:
         if id(code) in self._others:
@@ -147,7 +167,10 @@ def _text(codes: Sequence[CodeType]) -> list[tuple[int, str]]:
     """Return the numbered lines of a function."""
     file = codes[0].co_filename
     numbers = [line for code in codes for *_, line in code.co_lines() if line]
-    found = [(line, linecache.getline(file, line).rstrip()) for line in range(min(numbers), max(numbers) + 1)]
+    found = [
+        (line, linecache.getline(file, line).rstrip())
+        for line in range(min(numbers), max(numbers) + 1)
+    ]
     indent = min((len(text) - len(text.lstrip()) for _, text in found if text), default=0)
     return [(line, text[indent:]) for line, text in found]
 

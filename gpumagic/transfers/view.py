@@ -23,7 +23,9 @@ def view_transfers(report: TransferReport) -> doc.Document:
     blocks: list[doc.Block] = [doc.Heading(_headline(report))]
     blocks.append(doc.Paragraph(_summary(report), muted=True))
     traced = report.by_line
-    blocks += _traced_lines(traced, report) if traced is not None and traced.lines else _lines(report)
+    blocks += (
+        _traced_lines(traced, report) if traced is not None and traced.lines else _lines(report)
+    )
     blocks += [doc.Paragraph(text, muted=True) for text in _sentences(report)]
     if report.moves:
         known = [row.seconds for row in report.moves if row.seconds is not None]
@@ -40,7 +42,11 @@ def _headline(report: TransferReport) -> str:
         found = report.explanation
         fix = f" Fix: {found.fix}" if found.fix else ""
         return f"{found.place.capitalize()[:1]}{found.place[1:]}{found.what}{fix}"
-    first = str(report.advice[0]) if report.advice else _used_instead(report) or _transfers(report.moves)
+    first = (
+        str(report.advice[0])
+        if report.advice
+        else _used_instead(report) or _transfers(report.moves)
+    )
     return f"{first}; ended by {report.error}" if report.error else first
 
 
@@ -62,7 +68,9 @@ def _used_instead(report: TransferReport) -> str:
     where = others or sorted({each.device for each in report.elsewhere})
     names = [each.name for each in report.elsewhere if each.device in where][:SHOWN_NAMES]
     named = f" ({', '.join(names)})" if names else ""
-    worked = f"Nothing was allocated on {report.device}: the cell worked on {', '.join(where)}{named}"
+    worked = (
+        f"Nothing was allocated on {report.device}: the cell worked on {', '.join(where)}{named}"
+    )
     return f"{worked}; --move NAMES copies tensors first" if names else worked
 
 
@@ -71,10 +79,17 @@ def _summary(report: TransferReport) -> str:
     said = [f"{report.device}, {duration(report.elapsed)}"]
     routes = grouped((f"{row.source} → {row.target}", row.nbytes) for row in report.moves)
     largest = sorted(routes, key=lambda route: -sum(routes[route]))
-    said += [few([f"{route} {size(sum(routes[route]))}" for route in largest], SHOWN_ROUTES, "route")] if routes else []
+    said += (
+        [few([f"{route} {size(sum(routes[route]))}" for route in largest], SHOWN_ROUTES, "route")]
+        if routes
+        else []
+    )
     said += [count(sum(report.syncs.values()), "sync")] if report.syncs else []
     created = {device: count(n, "new tensor") for device, (n, _) in report.created.items()}
-    said += [text if device == report.device else f"{text} on {device}" for device, text in created.items()]
+    said += [
+        text if device == report.device else f"{text} on {device}"
+        for device, text in created.items()
+    ]
     said += [f"peak {size(nbytes)} on {device}" for device, nbytes in report.peak.items()]
     return " · ".join(said)
 
@@ -108,24 +123,45 @@ def _lines(report: TransferReport) -> Iterator[doc.Block]:
 
 def _by_line(report: TransferReport) -> ByLine:
     """Return the transfers by line; those of `--move` are the magic's, where a cell has it."""
-    magic = next((line for line, code in report.lines if code.startswith("%") and "--move" in code), None)
+    magic = next(
+        (line for line, code in report.lines if code.startswith("%") and "--move" in code), None
+    )
     return grouped((magic if row.cause == "--move" else row.line, row) for row in report.moves)
 
 
-def _code_table(shown: Sequence[int], code: Mapping[int, str], by_line: ByLine, report: TransferReport) -> Table:
+def _code_table(
+    shown: Sequence[int], code: Mapping[int, str], by_line: ByLine, report: TransferReport
+) -> Table:
     sums = {line: sum(row.nbytes for row in by_line.get(line, ())) for line in shown}
     columns = (
         Column[int]("Line", str, "right"),
         Column[int](
-            "Code", lambda line: doc.Cell(code[line], notes=_changes(report, line)), shrinks=True, code=True, least=30
+            "Code",
+            lambda line: doc.Cell(code[line], notes=_changes(report, line)),
+            shrinks=True,
+            code=True,
+            least=30,
         ),
         Column[int](
-            "Size", lambda line: size(sums[line]) if line in by_line else "", "right",
-            bar=lambda line: sums[line] if line in by_line else None, when=lambda _: True,
+            "Size",
+            lambda line: size(sums[line]) if line in by_line else "",
+            "right",
+            bar=lambda line: sums[line] if line in by_line else None,
+            when=lambda _: True,
         ),
-        Column[int]("Transfers", lambda line: _what(by_line.get(line, [])), shrinks=True, when=lambda _: True),
-        Column[int]("Syncs", lambda line: f"{report.syncs[line]:,}" if line in report.syncs else "", "right", 1),
-    )  # fmt: skip
+        Column[int](
+            "Transfers",
+            lambda line: _what(by_line.get(line, [])),
+            shrinks=True,
+            when=lambda _: True,
+        ),
+        Column[int](
+            "Syncs",
+            lambda line: f"{report.syncs[line]:,}" if line in report.syncs else "",
+            "right",
+            1,
+        ),
+    )
     return Table.of(shown, columns, "Lines with transfers or syncs")
 
 
@@ -166,7 +202,8 @@ def _sentences(report: TransferReport) -> Iterator[str]:
         yield f"Copied first, as asked: {', '.join(names)}."
     if outside:
         copied = "; ".join(
-            f"{row.source} → {row.target} {size(row.nbytes)} by {row.cause}" for row in outside[:SHOWN_NAMES]
+            f"{row.source} → {row.target} {size(row.nbytes)} by {row.cause}"
+            for row in outside[:SHOWN_NAMES]
         )
         yield f"Copied by code outside the cell: {copied}."
     told = {row.name for row in report.moves}
@@ -174,7 +211,9 @@ def _sentences(report: TransferReport) -> Iterator[str]:
     if elsewhere and report.explanation is None and (report.advice or not _used_instead(report)):
         used = [f"{each.name} ({each.device}, {size(each.nbytes)})" for each in elsewhere]
         yield f"Used, but on another device: {few(used, SHOWN_NAMES, 'name')}."
-    rest_of_advice = [each for each in report.advice if each.line is None or each.line not in dict(report.lines)]
+    rest_of_advice = [
+        each for each in report.advice if each.line is None or each.line not in dict(report.lines)
+    ]
     yield from (f"→ {each}" for each in rest_of_advice if each is not report.advice[0])
 
 
@@ -187,8 +226,15 @@ def view_lines(report: LineReport) -> doc.Document:
     own = [row for row in report.lines if row.function is None]
     answer = "No line was traced"
     if own:
-        slowest, highest = max(own, key=lambda row: row.seconds), max(own, key=lambda row: row.peak or 0)
-        memory = f"; line {highest.line} has the peak, {size(highest.peak)} on {report.device}" if highest.peak else ""
+        slowest, highest = (
+            max(own, key=lambda row: row.seconds),
+            max(own, key=lambda row: row.peak or 0),
+        )
+        memory = (
+            f"; line {highest.line} has the peak, {size(highest.peak)} on {report.device}"
+            if highest.peak
+            else ""
+        )
         answer = f"Line {slowest.line} took {duration(slowest.seconds)} of {duration(report.elapsed)}{memory}"
     return doc.Document((doc.Heading(answer), *_traced_lines(report)))
 
@@ -203,15 +249,21 @@ def _traced_lines(report: LineReport, run: TransferReport | None = None) -> Iter
         rows = [row for row in report.lines if row.function == function]
         if function is not None:
             took = f"{duration(sum(row.seconds for row in rows))} in {count(len(rows), 'line')}"
-            yield doc.Heading(f"{function}: {took}" if rows else f"{function} did not run in Python", apart=True)
+            yield doc.Heading(
+                f"{function}: {took}" if rows else f"{function} did not run in Python", apart=True
+            )
         columns = _traced_columns(run if function is None else None)
-        most = sorted(rows, key=lambda row: (row.seconds, row.allocated or 0), reverse=True)[:TRACED_LINES]
+        most = sorted(rows, key=lambda row: (row.seconds, row.allocated or 0), reverse=True)[
+            :TRACED_LINES
+        ]
         if rows:
             shown = [row for row in rows if row in most]
             yield Table.of(
-                shown, columns, f"Lines of {function or 'the cell'}",
+                shown,
+                columns,
+                f"Lines of {function or 'the cell'}",
                 elsewhere="in a wider terminal and in .by_line.to_pandas()",
-            )  # fmt: skip
+            )
         if len(most) < len(rows):
             summary = f"{count(len(rows) - len(most), 'more line')} of {function or 'the cell'}"
             yield doc.Fold(summary, [Table.of(rows, columns, "All lines")])
@@ -222,17 +274,28 @@ def _traced_columns(run: TransferReport | None) -> tuple[Column[LineRow], ...]:
 
     def copied(row: LineRow) -> str:
         moves = by_line.get(row.line, [])
-        return f"{sum(each.count for each in moves):,}× {size(sum(each.nbytes for each in moves))}" if moves else ""
+        return (
+            f"{sum(each.count for each in moves):,}× {size(sum(each.nbytes for each in moves))}"
+            if moves
+            else ""
+        )
 
     return (
         Column("Line", lambda row: str(row.line), "right"),
-        Column("Code", lambda row: doc.Cell(row.code, notes=_changes(run, row.line) if run else ()), shrinks=True,
-               code=True, least=24),
+        Column(
+            "Code",
+            lambda row: doc.Cell(row.code, notes=_changes(run, row.line) if run else ()),
+            shrinks=True,
+            code=True,
+            least=24,
+        ),
         Column("Runs", lambda row: f"{row.hits:,}", "right", 2),
         Column("Time", lambda row: duration(row.seconds), "right", bar=lambda row: row.seconds),
         Column("Allocated", lambda row: size(row.allocated) if row.allocated else "", "right", 1),
         Column("Freed", lambda row: size(row.freed) if row.freed else "", "right", 3),
         Column("Peak", lambda row: size(row.peak) if row.peak else "", "right", 1),
         Column("Transfers", copied, "right", 1),
-        Column("Syncs", lambda row: f"{syncs[row.line]:,}" if row.line in syncs else "", "right", 2),
-    )  # fmt: skip
+        Column(
+            "Syncs", lambda row: f"{syncs[row.line]:,}" if row.line in syncs else "", "right", 2
+        ),
+    )

@@ -32,16 +32,21 @@ class Lines:
         self._cell = filename
         self._files = frozenset(sources)
         # Where IPython has it too: inspect and TorchScript read functions of the cell there.
-        linecache.cache.update({
-            name: (len(text), None, text.splitlines(keepends=True), name) for name, text in sources.items()
-        })  # fmt: skip
+        linecache.cache.update(
+            {
+                name: (len(text), None, text.splitlines(keepends=True), name)
+                for name, text in sources.items()
+            }
+        )
         self._place = functools.cache(self._place_of)
         self._text = functools.cache(self._text_at)
 
     def where(self) -> Place:
         """Return the cell's innermost running line, and the notebook's function it is in where that is another's."""
         running = (each for each in self._running() if each is not None)
-        return self._place(*((each.f_code.co_filename, each.f_code.co_name, each.f_lineno) for each in running))
+        return self._place(
+            *((each.f_code.co_filename, each.f_code.co_name, each.f_lineno) for each in running)
+        )
 
     def reading(self) -> Key | None:
         """Return the cell's running line, the notebook's innermost expression, and below it the library's line.
@@ -52,11 +57,22 @@ class Lines:
             return None
         frame, inner = self._running()
         inner = inner or frame
-        below = next((each for each in stack(sys._getframe()) if not module_of(each).startswith(_BETWEEN)), None)
-        library = "" if below is None or below is inner else f"{below.f_code.co_filename}:{below.f_lineno}"
+        below = next(
+            (each for each in stack(sys._getframe()) if not module_of(each).startswith(_BETWEEN)),
+            None,
+        )
+        library = (
+            ""
+            if below is None or below is inner
+            else f"{below.f_code.co_filename}:{below.f_lineno}"
+        )
         if inner is None:
             return None, THREAD, library
-        return (frame or inner).f_lineno, self._text(inner.f_code, inner.f_lasti, inner.f_lineno), library
+        return (
+            (frame or inner).f_lineno,
+            self._text(inner.f_code, inner.f_lasti, inner.f_lineno),
+            library,
+        )
 
     def _running(self) -> tuple[FrameType | None, FrameType | None]:
         """Return the cell's innermost frame, and the innermost one of the notebook's other code that it has called."""

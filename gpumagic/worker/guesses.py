@@ -14,7 +14,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.dryrun.wire import A_FEW, ALWAYS, BUT_ONCE, EVERY, HOST, NUMBER, ONCE, SELECTION, TRUTH, Key
+from gpumagic.dryrun.wire import (
+    A_FEW,
+    ALWAYS,
+    BUT_ONCE,
+    EVERY,
+    HOST,
+    NUMBER,
+    ONCE,
+    SELECTION,
+    TRUTH,
+    Key,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -46,16 +57,21 @@ FILLING = (0x3F, 0x47, 0xBF)
 """Bytes that make a fraction around one, a large one and a negative one in every format."""
 NUMBERS: tuple[tuple[str, Callable[[int], float]], ...] = (
     ("be 1", lambda _: 1.0),
-    ("fall, from 0.06", lambda turn: float((turn + 2) ** -4)),  # it stays positive however often it is read
+    (
+        "fall, from 0.06",
+        lambda turn: float((turn + 2) ** -4),
+    ),  # it stays positive however often it is read
     ("rise, from 1,000,000", lambda turn: 1e6 + 1e4 * min(turn, 100)),
     ("rise, from 3,000,000", lambda turn: 3e6 + 1e4 * min(turn, 100)),
     ("be -1", lambda _: -1.0),
 )
 """What a number may be, by how often it was read before; whole numbers are rounded."""
 _TURNS: dict[str, Callable[[int], bool]] = {
-    ALWAYS: lambda _: True, BUT_ONCE: lambda turn: turn != 1, ONCE: lambda turn: turn == 0,
+    ALWAYS: lambda _: True,
+    BUT_ONCE: lambda turn: turn != 1,
+    ONCE: lambda turn: turn == 0,
     A_FEW: lambda turn: turn < 3,
-}  # fmt: skip
+}
 """Which times that a loop comes to a place it goes another way there."""
 
 
@@ -71,7 +87,10 @@ class Guesses:
     """
 
     def __init__(
-        self, scenario: Mapping[str, Any], assume: Callable[[str], None], where: Callable[[], Key | None]
+        self,
+        scenario: Mapping[str, Any],
+        assume: Callable[[str], None],
+        where: Callable[[], Key | None],
     ) -> None:
         self.decides: dict[tuple[Key, str], tuple[bool, bool] | None] = {}
         """Where values decide and how: a truth with its first outcome and its last."""
@@ -245,8 +264,12 @@ class Guesses:
         """Return what an outcome says of what decides, as plain data."""
         places = {place for place, _ in self.decides}
         return {
-            "decides": [(place, kind, outcomes) for (place, kind), outcomes in self.decides.items()],
-            "most_turns": max((turns for (place, _), turns in self._turns.items() if place in places), default=0),
+            "decides": [
+                (place, kind, outcomes) for (place, kind), outcomes in self.decides.items()
+            ],
+            "most_turns": max(
+                (turns for (place, _), turns in self._turns.items() if place in places), default=0
+            ),
             "noted": self.noted,
         }
 
@@ -257,4 +280,6 @@ class Guesses:
         line, code, _ = key
         if key is NOBODY or (code == THREAD and all(key != each for each, _ in self.decides)):
             return
-        self._assume(f"what {code} reads {what}" if line is None else f"line {line}: `{code}` {what}")
+        self._assume(
+            f"what {code} reads {what}" if line is None else f"line {line}: `{code}` {what}"
+        )

@@ -40,7 +40,9 @@ ROOM = 256 << 20
 DRAWN = 160_000_000
 """Numbers, about a second of them, that are drawn all the same: what the cell draws later, such as the lengths of its
 sentences, is then what it would draw."""
-OTHERS = "random numbers that the cell draws on the host after its large weights are others than its own"
+OTHERS = (
+    "random numbers that the cell draws on the host after its large weights are others than its own"
+)
 _MAP_NORESERVE = 0x4000  # as Linux has it everywhere but on a few old architectures
 
 _FILLS = ("normal_", "uniform_", "log_normal_", "cauchy_", "exponential_", "geometric_", "random_",
@@ -105,9 +107,15 @@ class Host:
         tensor: Any = torch.Tensor
         replaced: list[tuple[Any, str, Callable[..., Any]]] = [
             *((tensor, name, functools.partial(self._filling, is_method=True)) for name in _FILLS),
-            *((torch.nn.init, name, functools.partial(self._filling, is_method=False)) for name in _WHOLE_FILLS),
+            *(
+                (torch.nn.init, name, functools.partial(self._filling, is_method=False))
+                for name in _WHOLE_FILLS
+            ),
             *((torch, name, functools.partial(self._making, _MAKE[name])) for name in _MAKE),
-            *((tensor, name, self._looking) for name in ("numpy", "tolist", "__array__", "__dlpack__")),
+            *(
+                (tensor, name, self._looking)
+                for name in ("numpy", "tolist", "__array__", "__dlpack__")
+            ),
             (tensor, "__bool__", self._deciding),
             (torch.nn.Parameter, "__deepcopy__", self._deep_copying),
             (torch.nn.Module, "_apply", self._moving),
@@ -116,7 +124,9 @@ class Host:
             setattr(owner, name, instead(getattr(owner, name)))
         for name in _MAKE:  # for TorchScript, which knows functions by their identity
             torch.jit._builtins._register_builtin(getattr(torch, name), f"aten::{name}")
-        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # transformers casts in threads, some of which began before
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = (
+            "1"  # transformers casts in threads, some of which began before
+        )
         from_file = torch.UntypedStorage.from_file
 
         def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -135,7 +145,9 @@ class Host:
     def _filling(self, fill: Callable[..., Any], *, is_method: bool) -> Callable[..., Any]:
         def filled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             is_refused = is_method and tensor.requires_grad and torch.is_grad_enabled()
-            has_its_own = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
+            has_its_own = any(
+                isinstance(each, torch.Generator) for each in (*args, *kwargs.values())
+            )
             if is_refused or has_its_own or not self._may_leave(tensor):
                 made = fill(tensor, *args, **kwargs)
                 self._skipped = None if self._skipped is None else torch.get_rng_state()
@@ -144,7 +156,9 @@ class Host:
                 self.undisturbed(fill, tensor, *args, **kwargs)
                 return tensor
             if is_method:
-                fill(tensor.detach().new_empty(0), *args, **kwargs)  # which raises what the arguments deserve
+                fill(
+                    tensor.detach().new_empty(0), *args, **kwargs
+                )  # which raises what the arguments deserve
             return self._leave(tensor, _drawing(fill, tensor.shape, args, kwargs))
 
         return filled
@@ -156,11 +170,19 @@ class Host:
                 return make(*args, **kwargs)
             like = make(*args, **{**kwargs, "device": "meta"})
             is_random = isinstance(fill, str)
-            if like.nbytes < _LEAST_MADE or not like.is_floating_point() or (is_random and self._may_draw(like)):
+            if (
+                like.nbytes < _LEAST_MADE
+                or not like.is_floating_point()
+                or (is_random and self._may_draw(like))
+            ):
                 return make(*args, **kwargs)
-            numbers = () if is_random else (kwargs.get("fill_value", args[-1]) if fill is None else fill,)
+            numbers = (
+                () if is_random else (kwargs.get("fill_value", args[-1]) if fill is None else fill,)
+            )
             method = getattr(torch.Tensor, fill if isinstance(fill, str) else "fill_")
-            blank = self._leave(_blank(like), _drawing(method, like.shape, numbers, {}), is_exact=not is_random)
+            blank = self._leave(
+                _blank(like), _drawing(method, like.shape, numbers, {}), is_exact=not is_random
+            )
             return blank.requires_grad_(like.requires_grad)
 
         return made
@@ -235,7 +257,9 @@ class Host:
         storage = tensor.untyped_storage()
         note: _Note | None = getattr(storage, "_dry_run_note", None)
         at = storage.data_ptr() if note is None and self._files else 0
-        return note or next((each for each in self._files if each.span is not None and at in each.span), None)
+        return note or next(
+            (each for each in self._files if each.span is not None and at in each.span), None
+        )
 
     def read_of(self, tensor: torch.Tensor) -> Read | None:
         """Return what is remembered of a tensor that was copied from a device, or computed from one."""
@@ -247,7 +271,9 @@ class Host:
         note = self._note_of(tensor)
         return None if note is None or note.read is not None else note
 
-    def _leave(self, tensor: torch.Tensor, draw: _Draw | None = None, *, is_exact: bool = False) -> torch.Tensor:
+    def _leave(
+        self, tensor: torch.Tensor, draw: _Draw | None = None, *, is_exact: bool = False
+    ) -> torch.Tensor:
         """Note that a tensor's storage is not written."""
         self._add(tensor.untyped_storage(), _Note(draw=draw, is_exact=is_exact))
         return tensor
@@ -330,7 +356,9 @@ class Host:
             for each in targets:
                 self._leave(each, self._like(met[0]))
             return args[0] if op._schema.returns else None
-        if not all(any(each is one for one in targets) for each in met):  # else it writes to little, such as a row
+        if not all(
+            any(each is one for one in targets) for each in met
+        ):  # else it writes to little, such as a row
             for each in met:
                 self._write(each)
         return NotImplemented
@@ -339,17 +367,30 @@ class Host:
         """Return a copy of an unwritten tensor, of another type or in another place."""
         source = args[0]
         if name == "pin_memory":
-            return torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, pin_memory=True)
+            return torch.empty_strided(
+                source.shape, source.stride(), dtype=source.dtype, pin_memory=True
+            )
         like = op(source.new_empty(0), *args[1:], **kwargs)
         if like.is_cpu and (name == "clone" or like.dtype != source.dtype):
             return self._leave(_blank(source, like.dtype), self._like(source))
-        return op(source if like.dtype == source.dtype else _blank(source, like.dtype), *args[1:], **kwargs)
+        return op(
+            source if like.dtype == source.dtype else _blank(source, like.dtype),
+            *args[1:],
+            **kwargs,
+        )
 
     def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
         """Remember what was computed from a copy of a device's tensor."""
         if self._is_drawing or not self._notes:
             return
-        read = next((found for each in tensors_in((args, kwargs)) if (found := self.read_of(each)) is not None), None)
+        read = next(
+            (
+                found
+                for each in tensors_in((args, kwargs))
+                if (found := self.read_of(each)) is not None
+            ),
+            None,
+        )
         if read is None:
             return
         results = [*tensors_in(made), *(tensors_in(args[:1]) if op._schema.is_mutable else ())]
@@ -363,15 +404,21 @@ class Host:
                 self._known.write(each, None)
 
 
-def _drawing(fill: Callable[..., Any], shape: torch.Size, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Draw:
+def _drawing(
+    fill: Callable[..., Any], shape: torch.Size, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Draw:
     """Return what fills a storage as a tensor of some shape over it was to be."""
-    return lambda whole: fill(whole.view(shape) if shape.numel() == whole.numel() else whole, *args, **kwargs)
+    return lambda whole: fill(
+        whole.view(shape) if shape.numel() == whole.numel() else whole, *args, **kwargs
+    )
 
 
 def _is_on_host(given: dict[str, Any]) -> bool:
     """Return whether a function that makes a tensor makes one on the host, in a way that `_making` knows."""
     others = ("out", "layout", "generator", "names", "pin_memory")
-    return torch.empty(0, device=given.get("device")).is_cpu and all(given.get(each) is None for each in others)
+    return torch.empty(0, device=given.get("device")).is_cpu and all(
+        given.get(each) is None for each in others
+    )
 
 
 def _looks_at_no_number(op: Any, name: str) -> bool:

@@ -31,7 +31,9 @@ SHAPES = frozenset({
     "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "rand_like", "randn_like",
 })  # fmt: skip
 """Operators that take from their first operand no more than what it looks like."""
-MAKE_ROOM = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"})
+MAKE_ROOM = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"}
+)
 SIZED = frozenset({
     "where", "argwhere", "nonzero_numpy", "repeat_interleave", "tensor_split", "narrow", "allclose", "is_nonzero",
     "_nested_tensor_from_mask_left_aligned", "_choose_qparams_per_tensor", "_pack_padded_sequence",
@@ -136,7 +138,9 @@ class Known:
         if raw is None or raw.numel() != self._nbytes_of(tensor):
             return None
         made = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        return made.set_(raw.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        return made.set_(
+            raw.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
 
     def write(self, target: torch.Tensor, value: torch.Tensor | None) -> None:
         """Note what a tensor holds from now on; None if that is not known."""
@@ -165,16 +169,27 @@ class Known:
         if traits.is_view:
             results = [each for each in results if self._key_of(each) not in operands]
         if traits.name == _FROM_HOST:  # what lies in its memory is what the host put there
-            small = (each for each in results if self._nbytes_of(each) <= LARGEST and self._key_of(each))
+            small = (
+                each for each in results if self._nbytes_of(each) <= LARGEST and self._key_of(each)
+            )
             self._kept |= {self._key_of(each): self._memory_of(each) for each in small}
         elif not self.may_follow(op, operands):
             self._forget(results)
         elif op.namespace == "c10d":
             self._share(traits.name, args)
-        elif (results or not traits.is_view) and traits.name != _LEAVES_FINITE:  # gradients are taken to be finite
+        elif (
+            results or not traits.is_view
+        ) and traits.name != _LEAVES_FINITE:  # gradients are taken to be finite
             given = {**dict(zip(traits.names, args, strict=False)), **kwargs}
-            written = [each for name in traits.written for each in tensors_in(given.get(name)) if self.is_here(each)]
-            is_small = traits.computes and results and all(each.nbytes <= LARGEST for each in results)
+            written = [
+                each
+                for name in traits.written
+                for each in tensors_in(given.get(name))
+                if self.is_here(each)
+            ]
+            is_small = (
+                traits.computes and results and all(each.nbytes <= LARGEST for each in results)
+            )
             is_computed = is_small and self._repeat(op, args, kwargs, given, results, written)
             if not is_computed and not (is_small and self._absorb(traits, args, results)):
                 self._forget([*results, *written])
@@ -188,11 +203,17 @@ class Known:
         """Note what a collective did, of which all ranks are taken to send the same; sums of that are not known."""
         if name.endswith("::broadcast_"):
             return
-        given = next(filter(self.is_here, tensors_in(args[1])), None) if "allgather" in name else None
+        given = (
+            next(filter(self.is_here, tensors_in(args[1])), None) if "allgather" in name else None
+        )
         value = None if given is None else self.of(given)
         for each in filter(self.is_here, tensors_in(args[0])):
             is_whole = value is not None and value.numel() and not each.numel() % value.numel()
-            made = value.flatten().repeat(each.numel() // value.numel()) if is_whole and value is not None else None
+            made = (
+                value.flatten().repeat(each.numel() // value.numel())
+                if is_whole and value is not None
+                else None
+            )
             self.write(each, None if made is None else made.view(each.shape))
 
     def may_follow(self, op: Any, keys: list[int]) -> bool:
@@ -202,9 +223,14 @@ class Known:
         return is_free or not keys or any(key in self._kept for key in keys)
 
     def _repeat(
-        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any],
-        results: list[torch.Tensor], written: list[torch.Tensor],
-    ) -> bool:  # fmt: skip
+        self,
+        op: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: dict[str, Any],
+        results: list[torch.Tensor],
+        written: list[torch.Tensor],
+    ) -> bool:
         """Run the operator on what is known; return whether all it needed was."""
         traits = _traits(op)
         twins: dict[int, torch.Tensor] = {}
@@ -223,7 +249,9 @@ class Known:
         except Exception:  # a kernel the CPU lacks: its result stays unknown
             return False
         for tensor, value in zip(results, tensors_in(returned), strict=False):
-            self.write(tensor, value if value.shape == tensor.shape else None)  # a buffer that is the CPU's alone
+            self.write(
+                tensor, value if value.shape == tensor.shape else None
+            )  # a buffer that is the CPU's alone
         for tensor in written:
             self.write(tensor, twins[id(tensor)])
         return True
@@ -237,7 +265,8 @@ class Known:
         if wanted is None or (wanted and any(each.dtype != torch.bool for each in results)):
             return False
         known = (
-            self.of(each) if isinstance(each, torch.Tensor) else torch.as_tensor(each, device="cpu") for each in args
+            self.of(each) if isinstance(each, torch.Tensor) else torch.as_tensor(each, device="cpu")
+            for each in args
         )
         if not any(each is not None and (each == wanted).all() for each in known):
             return False
@@ -256,7 +285,9 @@ def _swapped(value: Any, twins: dict[int, torch.Tensor]) -> Any:
     if isinstance(value, list | tuple):
         return [_swapped(each, twins) for each in value]
     if isinstance(value, dict):
-        kept = {name: each for name, each in value.items() if name not in {"generator", "pin_memory"}}
+        kept = {
+            name: each for name, each in value.items() if name not in {"generator", "pin_memory"}
+        }
         return {name: _swapped(each, twins) for name, each in kept.items()}
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
@@ -375,5 +406,8 @@ def _show(is_shown: bool) -> None:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has memory of its own, and neither a class nor a transform answers for it."""
-    is_its_own = type(tensor).__torch_dispatch__ != torch.Tensor.__torch_dispatch__ or tensor.layout != torch.strided
+    is_its_own = (
+        type(tensor).__torch_dispatch__ != torch.Tensor.__torch_dispatch__
+        or tensor.layout != torch.strided
+    )
     return not is_its_own and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

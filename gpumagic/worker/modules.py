@@ -43,13 +43,18 @@ class Modules:
     """
 
     def __init__(
-        self, note: Callable[..., None], key_of: Callable[[torch.Tensor], int], where: Callable[[], Place]
+        self,
+        note: Callable[..., None],
+        key_of: Callable[[torch.Tensor], int],
+        where: Callable[[], Place],
     ) -> None:
         self.names: list[str] = []
         self._note = note
         self._key_of = key_of
         self._where = where
-        self._numbers: dict[int, tuple[ref[nn.Module], int]] = {}  # by identity: no `__hash__` of the user's
+        self._numbers: dict[
+            int, tuple[ref[nn.Module], int]
+        ] = {}  # by identity: no `__hash__` of the user's
         self._owners: dict[int, int] = {}
         self._leaves: dict[torch.Tensor, int] = {}
         """The parameters and whose they are, once the cell has ended: until then nothing keeps one alive."""
@@ -71,9 +76,11 @@ class Modules:
         shown = {name: value for name, value in list(namespace.items()) if not name.startswith("_")}
         held = (
             (f"{name}.{attribute}", each)
-            for name, value in shown.items() if not issubclass(type(value), (type, nn.Module))
-            for attribute, each in attributes_of(value).items() if not attribute.startswith("_")
-        )  # fmt: skip
+            for name, value in shown.items()
+            if not issubclass(type(value), (type, nn.Module))
+            for attribute, each in attributes_of(value).items()
+            if not attribute.startswith("_")
+        )
         named: set[int] = set()
         for name, value in [*shown.items(), *held]:
             for path, module in modules_in(value) if issubclass(type(value), nn.Module) else ():
@@ -137,7 +144,9 @@ class Modules:
             module = alive()
             if module is not None:
                 self._tensors_of(module, number)
-                self._leaves |= {leaf: number for leaf in module._parameters.values() if leaf is not None}
+                self._leaves |= {
+                    leaf: number for leaf in module._parameters.values() if leaf is not None
+                }
         roots = []
         for each in gc.get_objects():
             kind = type(each)
@@ -148,7 +157,9 @@ class Modules:
             elif issubclass(kind, torch.optim.Optimizer):
                 self._after_step(each)
             elif kind is torch.Tensor:
-                with contextlib.suppress(RuntimeError):  # a view of what was changed in place since, as FSDP has
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # a view of what was changed in place since, as FSDP has
                     roots += [each.grad_fn] if each.grad_fn is not None else []
         for each in Graphs().walk(*roots) or ():
             self._mark(each, "parameters" if isinstance(each, nn.Parameter) else "activations")
@@ -189,7 +200,9 @@ class Modules:
     def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            leaves = list(leaves_of(args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))))
+            leaves = list(
+                leaves_of(args[0] if args else kwargs.get("tensors", kwargs.get("outputs")))
+            )
             for leaf in leaves:
                 self._leaf(leaf)
             self._note(Ledger.go_back, 1, self._where())
@@ -209,7 +222,9 @@ def with_storages(tensor: object) -> Iterator[torch.Tensor]:
 
     One that stands for another inside `vmap` or `grad`, or for one of a lazy module to come, has none.
     """
-    if not isinstance(tensor, torch.Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if not isinstance(tensor, torch.Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(
+        tensor
+    ):
         return
     if is_lazy(tensor):
         return
@@ -236,7 +251,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def leaves_of(roots: Any) -> Iterator[torch.Tensor]:
     """Yield the leaves that a backward pass from these tensors reaches."""
     tensors = roots if isinstance(roots, list | tuple) else [roots]
-    todo = [each.grad_fn for each in tensors if isinstance(each, torch.Tensor) and each.grad_fn is not None]
+    todo = [
+        each.grad_fn
+        for each in tensors
+        if isinstance(each, torch.Tensor) and each.grad_fn is not None
+    ]
     seen = set(todo)
     while todo:
         node = todo.pop()

@@ -41,7 +41,21 @@ _LOGS = (
 """Modules that show a number, or write it to a file."""
 _MOST_LISTED = 1 << 16
 """Numbers of a tensor that are noted one by one."""
-_MATH = ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "pow", "fabs", "tanh", "fsum", "hypot")
+_MATH = (
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log2",
+    "log10",
+    "log1p",
+    "sqrt",
+    "pow",
+    "fabs",
+    "tanh",
+    "fsum",
+    "hypot",
+)
 _TESTS = ("isnan", "isinf", "isfinite")
 _AVERAGES = ("mean", "fmean", "average", "sum", "median", "std", "var", "stdev", "pstdev", "nanmean", "percentile",
              "round", "max", "min", "stack")  # fmt: skip
@@ -87,7 +101,9 @@ class Noted(Read):
             return self.decide(made)
         if type(made) not in _ORDINARY and not isinstance(made, _NUMPYS):
             return made
-        known = self.may_be_known or any(isinstance(each, Noted) and each.may_be_known for each in others)
+        known = self.may_be_known or any(
+            isinstance(each, Noted) and each.may_be_known for each in others
+        )
         return note(made, Read(made, self.key, known), self.guesses)
 
     def lose(self) -> Any:
@@ -106,7 +122,9 @@ class Noted(Read):
         is_on_device = isinstance(other, torch.Tensor) and not other.is_cpu
         return self.number if is_on_device or isinstance(other, _PLAIN) else self.lose()
 
-    def _combined(self, function: Callable[[Any, Any], Any], other: Any, *, is_right: bool = False) -> Any:
+    def _combined(
+        self, function: Callable[[Any, Any], Any], other: Any, *, is_right: bool = False
+    ) -> Any:
         pair = self._beside(other), other.number if isinstance(other, Noted) else other
         return self._like(function(*(pair[::-1] if is_right else pair)), other)
 
@@ -114,10 +132,14 @@ class Noted(Read):
         if _is_array(self.number) or _is_array(other):
             return self._combined(function, other)
         if not isinstance(other, _PLAIN):
-            return function(self.number if isinstance(other, str | None) else self._beside(other), other)
+            return function(
+                self.number if isinstance(other, str | None) else self._beside(other), other
+            )
         theirs: Any = other
         is_equality = function in {operator.eq, operator.ne}
-        if is_equality and self.hashed is not None and getattr(theirs, "hashed", None) is not None:  # keys of one dict
+        if (
+            is_equality and self.hashed is not None and getattr(theirs, "hashed", None) is not None
+        ):  # keys of one dict
             return function(self.hashed, theirs.hashed)
         if getattr(theirs, "may_be_known", False):
             self.guesses.begin_again()
@@ -171,7 +193,9 @@ class Noted(Read):
             return found
         if callable(found):
             return functools.partial(self._called, found)
-        return self._like(found) if isinstance(found, _NUMPYS) else found  # a shape or a type is what it is
+        return (
+            self._like(found) if isinstance(found, _NUMPYS) else found
+        )  # a shape or a type is what it is
 
     def _called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what a function of numpy's makes of plain numbers, carried on."""
@@ -190,7 +214,9 @@ class Noted(Read):
     def __array_function__(self, function: Any, _: Any, args: Any, kwargs: Any) -> Any:
         is_sized = function.__name__ in _SIZED or (function.__name__ == "where" and len(args) == 1)
         return (
-            self._called(function, *args, **kwargs) if not is_sized else _with_plain(_lose, function)(*args, **kwargs)
+            self._called(function, *args, **kwargs)
+            if not is_sized
+            else _with_plain(_lose, function)(*args, **kwargs)
         )
 
     @classmethod
@@ -200,8 +226,14 @@ class Noted(Read):
         args, kwargs = _plain((args, kwargs or {}), met)
         made = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        reached = list(tensors_in(made)) or list(tensors_in(args))  # a `foreach` function may return nothing
-        stays = bool(reached) and not any(each.is_cpu for each in reached) and not any(each in name for each in _FILLS)
+        reached = list(tensors_in(made)) or list(
+            tensors_in(args)
+        )  # a `foreach` function may return nothing
+        stays = (
+            bool(reached)
+            and not any(each.is_cpu for each in reached)
+            and not any(each in name for each in _FILLS)
+        )
         for each in met:
             if type(each.number) is int or not stays:
                 each.lose()
@@ -248,9 +280,13 @@ def _is_array(value: Any) -> bool:
 for _name in _ARITHMETIC:
     _function = divmod if _name == "divmod" else getattr(operator, f"__{_name}__")
     setattr(Noted, f"__{_name}__", functools.partialmethod(Noted._combined, _function))
-    setattr(Noted, f"__r{_name}__", functools.partialmethod(Noted._combined, _function, is_right=True))
+    setattr(
+        Noted, f"__r{_name}__", functools.partialmethod(Noted._combined, _function, is_right=True)
+    )
 for _name in _COMPARISONS:
-    setattr(Noted, f"__{_name}__", functools.partialmethod(Noted._compared, getattr(operator, _name)))
+    setattr(
+        Noted, f"__{_name}__", functools.partialmethod(Noted._compared, getattr(operator, _name))
+    )
 for _name, _function in _OF_ONE.items():
     setattr(Noted, f"__{_name}__", functools.partialmethod(Noted._of_one, _function))
 
@@ -262,7 +298,9 @@ def _plain(value: Any, met: list[Noted]) -> Any:
         return value.number
     if type(value) in {list, tuple, deque}:
         return type(value)(_plain(each, met) for each in value)
-    return {name: _plain(each, met) for name, each in value.items()} if type(value) is dict else value
+    return (
+        {name: _plain(each, met) for name, each in value.items()} if type(value) is dict else value
+    )
 
 
 def _operation() -> str:
@@ -294,15 +332,31 @@ def install(guesses: Guesses) -> None:
     tensor: Any = torch.Tensor
     encoder: Any = json.JSONEncoder
     setattr(builtins, "__dry_run_number__", _converting)  # noqa: B010
-    carrying: list[tuple[Any, str]] = [(builtins, "min"), (builtins, "max"), *((math, name) for name in _MATH)]
+    carrying: list[tuple[Any, str]] = [
+        (builtins, "min"),
+        (builtins, "max"),
+        *((math, name) for name in _MATH),
+    ]
     carrying += [(each, name) for each in (statistics, _numpy) for name in _AVERAGES]
     for replacing, places in (
-        (functools.partial(_reading, guesses), [(tensor, "item"), (tensor, "tolist"), (tensor, "numpy")]),
+        (
+            functools.partial(_reading, guesses),
+            [(tensor, "item"), (tensor, "tolist"), (tensor, "numpy")],
+        ),
         (functools.partial(_with_plain, _carry), carrying),
-        (functools.partial(_with_plain, _carry_in_notebook), [(_numpy, "array"), (_numpy, "asarray")]),
+        (
+            functools.partial(_with_plain, _carry_in_notebook),
+            [(_numpy, "array"), (_numpy, "asarray")],
+        ),
         (functools.partial(_with_plain, _carry), [(math, name) for name in _TESTS]),
-        (functools.partial(_with_plain, lambda made, _: made), [(encoder, "encode"), (encoder, "iterencode")]),
-        (functools.partial(_with_plain, _remember), [(torch, name) for name in ("tensor", "as_tensor", "from_numpy")]),
+        (
+            functools.partial(_with_plain, lambda made, _: made),
+            [(encoder, "encode"), (encoder, "iterencode")],
+        ),
+        (
+            functools.partial(_with_plain, _remember),
+            [(torch, name) for name in ("tensor", "as_tensor", "from_numpy")],
+        ),
     ):
         for owner, name in places:
             if hasattr(owner, name):
@@ -316,11 +370,20 @@ def _reading(guesses: Guesses, read: Callable[..., Any]) -> Callable[..., Any]:
     def noted(tensor: torch.Tensor, **kwargs: Any) -> Any:
         may_note = guesses.is_noted(tensor.dtype) or (is_array and guesses.notes)
         is_small = is_array or tensor.numel() <= _MOST_LISTED
-        if tensor.is_meta or not may_note or not is_small or (is_array and not guesses.is_read_by_notebook()):
+        if (
+            tensor.is_meta
+            or not may_note
+            or not is_small
+            or (is_array and not guesses.is_read_by_notebook())
+        ):
             return read(tensor, **kwargs)
         if tensor.is_cpu:
             origin = guesses.host.looked_at(tensor)
-            value = read(tensor, **kwargs) if origin is None else guesses.host.undisturbed(read, tensor, **kwargs)
+            value = (
+                read(tensor, **kwargs)
+                if origin is None
+                else guesses.host.undisturbed(read, tensor, **kwargs)
+            )
         else:
             with guesses.noting() as reads:
                 value = read(tensor, **kwargs)
@@ -345,7 +408,9 @@ def _converting(kind: Any) -> Any:
     return convert if kind is int or kind is float else kind
 
 
-def _with_plain(finish: Callable[[Any, list[Noted]], Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_plain(
+    finish: Callable[[Any, list[Noted]], Any], function: Callable[..., Any]
+) -> Callable[..., Any]:
     """Return a function that is given plain numbers, and whose result is finished with the noted ones that it met."""
 
     @functools.wraps(function)

@@ -75,12 +75,18 @@ class Passes:
         """Return the code of a file's text with its loops counted."""
         tree = ast.parse(source, filename)
         limit = sys.getrecursionlimit()
-        sys.setrecursionlimit(4 * limit)  # what visits the tree takes three calls where the compiler takes one
+        sys.setrecursionlimit(
+            4 * limit
+        )  # what visits the tree takes three calls where the compiler takes one
         try:
-            tree = ast.fix_missing_locations(_Counting(self._loops, filename, self._cell).visit(tree))
+            tree = ast.fix_missing_locations(
+                _Counting(self._loops, filename, self._cell).visit(tree)
+            )
         finally:
             sys.setrecursionlimit(limit)
-        code = compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+        code = compile(
+            tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True
+        )
         assert isinstance(code, types.CodeType)
         return code
 
@@ -109,10 +115,16 @@ class Passes:
         """
         later = [(runs, allocated) for runs, highest, allocated in self._samples if highest == peak]
         half = len(later) // 2
-        if not half or max(each[1] for each in later[half:]) > max(each[1] for each in later[:half]):
+        if not half or max(each[1] for each in later[half:]) > max(
+            each[1] for each in later[:half]
+        ):
             return []
         needed = {place: run + 1 for place, run in enumerate(later[0][0])}
-        told = [(loop, needed.get(place, 1)) for place, loop in enumerate(self._loops) if not loop.is_over]
+        told = [
+            (loop, needed.get(place, 1))
+            for place, loop in enumerate(self._loops)
+            if not loop.is_over
+        ]
         return [(loop.place, number) for loop, number in told if loop.run >= _OFTEN * number]
 
     def counts(self, running: Iterable[File]) -> list[tuple[str, int, int | None]]:
@@ -124,7 +136,9 @@ class Passes:
         lines = list(running)
         counts = []
         for loop in self._loops:
-            is_in = any(name == loop.filename and loop.first <= line <= loop.last for name, line in lines)
+            is_in = any(
+                name == loop.filename and loop.first <= line <= loop.last for name, line in lines
+            )
             is_open = not loop.is_over and is_in
             if loop.run or is_open:
                 counts.append((loop.place, loop.run, loop.asked if is_open else loop.run))
@@ -163,8 +177,15 @@ def _length(iterable: Any, iterator: object) -> int | None:
     """Return how many items will come, where that can be told without taking one."""
     if isinstance(iterable, enumerate | zip):
         parts = iterable.__reduce__()[1]
-        lengths = [_length(each, each) for each in (parts[:1] if isinstance(iterable, enumerate) else parts)]
-        return min((each for each in lengths if each is not None), default=None) if None not in lengths else None
+        lengths = [
+            _length(each, each)
+            for each in (parts[:1] if isinstance(iterable, enumerate) else parts)
+        ]
+        return (
+            min((each for each in lengths if each is not None), default=None)
+            if None not in lengths
+            else None
+        )
     for each in (iterable, iterator):
         with contextlib.suppress(Exception):  # a length that the user wrote may raise anything
             hint = operator.length_hint(each, -1)
@@ -212,7 +233,11 @@ class _Counting(ast.NodeTransformer):
 
     def _number(self, node: ast.For | ast.While) -> int:
         where = f"line {node.lineno}"
-        place = where if self._filename == self._cell or not self._function else f"{self._function}, {where}"
+        place = (
+            where
+            if self._filename == self._cell or not self._function
+            else f"{self._function}, {where}"
+        )
         self._loops.append(Loop(self._filename, node.lineno, node.end_lineno or node.lineno, place))
         return len(self._loops) - 1
 

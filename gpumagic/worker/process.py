@@ -60,7 +60,10 @@ def main(descriptor: int, avoided: Sequence[str] = ()) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _avoided.update(avoided)
     sys.argv = [""]
-    for stream in sys.stdout, sys.stderr:  # into which a cell writes what it likes; both lead nowhere
+    for stream in (
+        sys.stdout,
+        sys.stderr,
+    ):  # into which a cell writes what it likes; both lead nowhere
         stream.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     requests = Connection(descriptor)
     _warm_up("cuda.run" if fakecuda.is_enabled() else "fake.run")
@@ -139,9 +142,10 @@ def _devices_that_nobody_asks_for(count: int) -> Iterator[None]:
     import torch
 
     answers: list[tuple[Any, str, object]] = [
-        (torch._C, "_cuda_getDeviceCount", count), (torch.cuda, "_device_count_nvml", count),
+        (torch._C, "_cuda_getDeviceCount", count),
+        (torch.cuda, "_device_count_nvml", count),
         (torch._C, "_show_config", ""),  # a text; to make it, torch asks for the devices
-    ]  # fmt: skip
+    ]
     with contextlib.ExitStack() as stack:
         for owner, name, answer in answers if fakecuda.is_enabled() else ():
             stack.enter_context(mock.patch.object(owner, name, lambda answer=answer: answer))
@@ -152,7 +156,9 @@ def _serve(request: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> N
     """Run the dry run in this process."""
     with contextlib.suppress(OSError):
         os.chdir(request["folder"])
-    request["shared"] = os.open(request["shared"], os.O_RDONLY)  # while it can look at the notebook's process
+    request["shared"] = os.open(
+        request["shared"], os.O_RDONLY
+    )  # while it can look at the notebook's process
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if request["engine"] == "cuda":
         from gpumagic.worker.cuda.run import CudaRun
@@ -167,7 +173,9 @@ def _serve(request: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> N
 # ---- The forks
 
 
-def run_each(requests: Sequence[dict[str, Any]], serve: Serve, notebook: Connection | None = None) -> Iterator[Outcome]:
+def run_each(
+    requests: Sequence[dict[str, Any]], serve: Serve, notebook: Connection | None = None
+) -> Iterator[Outcome]:
     """Yield the outcomes of some requests in their order; as many run at once as there are cores.
 
     Args:
@@ -183,12 +191,16 @@ def run_each(requests: Sequence[dict[str, Any]], serve: Serve, notebook: Connect
     outcomes: dict[int, Outcome] = {}
     free = devices.available_memory()
     most = math.inf if free is None else free[0] // 2
-    at_once = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    at_once = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     for number in range(len(requests)):
         while number not in outcomes:
             while coming and len(running) < at_once:
                 which, request = coming.pop()
-                private = [each.answers for each in running.values()] + ([] if notebook is None else [notebook])
+                private = [each.answers for each in running.values()] + (
+                    [] if notebook is None else [notebook]
+                )
                 running[which] = _Fork(request, serve, [each.fileno() for each in private])
             ready = _wait(running.values(), notebook, math.inf if free is None else _LOOKS)
             taken = {which: fork.taken() for which, fork in running.items()}
@@ -205,7 +217,9 @@ def run_each(requests: Sequence[dict[str, Any]], serve: Serve, notebook: Connect
                     outcomes[which] = fork.end(sentence, exceeds_host=True)
                 elif time.monotonic() >= fork.until:
                     limit = fork.request["time_limit"]
-                    outcomes[which] = fork.end(f"the dry run took more than {limit:g} s and was stopped")
+                    outcomes[which] = fork.end(
+                        f"the dry run took more than {limit:g} s and was stopped"
+                    )
                 else:
                     continue
                 del running[which]
@@ -216,7 +230,11 @@ def _wait(running: Iterable[_Fork], notebook: Connection | None, seconds: float)
     """Return whose answers have come, after so many seconds at most; hear what the kernel refused meanwhile."""
     seconds = min(seconds, max(0.0, min(fork.until for fork in running) - time.monotonic()))
     watches = [fork.watch for fork in running if fork.watch.fileno() >= 0]
-    waited_for: list[Any] = [*(fork.answers for fork in running), *watches, *([] if notebook is None else [notebook])]
+    waited_for: list[Any] = [
+        *(fork.answers for fork in running),
+        *watches,
+        *([] if notebook is None else [notebook]),
+    ]
     ready: list[Any] = connection.wait(waited_for, seconds)
     if notebook in ready:  # it has ended: nothing else comes while it waits for an answer
         for fork in running:
@@ -270,17 +288,24 @@ class _Fork:
         """
         sent = b""
         if not why:
-            with contextlib.suppress(EOFError, OSError):  # it crashed, or the cell wrote into others' descriptors
+            with contextlib.suppress(
+                EOFError, OSError
+            ):  # it crashed, or the cell wrote into others' descriptors
                 sent = self.answers.recv_bytes(_LONGEST_ANSWER)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
         if not sent:  # else nobody waits: a process may take a while to go
             code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
             how = f"with {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
-            why = why or f"the dry run crashed its process {how}, as the cell might: nothing is known of its memory"
+            why = (
+                why
+                or f"the dry run crashed its process {how}, as the cell might: nothing is known of its memory"
+            )
         self.answers.close()
         self.watch.close()
-        outcome: Outcome = json.loads(sent) if sent else {"ended": why, "exceeds_host": exceeds_host}
+        outcome: Outcome = (
+            json.loads(sent) if sent else {"ended": why, "exceeds_host": exceeds_host}
+        )
         effects = [*self.watch.effects]
         if outcome.get("error"):
             outcome["error"]["undone"] += effects
@@ -296,24 +321,31 @@ def _run_child(request: dict[str, Any], serve: Serve, sending: int) -> NoReturn:
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_DIES_WITH_ITS_PARENT, signal.SIGKILL)
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with contextlib.suppress(OSError):  # far from what a cell tries that closes or writes to the first few
+        with contextlib.suppress(
+            OSError
+        ):  # far from what a cell tries that closes or writes to the first few
             far = fcntl.fcntl(sending, fcntl.F_DUPFD_CLOEXEC, max(0, min(limit, 65_536) - 64))
             os.close(sending)
             sending = far
 
         def send(outcome: Outcome) -> None:
-            outcome["seconds"] = time.process_time()  # by which further runs are chosen, whatever else the machine does
+            outcome["seconds"] = (
+                time.process_time()
+            )  # by which further runs are chosen, whatever else the machine does
             outcome["imported"] = [
-                name for name in list(sys.modules)
+                name
+                for name in list(sys.modules)
                 if name not in warm and name.partition(".")[0] in request.get("installed", ())
-            ]  # fmt: skip
+            ]
             Connection(sending, readable=False).send_bytes(json.dumps(outcome).encode())
             os._exit(0)
 
         serve(request, send)
     except BaseException as error:
         text = str(error).strip().splitlines()
-        sentence = f"the dry run could not be set up: {type(error).__name__}: {text[0] if text else ''}"
+        sentence = (
+            f"the dry run could not be set up: {type(error).__name__}: {text[0] if text else ''}"
+        )
         with contextlib.suppress(OSError):
             Connection(sending, readable=False).send_bytes(json.dumps({"ended": sentence}).encode())
     os._exit(1)

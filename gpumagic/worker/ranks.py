@@ -118,10 +118,13 @@ class Objects:
     def install(self) -> None:
         """Answer for the rest of the process."""
         answers: dict[str, Callable[..., Any]] = {
-            "all_gather_object": self._all_gather, "gather_object": self._gather,
-            "broadcast_object_list": self._broadcast, "scatter_object_list": self._scatter,
-            "send_object_list": self._send, "recv_object_list": self._receive,
-        }  # fmt: skip
+            "all_gather_object": self._all_gather,
+            "gather_object": self._gather,
+            "broadcast_object_list": self._broadcast,
+            "scatter_object_list": self._scatter,
+            "send_object_list": self._send,
+            "recv_object_list": self._receive,
+        }
         for name, answer in answers.items():
             answered = _with_peer(inspect.signature(getattr(c10d, name)), answer)
             setattr(c10d, name, answered)
@@ -150,7 +153,9 @@ class Objects:
     def _all_gather(self, group: Any, _: int, gathered: list[Any], value: Any) -> None:
         """Take all others to have sent the same."""
         if dist.get_rank(group) >= 0:
-            gathered[:] = [pickle.loads(pickle.dumps(value)) for _ in range(dist.get_world_size(group))]  # noqa: S301
+            sent = pickle.dumps(value)
+            ranks = range(dist.get_world_size(group))
+            gathered[:] = [pickle.loads(sent) for _ in ranks]  # noqa: S301  # our own
 
     def _gather(self, group: Any, target: int, value: Any, gathered: list[Any] | None) -> None:
         if gathered is not None and target == self._rank:
@@ -159,7 +164,9 @@ class Objects:
     def _broadcast(self, group: Any, source: int, values: list[Any]) -> None:
         values[:] = self._share("broadcast", values, group, source)
 
-    def _scatter(self, group: Any, source: int, received: list[Any], values: list[Any] | None) -> None:
+    def _scatter(
+        self, group: Any, source: int, received: list[Any], values: list[Any] | None
+    ) -> None:
         received[0] = self._share("scatter", values, group, source)[dist.get_rank(group)]
 
     def _send(self, _: object, target: int, values: list[Any]) -> None:
@@ -179,7 +186,9 @@ def _with_peer(signature: inspect.Signature, answer: Callable[..., Any]) -> Call
         in_group = given.get("group_src", given.get("group_dst"))
         if in_group is not None:
             peer = dist.get_global_rank(group or dist.group.WORLD, in_group)
-        return answer(group, peer or 0, *(given.get(name) for name in signature.parameters if "obj" in name))
+        return answer(
+            group, peer or 0, *(given.get(name) for name in signature.parameters if "obj" in name)
+        )
 
     return answered
 
@@ -215,12 +224,21 @@ def take_part(
 
 def _become(rank: int, world: int, per_node: int, said: dict[str, list[str]]) -> Objects:
     node, local = divmod(rank, per_node)
-    os.environ.update({
-        "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local), "GROUP_RANK": str(node),
-        "LOCAL_WORLD_SIZE": str(min(per_node, world)), "GROUP_WORLD_SIZE": str(-(-world // per_node)),
-        "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_RESTART_COUNT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0",
-    })  # fmt: skip
+    os.environ.update(
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": str(local),
+            "GROUP_RANK": str(node),
+            "LOCAL_WORLD_SIZE": str(min(per_node, world)),
+            "GROUP_WORLD_SIZE": str(-(-world // per_node)),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "29500",
+            "TORCHELASTIC_RUN_ID": "none",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCH_NCCL_ENABLE_MONITORING": "0",
+        }
+    )
 
     objects = Objects(rank, said)
     store = Alone(world, objects, 0 if rank else world - 1)
@@ -229,10 +247,15 @@ def _become(rank: int, world: int, per_node: int, said: dict[str, list[str]]) ->
         yield store, rank if own < 0 else own, world if number < 0 else number
 
     def without_device(*args: Any, device_id: object = None, **kwargs: Any) -> Any:  # noqa: ARG001
-        return helper(*args, **kwargs)  # else groups are split off, and NCCL is not told of how many they are
+        return helper(
+            *args, **kwargs
+        )  # else groups are split off, and NCCL is not told of how many they are
 
     def backends(config: Any) -> dict[str, str]:
-        return {device: "fake" if each in _ON_CPU else each for device, each in backends_of(config).items()}
+        return {
+            device: "fake" if each in _ON_CPU else each
+            for device, each in backends_of(config).items()
+        }
 
     helper, backends_of = c10d._new_process_group_helper, c10d.BackendConfig.get_device_backend_map
     c10d.rendezvous, c10d._new_process_group_helper = rendezvous, without_device
@@ -250,7 +273,9 @@ def _become_none() -> None:
         _refuse_others(world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "0")))
         yield from join(url, rank, world_size, **kwargs)
 
-    def tcp_store(host: str, port: int, world_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+    def tcp_store(
+        host: str, port: int, world_size: int | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         _refuse_others(world_size or 0)
         return store(host, port, world_size, *args, **kwargs)
 
@@ -265,13 +290,17 @@ def _refuse_others(world: int) -> None:
         )
 
 
-def _take_launches(launch: Callable[[Any, tuple[Any, ...], int], Any], *, has_accelerate: bool) -> None:
+def _take_launches(
+    launch: Callable[[Any, tuple[Any, ...], int], Any], *, has_accelerate: bool
+) -> None:
     """Let functions that start ranks call one that gets what each is to run, its arguments, and how many there are."""
 
     def spawn(fn: Any, args: Any = (), nprocs: int = 1, *_: object, **__: object) -> Any:
         return launch(fn, (int(os.environ.get("RANK", "0")), *args), nprocs)
 
-    def notebook_launcher(function: Any, args: Any = (), num_processes: int | None = None, *_: Any, **__: Any) -> Any:
+    def notebook_launcher(
+        function: Any, args: Any = (), num_processes: int | None = None, *_: Any, **__: Any
+    ) -> Any:
         return launch(function, tuple(args), num_processes or torch.cuda.device_count())
 
     module = sys.modules["torch.multiprocessing.spawn"]
@@ -281,7 +310,9 @@ def _take_launches(launch: Callable[[Any, tuple[Any, ...], int], Any], *, has_ac
     if has_accelerate:
         with contextlib.suppress(ImportError):
             accelerate: Any = importlib.import_module("accelerate")
-            accelerate.notebook_launcher = accelerate.launchers.notebook_launcher = notebook_launcher
+            accelerate.notebook_launcher = accelerate.launchers.notebook_launcher = (
+                notebook_launcher
+            )
 
 
 def stages() -> list[int]:
@@ -289,7 +320,10 @@ def stages() -> list[int]:
     module = sys.modules.get("torch.distributed.pipelining.stage")
     if module is None:
         return []
-    stage: Any = next((each for each in gc.get_objects() if issubclass(type(each), module._PipelineStageBase)), None)
+    stage: Any = next(
+        (each for each in gc.get_objects() if issubclass(type(each), module._PipelineStageBase)),
+        None,
+    )
     return [] if stage is None else dist.get_process_group_ranks(stage.group or dist.group.WORLD)
 
 
@@ -306,9 +340,13 @@ def _agree(code: str, assume: Callable[[str], None]) -> None:
     if "pipelining" in code:
         _vote_alone()
     if "ZeroRedundancyOptimizer" in code:
-        importlib.import_module("torch.distributed.optim")  # TorchScript reads torch's functions, as they are now
+        importlib.import_module(
+            "torch.distributed.optim"
+        )  # TorchScript reads torch's functions, as they are now
     if "deepspeed" in code:
-        with contextlib.suppress(ImportError):  # ZeRO-3's ranks read numbers of rank 0 from a device to compare them
+        with contextlib.suppress(
+            ImportError
+        ):  # ZeRO-3's ranks read numbers of rank 0 from a device to compare them
             utils: Any = importlib.import_module("deepspeed.runtime.zero.utils")
             utils.get_lst_from_rank0, utils.assert_lst_len_same_as_other_ranks = list, len
     if "distributed.checkpoint" in code or "import checkpoint" in code:
@@ -346,7 +384,9 @@ def _run_ahead(assume: Callable[[str], None]) -> None:
         fakecuda.run_ahead(bool(ahead))
         made = pre_forward(module, *args, **kwargs)
         if module in ahead and module._has_rebuilt_buckets:
-            assume("the host is ahead of the GPU in the second step, where DDP's first buckets are still in use")
+            assume(
+                "the host is ahead of the GPU in the second step, where DDP's first buckets are still in use"
+            )
         return made
 
     def destroyed(*args: Any, **kwargs: Any) -> None:
@@ -363,7 +403,9 @@ def _vote_alone() -> None:
     base = stage.PipelineStage
 
     def vote(self: Any, has_backward: bool, received_acc: object = None) -> torch.Tensor:  # noqa: ARG001
-        self._vote = torch.tensor([0 if stage.InferenceMode.needs_dynamic(self._user_meta, has_backward) else 1])
+        self._vote = torch.tensor(
+            [0 if stage.InferenceMode.needs_dynamic(self._user_meta, has_backward) else 1]
+        )
         return self._vote
 
     if hasattr(base, "_warmup_forward_vote"):

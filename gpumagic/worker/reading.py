@@ -48,7 +48,9 @@ class Reading:
         if value is not None:
             return value.item()
         # Of a loss, nothing that the host put there.
-        return self.guesses.scalar(tensor.dtype, may_be_known=self.known is None and not tensor.requires_grad)
+        return self.guesses.scalar(
+            tensor.dtype, may_be_known=self.known is None and not tensor.requires_grad
+        )
 
     def equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         """Return what `torch.equal` returns."""
@@ -94,7 +96,9 @@ class CudaReading(Reading):
         assume: called with a sentence for each thing that is assumed.
     """
 
-    def __init__(self, guesses: Guesses, known: Known | None, assume: Callable[[str], None]) -> None:
+    def __init__(
+        self, guesses: Guesses, known: Known | None, assume: Callable[[str], None]
+    ) -> None:
         super().__init__(guesses, known)
         self._assume = assume
         self._library: Any = None
@@ -106,7 +110,9 @@ class CudaReading(Reading):
             "_local_scalar_dense": self.scalar,
             "copy_": self._copy,
             "equal": self.equal,
-            "nonzero": lambda mask: mask.new_empty((self.selected(mask), mask.dim()), dtype=torch.int64),
+            "nonzero": lambda mask: mask.new_empty(
+                (self.selected(mask), mask.dim()), dtype=torch.int64
+            ),
             "_unique2": lambda tensor, _=True, *which: self._unique(tensor, *which),
             "unique_dim": lambda tensor, dim, _=True, inverse=False, counts=False: self._unique(
                 tensor, inverse, counts, dim
@@ -122,11 +128,18 @@ class CudaReading(Reading):
             return memory_of(tensor).view(tensor.dtype)[tensor.storage_offset()].item()
         return super().scalar(tensor)
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        _COPY.redispatch(_ON_CPU, target, source, non_blocking)  # where torch has its own, for every pair of devices
+    def _copy(
+        self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
+    ) -> torch.Tensor:
+        _COPY.redispatch(
+            _ON_CPU, target, source, non_blocking
+        )  # where torch has its own, for every pair of devices
         # How DDP's ranks agree on buckets lies in the device's memory, too; C++ copies and reads it.
         caller = sys._getframe().f_back
-        is_of_reducer = caller is not None and caller.f_globals.get("__name__") == "torch.nn.parallel.distributed"
+        is_of_reducer = (
+            caller is not None
+            and caller.f_globals.get("__name__") == "torch.nn.parallel.distributed"
+        )
         if target.device.type == "cpu" and not is_of_reducer and not cell.runs_in(*_UNSEEN):
             self.fetch(source, target)
         return target
@@ -136,14 +149,24 @@ class CudaReading(Reading):
         return optimizer.step(*args, **kwargs)
 
     def _unique(
-        self, tensor: torch.Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None
+        self,
+        tensor: torch.Tensor,
+        inverse: bool = False,
+        counts: bool = False,
+        dim: int | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        shape, of = (list(tensor.shape), [tensor.shape[dim]]) if dim is not None else ([tensor.numel()], tensor.shape)
+        shape, of = (
+            (list(tensor.shape), [tensor.shape[dim]])
+            if dim is not None
+            else ([tensor.numel()], tensor.shape)
+        )
         shape[dim or 0] = self.some(shape[dim or 0])
         return _uniques(tensor, shape, of, inverse, counts)
 
 
-def _uniques(tensor: torch.Tensor, shape: list[int], of: Any, inverse: bool, counts: bool) -> tuple[torch.Tensor, ...]:
+def _uniques(
+    tensor: torch.Tensor, shape: list[int], of: Any, inverse: bool, counts: bool
+) -> tuple[torch.Tensor, ...]:
     return (
         tensor.new_empty(shape),
         tensor.new_empty(of if inverse else 0, dtype=torch.int64),
@@ -164,7 +187,9 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     nbytes = tensor.untyped_storage().nbytes()
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
-    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address_of(tensor)), dtype=torch.uint8)
+    return torch.frombuffer(
+        (ctypes.c_char * nbytes).from_address(address_of(tensor)), dtype=torch.uint8
+    )
 
 
 class FakeReading(Reading):
@@ -180,7 +205,11 @@ class FakeReading(Reading):
     known: Known
 
     def __init__(
-        self, device_type: str, storages: Storages, key_of: Callable[[torch.Tensor], int], guesses: Guesses
+        self,
+        device_type: str,
+        storages: Storages,
+        key_of: Callable[[torch.Tensor], int],
+        guesses: Guesses,
     ) -> None:
         def blank(tensor: torch.Tensor) -> torch.Tensor:
             return torch.zeros(storages.nbytes_of(tensor), dtype=torch.uint8, device="cpu")
@@ -190,7 +219,9 @@ class FakeReading(Reading):
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Note a copy to the device."""
-        self.known.write(target, self.known.of(source) if self._nbytes_of(target) <= LARGEST else None)
+        self.known.write(
+            target, self.known.of(source) if self._nbytes_of(target) <= LARGEST else None
+        )
 
     def indices(self, call: Call, here: torch.device) -> list[torch.Tensor | None]:
         """Return the indices as the device's kernel gets them: on the device, masks turned into positions."""
@@ -200,7 +231,9 @@ class FakeReading(Reading):
                 moved.append(index if index is None else index.to(here))
                 continue
             count = self.selected(index)
-            moved += [torch.empty(count, dtype=torch.int64, device=here) for _ in range(index.dim())]
+            moved += [
+                torch.empty(count, dtype=torch.int64, device=here) for _ in range(index.dim())
+            ]
         return moved
 
     def positions(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -219,4 +252,6 @@ class FakeReading(Reading):
 
     def unique(self, tensor: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
         """Return what `unique` returns."""
-        return _uniques(tensor, [self.some(tensor.numel())], tensor.shape, inverse=True, counts=True)
+        return _uniques(
+            tensor, [self.some(tensor.numel())], tensor.shape, inverse=True, counts=True
+        )

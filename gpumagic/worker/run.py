@@ -67,7 +67,9 @@ class Run:
 
     def close_in(self) -> None:
         """Let nothing that this process does have an effect outside, before modules of the user's are imported."""
-        self.box = sandbox.block(self.effects.setdefault, self.assumed.setdefault, self.request["watcher"])
+        self.box = sandbox.block(
+            self.effects.setdefault, self.assumed.setdefault, self.request["watcher"]
+        )
 
     def unpack(self, coming: Callable[[parts.StoragePart], AbstractContextManager[object]]) -> None:
         """Put what the notebook sent into the scopes it is of, of which the first is the cell's.
@@ -79,7 +81,10 @@ class Run:
         main: Any = types.ModuleType("__main__")
         main.__builtins__ = builtins
         sys.modules["__main__"] = main  # where pickle looks for what the notebook defines
-        scopes = [vars(main), *({"__builtins__": builtins} for _ in range(1, self.request["scopes"]))]
+        scopes = [
+            vars(main),
+            *({"__builtins__": builtins} for _ in range(1, self.request["scopes"])),
+        ]
         buffers = (parts.mapped(self.request["shared"], slot) for slot in self.request["slots"])
         reading = _Unpickler(io.BytesIO(self.request["data"]), buffers, scopes)
         while True:
@@ -111,7 +116,9 @@ class Run:
             code = None if source is None else self.passes.compiled(source, filename)
             if code is None:
                 function = self.namespace["__dry_run__"]
-                self.namespace["__dry_run__"] = function()  # what it returns is kept, as a cell's last value is
+                self.namespace["__dry_run__"] = (
+                    function()
+                )  # what it returns is kept, as a cell's last value is
             elif code.co_flags & 0x80:  # it awaits something
                 asyncio.run(eval(code, self.namespace))  # noqa: S307  # the user's own cell
             else:
@@ -138,7 +145,9 @@ class Run:
     def failed(self, error: BaseException) -> Outcome:
         """Return the outcome of a cell that raised, with what was not done for it, of which that may come."""
         told, running = self.failure(error), lines_of(traceback.extract_tb(error.__traceback__))
-        is_unheard = not self.box.has_files and "Permission denied" in told["text"]  # it was C code that was refused
+        is_unheard = (
+            not self.box.has_files and "Permission denied" in told["text"]
+        )  # it was C code that was refused
         told["undone"] = [*self.effects, *(["writes a file"] if is_unheard else [])]
         return self.outcome(told, running)
 
@@ -153,7 +162,9 @@ class Run:
         """Send what is known so far."""
         running = lines_of(traceback.extract_stack(frame))
         seconds = self.request["time_limit"]
-        self.unknown.setdefault(f"what the cell needs later: it was run for {seconds:g} s and not to its end")
+        self.unknown.setdefault(
+            f"what the cell needs later: it was run for {seconds:g} s and not to its end"
+        )
         flat = self.passes.flat(self.allocated()[0])
         self.send({**self.outcome(None, running), "is_open": True, "flat": flat})
 
@@ -168,7 +179,9 @@ class Run:
         if self.host.draws_others:
             self.assumed.setdefault(host.OTHERS)
         if parts.gone_back:
-            self.unknown.setdefault("what a backward pass takes in graphs of earlier cells besides gradients")
+            self.unknown.setdefault(
+                "what a backward pass takes in graphs of earlier cells besides gradients"
+            )
         book, devices, others = self.account(error)
         for device, told in enumerate(devices):
             told |= {"at": NO_PEAK.told(), "breakdown": {}, "modules": []}
@@ -179,16 +192,26 @@ class Run:
                 modules = book.at_peak(device, self.names)
                 told["breakdown"] = dict(sum(modules.values(), Counter()))
                 rows = [(name, dict(parts)) for name, parts in modules.items()]
-                told["modules"] = [] if self.is_brief else sorted(rows, key=lambda row: -sum(row[1].values()))
+                told["modules"] = (
+                    [] if self.is_brief else sorted(rows, key=lambda row: -sum(row[1].values()))
+                )
         written = [each for each in self.box.written() if not any(part in each for part in CACHES)]
         return {
-            "devices": devices, "lines": [use for use in book.lines.values() if use["line"] is not None],
-            "timeline": ledger.timeline(book), "error": error,
-            "operators": book.operators, "assumed": list(self.assumed), "unknown": list(self.unknown),
-            "effects": [*self.effects, *written], "passes": self.passes.counts(running), "is_open": False,
-            **self.guesses.told(), "versions": {"torch": torch.__version__}, **others,
+            "devices": devices,
+            "lines": [use for use in book.lines.values() if use["line"] is not None],
+            "timeline": ledger.timeline(book),
+            "error": error,
+            "operators": book.operators,
+            "assumed": list(self.assumed),
+            "unknown": list(self.unknown),
+            "effects": [*self.effects, *written],
+            "passes": self.passes.counts(running),
+            "is_open": False,
+            **self.guesses.told(),
+            "versions": {"torch": torch.__version__},
+            **others,
             "lacks": others["lacks"] or bool(parts.gone_back),
-        }  # fmt: skip
+        }
 
     # ---- What an engine does
 
@@ -221,7 +244,9 @@ _DENIED = re.compile("Operation not permitted|Permission denied|Connection refus
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: io.BytesIO, buffers: Iterable[Any], scopes: list[dict[str, Any]]) -> None:
+    def __init__(
+        self, data: io.BytesIO, buffers: Iterable[Any], scopes: list[dict[str, Any]]
+    ) -> None:
         super().__init__(data, buffers=buffers)
         self._scopes = scopes
 
@@ -246,7 +271,18 @@ def failure(error: BaseException, filename: str, line: int | None = None) -> dic
     without_shape = re.match(r"(\S+): attempted to run this operator with Meta tensors", text)
     if without_shape is not None:  # torch's own words for an operator that is not answered by shape
         refused, text = True, f"what {without_shape[1]} returns depends on values"
-    elif re.match(r"Could not run '\S+' with arguments from the 'Sparse(Csr)?dryrun' backend", text):
-        refused, text = True, "it uses a sparse tensor on the device, and what its kernels take is not known"
+    elif re.match(
+        r"Could not run '\S+' with arguments from the 'Sparse(Csr)?dryrun' backend", text
+    ):
+        refused, text = (
+            True,
+            "it uses a sparse tensor on the device, and what its kernels take is not known",
+        )
     is_denied = any(_DENIED.search(str(each)) for each in related)
-    return {"kind": type(error).__name__, "text": text, "line": line, "refused": refused, "is_denied": is_denied}
+    return {
+        "kind": type(error).__name__,
+        "text": text,
+        "line": line,
+        "refused": refused,
+        "is_denied": is_denied,
+    }

@@ -65,7 +65,11 @@ def arrange(module: DeviceModule, assume: Callable[[str], object]) -> None:
         waiting: set[int] = set()
 
         def on_host(storage: Any, was_on: str) -> Any:
-            place = map_location.get(was_on, was_on) if isinstance(map_location, dict) else map_location or was_on
+            place = (
+                map_location.get(was_on, was_on)
+                if isinstance(map_location, dict)
+                else map_location or was_on
+            )
             if torch.device(place).type != "cpu":
                 storage._dry_run_place = place
                 waiting.add(storage._cdata)
@@ -76,7 +80,9 @@ def arrange(module: DeviceModule, assume: Callable[[str], object]) -> None:
                 return each._apply(placed)
             storages = [one.untyped_storage() for one in with_storages(each)]
             waiting.difference_update(one._cdata for one in storages)
-            places = [vars(one)["_dry_run_place"] for one in storages if "_dry_run_place" in vars(one)]
+            places = [
+                vars(one)["_dry_run_place"] for one in storages if "_dry_run_place" in vars(one)
+            ]
             return each.to(places[0]) if places else each
 
         loaded = tree_map(placed, load(f, on_host, *args, **kwargs))
@@ -92,7 +98,9 @@ def arrange(module: DeviceModule, assume: Callable[[str], object]) -> None:
 
 def refuse_compiler() -> None:
     """Refuse `torch.compile`, which starts programs and writes files."""
-    torch.compile = torch.nn.Module.compile = _refusal("it uses torch.compile, whose kernels' memory is not known")
+    torch.compile = torch.nn.Module.compile = _refusal(
+        "it uses torch.compile, whose kernels' memory is not known"
+    )
 
 
 _TELL_COMPILER = frozenset({"torch._compile", "torch.optim.optimizer"})
@@ -124,7 +132,11 @@ def do_without_compiler() -> None:
     import_module = builtins.__import__
 
     def imported(name: str, globals: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: A002  # Python's own name
-        if name == "torch._dynamo" and name not in sys.modules and (globals or {}).get("__name__") in _TELL_COMPILER:
+        if (
+            name == "torch._dynamo"
+            and name not in sys.modules
+            and (globals or {}).get("__name__") in _TELL_COMPILER
+        ):
             return torch
         return import_module(name, globals, *args, **kwargs)
 
@@ -140,9 +152,13 @@ def _refusal(sentence: str) -> Callable[..., NoReturn]:
 
 
 _OF_WORKERS = {
-    "num_workers": 0, "prefetch_factor": None, "pin_memory": False, "timeout": 0, "persistent_workers": False,
+    "num_workers": 0,
+    "prefetch_factor": None,
+    "pin_memory": False,
+    "timeout": 0,
+    "persistent_workers": False,
     "_DataLoader__multiprocessing_context": None,
-}  # fmt: skip
+}
 """The attributes of a data loader that start processes or threads, as they are where none are."""
 
 
@@ -155,7 +171,9 @@ def load_in_this_process(assume: Callable[[str], object]) -> None:
         if loader.num_workers:
             assume("data loaders are run without worker processes")
             if isinstance(loader.dataset, IterableDataset):
-                worker._worker_info = worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=loader.dataset)
+                worker._worker_info = worker.WorkerInfo(
+                    id=0, num_workers=1, seed=0, dataset=loader.dataset
+                )
         plain = object.__new__(type(loader))
         vars(plain).update({**vars(loader), **_OF_WORKERS})
         return begin(plain)
@@ -228,7 +246,9 @@ _LARGE = 64 << 20
 """Bytes of which `torch.save` writes none."""
 
 
-def block(note: Callable[[str], object], assume: Callable[[str], object], watcher: socket.socket) -> Box:
+def block(
+    note: Callable[[str], object], assume: Callable[[str], object], watcher: socket.socket
+) -> Box:
     """Block effects for the rest of the process; return what the kernel enforces.
 
     Args:
@@ -249,7 +269,9 @@ def block(note: Callable[[str], object], assume: Callable[[str], object], watche
         _write_nowhere(note)
     sys.addaudithook(_hook(note, made))
     sleep = time.sleep
-    time.sleep = lambda seconds: sleep(min(float(seconds), 0.0))  # it takes no memory; what is no duration is an error
+    time.sleep = lambda seconds: sleep(
+        min(float(seconds), 0.0)
+    )  # it takes no memory; what is no duration is an error
     builtins.input = _refusal("it asks for input")
     # A lock of multiprocessing's or shared memory tells it of itself, and so starts its process.
     ResourceTracker._send = lambda *_: None  # type: ignore[attr-defined]
@@ -262,13 +284,21 @@ def _save(note: Callable[[str], object], has_files: bool) -> None:
 
     def saved(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         if not has_files and isinstance(f, str | os.PathLike):
-            note(f"writes the file {os.fspath(f)}")  # what does it is C++, which no hook of Python's sees
+            note(
+                f"writes the file {os.fspath(f)}"
+            )  # what does it is C++, which no hook of Python's sees
             return
         whole = obj.state_dict() if isinstance(obj, torch.nn.Module) else obj
-        large = sum(each.nbytes for each in tree_leaves(whole) if isinstance(each, torch.Tensor)) > _LARGE
+        large = (
+            sum(each.nbytes for each in tree_leaves(whole) if isinstance(each, torch.Tensor))
+            > _LARGE
+        )
         is_skipped = large and hasattr(torch.serialization, "skip_data")
         # What goes to a file is nothing that the cell decides by, so no mode follows it.
-        with _disable_current_modes(), torch.serialization.skip_data() if is_skipped else nullcontext():
+        with (
+            _disable_current_modes(),
+            torch.serialization.skip_data() if is_skipped else nullcontext(),
+        ):
             save(obj, f, *args, **kwargs)
 
     torch.save = saved
@@ -315,14 +345,23 @@ def _hook(note: Callable[[str], object], made: Box) -> Callable[[str, tuple[Any,
             return
         is_name = event == "socket.getaddrinfo" and not _OWN.fullmatch(str(args[0] or "localhost"))
         # Nor does the kernel refuse a name: C asks for one in the same ways as for this host's own.
-        if path is None and not is_name and made.listener is not None and event not in _REFUSED_HERE:
+        if (
+            path is None
+            and not is_name
+            and made.listener is not None
+            and event not in _REFUSED_HERE
+        ):
             return
         what = f"looks up {args[0]}" if is_name else effects.of_event(event, args)
         if what is None:
             return
         note(what)
         if event == "open":
-            raise PermissionError(f"a dry run writes no file here, and {path} was opened for writing")
-        raise (_CannotConnect if event.startswith("socket.") else CannotDryRun)(f"it {what}, {NOT_DONE}")
+            raise PermissionError(
+                f"a dry run writes no file here, and {path} was opened for writing"
+            )
+        raise (_CannotConnect if event.startswith("socket.") else CannotDryRun)(
+            f"it {what}, {NOT_DONE}"
+        )
 
     return hook

@@ -21,7 +21,9 @@ from gpumagic.worker import box
 
 pytestmark = [
     pytest.mark.benchmark,
-    pytest.mark.skipif(sys.platform != "linux", reason="only Linux's kernel is asked to keep a dry run in"),
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="only Linux's kernel is asked to keep a dry run in"
+    ),
 ]
 
 
@@ -36,10 +38,13 @@ def test_a_run_is_closed_in_within_five_milliseconds() -> None:
     finally:
         gc.unfreeze()
     cost, wall = (
-        statistics.median(each[which] for each in boxed) - statistics.median(each[which] for each in plain)
+        statistics.median(each[which] for each in boxed)
+        - statistics.median(each[which] for each in plain)
         for which in (0, 1)
     )
-    print(f"\n{1e3 * cost:.2f} ms of a processor in the median of {len(boxed)}, {1e3 * wall:.2f} ms on the clock")
+    print(
+        f"\n{1e3 * cost:.2f} ms of a processor in the median of {len(boxed)}, {1e3 * wall:.2f} ms on the clock"
+    )
     assert cost < 5e-3
 
 

@@ -51,7 +51,9 @@ def least_over_bare(bare: Callable[[], float], guarded: Callable[[], float]) -> 
 def test_oomguard_costs_nothing_when_nothing_goes_wrong(seconds: Callable[[str], float]) -> None:
     empty = statistics.median(seconds("%%oomguard\npass") - seconds("pass") for _ in range(21))
     found = least_over_bare(lambda: seconds(STEPS), lambda: seconds("%%oomguard\n" + STEPS))
-    print(f"\n%%oomguard: {found:.3f}x the bare cell (bar 1.02), {1e3 * empty:.2f} ms a cell (bar 5)")
+    print(
+        f"\n%%oomguard: {found:.3f}x the bare cell (bar 1.02), {1e3 * empty:.2f} ms a cell (bar 5)"
+    )
     assert found < 1.02
     assert empty < 0.005
 
@@ -67,6 +69,8 @@ def test_guarding_every_cell_costs_nothing_when_nothing_goes_wrong(
 
     empty = statistics.median(guarded("pass") - seconds("pass") for _ in range(21))
     found = least_over_bare(lambda: seconds(STEPS), lambda: guarded(STEPS))
-    print(f"\n%oomguard on: {found:.3f}x the bare cell (bar 1.02), {1e3 * empty:.2f} ms a cell (bar 5)")
+    print(
+        f"\n%oomguard on: {found:.3f}x the bare cell (bar 1.02), {1e3 * empty:.2f} ms a cell (bar 5)"
+    )
     assert found < 1.02
     assert empty < 0.005

@@ -95,6 +95,8 @@ def test_eight_thousand_gpus_merge_and_render_within_a_second() -> None:
     medians = {what: statistics.median(each) for what, each in spent.items()}
     assert len(frame) == 8000
     told = ", ".join(f"{what} {1e3 * each:.0f} ms" for what, each in medians.items())
-    print(f"\n1,000 engines x 8 GPUs: {told}; {len(text.splitlines())} lines, {len(page) / 1e6:.1f} MB of HTML")
+    print(
+        f"\n1,000 engines x 8 GPUs: {told}; {len(text.splitlines())} lines, {len(page) / 1e6:.1f} MB of HTML"
+    )
     print(text)
     assert medians["merge and text"] + medians["html"] < 1.0

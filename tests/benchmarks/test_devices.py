@@ -66,9 +66,19 @@ print(json.dumps(dict(objects=len(gc.get_objects()), **{{name: min(each) for nam
 def memlab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of its own with pytorch_memlab, without the torch it would bring."""
     folder = tmp_path_factory.mktemp("memlab")
-    command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--disable-pip-version-check",
+        "--no-deps",
+    ]
     packages = ["pytorch_memlab", "calmsize"]
-    done = subprocess.run([*command, "--target", str(folder), *packages], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "--target", str(folder), *packages], capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
         pytest.skip(f"pytorch_memlab cannot be installed: {done.stderr.strip().splitlines()[-1]}")
     return folder
@@ -77,7 +87,9 @@ def memlab(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def measured(peers: str, objects: int, tensors: int, rounds: int) -> dict[str, float]:
     """Return the seconds of each subject on a heap of its own."""
     code = HARNESS.format(peers=peers, objects=objects, tensors=tensors, rounds=rounds)
-    said = subprocess.check_output([sys.executable, "-W", "ignore", "-c", code], text=True, stderr=subprocess.DEVNULL)
+    said = subprocess.check_output(
+        [sys.executable, "-W", "ignore", "-c", code], text=True, stderr=subprocess.DEVNULL
+    )
     return json.loads(said.splitlines()[-1])
 
 
@@ -87,7 +99,9 @@ def test_names_cost_less_than_two_scans_and_than_memlab(memlab: Path) -> None:
     floor = found["floor"]
     print(f"\n{found['objects']:,} objects, 5,000 tensors; the floor takes {1e3 * floor:.0f} ms")
     print(f"%devices: {found['names'] / floor:.2f}x the floor (DESIGN 1.5)")
-    print(f"%devices: {found['names'] / found['memlab']:.2f}x pytorch_memlab's MemReporter (DESIGN 0.75)")
+    print(
+        f"%devices: {found['names'] / found['memlab']:.2f}x pytorch_memlab's MemReporter (DESIGN 0.75)"
+    )
     print(f"%devices --why: {found['why'] / found['names']:.2f}x %devices (DESIGN 2)")
     assert found["why"] < 2 * found["names"]
     assert found["names"] < 2 * floor
@@ -98,5 +112,7 @@ def test_twenty_times_the_tensors_take_no_more_than_twenty_times_as_long() -> No
     """What a scan takes with hardly any is subtracted: the floor, which asks for two types, takes longer than that."""
     none, few, many = (measured("", 0, number, rounds=3)["names"] for number in (8, 5_000, 100_000))
     each = [(few - none) / 5_000, (many - none) / 100_000]
-    print(f"\na tensor with a name costs {1e6 * each[0]:.0f} us among 5,000, {1e6 * each[1]:.0f} us among 100,000")
+    print(
+        f"\na tensor with a name costs {1e6 * each[0]:.0f} us among 5,000, {1e6 * each[1]:.0f} us among 100,000"
+    )
     assert each[1] < 1.5 * each[0]

@@ -30,7 +30,16 @@ pytestmark = pytest.mark.benchmark
 
 LOOP = "x = torch.ones(64, device='cuda')\nfor _ in range({}):\n    y = (x + 1).relu()\n"
 """An iteration has two operators."""
-BESIDE = ("wgan_gp", "gpt2_training", "timm_resnet", "vit_bf16_schedule", "packed_lstm", "dcgan", "swa", "streams")
+BESIDE = (
+    "wgan_gp",
+    "gpt2_training",
+    "timm_resnet",
+    "vit_bf16_schedule",
+    "packed_lstm",
+    "dcgan",
+    "swa",
+    "streams",
+)
 HOST = {".cuda(non_blocking=True)": "", ".cuda()": "", '.to("cuda")': "", '"cuda"': '"cpu"'}
 ON_CPU = ("gpt2_training", "timm_resnet", "vit_bf16_schedule", "wgan_gp", "dcgan", "moco_queue")
 
@@ -48,15 +57,22 @@ def test_an_operator_costs_microseconds(engine: str, bar: float, runs: Runs) -> 
     runs.dry_run(few, engine)
     rounds = [(runs.dry_run(few, engine), runs.dry_run(many, engine)) for _ in range(4)]
     ours = min(more["seconds"] - less["seconds"] for less, more in rounds) / 20_000
-    bare = min(runs.really(many)["seconds"] - runs.really(few)["seconds"] for _ in range(4)) / 20_000
-    print(f"\n{engine}: {1e6 * ours:.1f} us an operator, {1e6 * bare:.1f} us in the cell itself on fakecuda")
+    bare = (
+        min(runs.really(many)["seconds"] - runs.really(few)["seconds"] for _ in range(4)) / 20_000
+    )
+    print(
+        f"\n{engine}: {1e6 * ours:.1f} us an operator, {1e6 * bare:.1f} us in the cell itself on fakecuda"
+    )
     assert 1e6 * ours < bar
 
 
 def test_a_dry_run_on_cuda_takes_little_more_than_the_cells_own_host_time(runs: Runs) -> None:
     over = []
     for name in BESIDE:
-        told, real = _least(runs, name, "cuda"), min(runs.really(cells()[name])["seconds"] for _ in range(3))
+        told, real = (
+            _least(runs, name, "cuda"),
+            min(runs.really(cells()[name])["seconds"] for _ in range(3)),
+        )
         over.append(told - real)
         print(f"\n{name}: {told:.2f} s, the cell itself {real:.2f} s", end="")
     print(f"\nmedian {statistics.median(over):.2f} s over it, at most {max(over):.2f} (bar 1 s)")
@@ -76,10 +92,15 @@ def test_the_largest_batch_is_found_in_few_runs_and_is_right(runs: Runs) -> None
         told = runs.dry_run(fitted(name), options={"fit": "batch"}, capacities={0: ROOM})
         assert told.get("largest"), (name, told)
         most, count = told["largest"], len(told["trials"])
-        more = min(value for value, fits in told["trials"] if not fits)  # beyond, free pieces may fall better again
+        more = min(
+            value for value, fits in told["trials"] if not fits
+        )  # beyond, free pieces may fall better again
         assert more <= max(most + 1, math.ceil(most * 1.02))
         answers = [all(runs.really(fitted(name, each), {0: ROOM})["fits"]) for each in (most, more)]
-        print(f"\n{name}: {most} in {count} runs and {told['seconds']:.1f} s; it, and {more}, {answers}", end="")
+        print(
+            f"\n{name}: {most} in {count} runs and {told['seconds']:.1f} s; it, and {more}, {answers}",
+            end="",
+        )
         assert answers == [True, False]
 
 

@@ -25,7 +25,13 @@ from fitted_cells import ROOM, fitted
 
 pytestmark = pytest.mark.benchmark
 
-PEERS = ("gpt2_training", "vit_bf16_schedule", "timm_model_ema", "ema_by_deepcopy", "bert_varying_lengths")
+PEERS = (
+    "gpt2_training",
+    "vit_bf16_schedule",
+    "timm_model_ema",
+    "ema_by_deepcopy",
+    "bert_varying_lengths",
+)
 TRACKER = """
 from torch.distributed._tools.mem_tracker import MemTracker
 tracker = MemTracker()
@@ -54,13 +60,19 @@ def test_beside_other_estimates_of_the_peak(name: str, runs: Runs) -> None:
     setup, code = (cell.setup, cell.code) if cell.setup else cell.code.split("\nmodel.train()\n")
     # MemTracker takes one iteration at a time: its own advice is to reset it in between.
     indented = re.sub(
-        r"(?m)^( *)(for .*:)$", r"\1\2\n\1    tracker.reset_mod_stats()", textwrap.indent(code, "    "), count=1
+        r"(?m)^( *)(for .*:)$",
+        r"\1\2\n\1    tracker.reset_mod_stats()",
+        textwrap.indent(code, "    "),
+        count=1,
     )
     real, told = _second(runs.really, cell), _second(runs.dry_run, cell)
     # The others do not know cuBLAS's workspaces; the dry run on fake tensors says that it does not.
     without = runs.really(cell, workspaces=False)["peak"][0]
     fake = _second(runs.dry_run, cell, "fake", workspaces=False)
-    tools = [_second(runs.really, Cell(name, setup, each)) for each in (TRACKER.format(indented), ESTIMATE)]
+    tools = [
+        _second(runs.really, Cell(name, setup, each))
+        for each in (TRACKER.format(indented), ESTIMATE)
+    ]
     found = [(told["peak"][0], real["peak"][0], told), (fake["peak"][0], without, fake)]
     found += [(each.get("answer"), without, each) for each in tools]
     figures = [
@@ -85,7 +97,12 @@ def run(batch):
 run()
 answer = [calls[-1], len(calls)]
 """
-STARTS = {"ema_by_deepcopy": 8192, "growing_cat": 8192, "curriculum": 1024, "checkpointed_blocks": 16384}
+STARTS = {
+    "ema_by_deepcopy": 8192,
+    "growing_cat": 8192,
+    "curriculum": 1024,
+    "checkpointed_blocks": 16384,
+}
 """Where accelerate's search starts, which goes down by a tenth: more than fits, as who does not know would give."""
 
 
@@ -170,23 +187,30 @@ def test_beside_transformers_search_for_a_batch_size(runs: Runs) -> None:
     _compare(runs, "Trainer", step(8), step(1024, finds=True), step)
 
 
-def _compare(runs: Runs, name: str, cell: Cell, finder: Cell, with_batch: Callable[[int], Cell]) -> None:
+def _compare(
+    runs: Runs, name: str, cell: Cell, finder: Cell, with_batch: Callable[[int], Cell]
+) -> None:
     """Print what each finds, in so many tries and seconds, and whether it, and 2 % more, really fits."""
     capacities = {0: ROOM}
     rows = []
     # On fake tensors a stated capacity is what torch may have: else CUDA's context might take all of so little.
     for engine, more in (("cuda", {}), ("fake", {"capacity": ROOM})):
-        told = _second(runs.dry_run, cell, engine, options={"fit": "batch", **more}, capacities=capacities)
+        told = _second(
+            runs.dry_run, cell, engine, options={"fit": "batch", **more}, capacities=capacities
+        )
         rows.append((told.get("largest"), len(told.get("trials", ())), told))
     found = _second(runs.really, finder, capacities)
     rows.append((*(found.get("answer") or (None, 0)), found))
     told = []
     for most, tries, each in rows:
         if most is None:
-            told.append(f"no answer, {each.get('seconds', 0):.1f} s {each.get('failed') or each.get('error') or ''}")
+            told.append(
+                f"no answer, {each.get('seconds', 0):.1f} s {each.get('failed') or each.get('error') or ''}"
+            )
             continue
         fits, more = (
-            all(runs.really(with_batch(batch), capacities)["fits"]) for batch in (most, most + max(1, most // 50))
+            all(runs.really(with_batch(batch), capacities)["fits"])
+            for batch in (most, most + max(1, most // 50))
         )
         right = "" if fits and not more else ": 2 % more fits" if fits else ": does not fit"
         told.append(f"{most:,}{right}, {tries} tries, {each['seconds']:.1f} s")

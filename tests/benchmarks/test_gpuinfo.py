@@ -15,7 +15,9 @@ from nvml_stub.machine import GIB, Machine
 
 pytestmark = [
     pytest.mark.benchmark,
-    pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None, reason="the stub needs gcc on Linux"),
+    pytest.mark.skipif(
+        sys.platform != "linux" or shutil.which("gcc") is None, reason="the stub needs gcc on Linux"
+    ),
 ]
 GPUS, PROCESSES, ROUNDS = 8, 20, 3
 PEERS = ("nvitop", "gpustat")
@@ -76,7 +78,16 @@ def once():
 def peers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of their own with the peers, from the package index."""
     folder = tmp_path_factory.mktemp("peers")
-    command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--target", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--disable-pip-version-check",
+        "--target",
+        str(folder),
+    ]
     result = subprocess.run([*command, *PEERS], capture_output=True, text=True, check=False)
     if result.returncode != 0:
         pytest.skip(f"the peers cannot be installed: {result.stderr.strip().splitlines()[-1]}")
@@ -89,7 +100,9 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     living = [subprocess.Popen(["sleep", "600"]) for _ in range(PROCESSES)]
     machine = Machine(tmp_path, GPUS)
     for number, process in enumerate(living):
-        machine.say(f"{number % GPUS}.compute {process.pid} {GIB}", f"{number % GPUS}.busy {process.pid} 30")
+        machine.say(
+            f"{number % GPUS}.compute {process.pid} {GIB}", f"{number % GPUS}.busy {process.pid} 30"
+        )
     yield machine
     for process in living:
         process.kill()
@@ -99,7 +112,9 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 def measured(machine: Machine, peers: Path, setup: str, repeats: int) -> dict:
     code = HARNESS.format(peers=str(peers), setup=setup, repeats=repeats)
     environment = {**machine.environment(), "COLUMNS": "100"}
-    return json.loads(subprocess.check_output([sys.executable, "-c", code], env=environment, text=True))
+    return json.loads(
+        subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    )
 
 
 def test_gpuinfo_takes_no_longer_than_nvitop(machine: Machine, peers: Path) -> None:
@@ -107,12 +122,18 @@ def test_gpuinfo_takes_no_longer_than_nvitop(machine: Machine, peers: Path) -> N
     found: dict[str, list[dict]] = {name: [] for name in SUBJECTS}
     for _ in range(ROUNDS):
         for name, setup in SUBJECTS.items():
-            found[name].append(measured(machine, peers, setup, repeats=1 if name == gpustat else 15))
-    seconds = {name: statistics.median(each["seconds"] for each in runs) for name, runs in found.items()}
+            found[name].append(
+                measured(machine, peers, setup, repeats=1 if name == gpustat else 15)
+            )
+    seconds = {
+        name: statistics.median(each["seconds"] for each in runs) for name, runs in found.items()
+    }
     print()
     for name, runs in found.items():
         ratio = seconds[name] / seconds[nvitop]
-        print(f"{name}: {1e3 * seconds[name]:.2f} ms, {ratio:.2f}x nvitop's, {runs[0]['calls']} NVML calls")
+        print(
+            f"{name}: {1e3 * seconds[name]:.2f} ms, {ratio:.2f}x nvitop's, {runs[0]['calls']} NVML calls"
+        )
     assert seconds[ours] <= seconds[nvitop]
     assert all(run["calls"] <= 160 and not run["events"] for run in found[ours])
     assert found[raw][0]["calls"] > 100, "the stub counts"

@@ -69,7 +69,9 @@ opt.step()
 }  # fmt: skip
 
 
-def least(shell: InteractiveShell, body: str, before: str = "", parts: int = 20) -> dict[str, float]:
+def least(
+    shell: InteractiveShell, body: str, before: str = "", parts: int = 20
+) -> dict[str, float]:
     """Return the microseconds that a part takes bare, under `torch.device` and under `%%ondevice`."""
     timed = "start = perf_counter()\n" + body.strip() + "\ntimes.append(perf_counter() - start)\n"
     cell = f"{before}\nfor _ in range({parts}):\n" + textwrap.indent(timed, "    ")
@@ -95,10 +97,16 @@ def prepared(shell: InteractiveShell) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_copy_a_read_or_a_new_tensor_costs_at_most_5_us_more(shell: InteractiveShell, call: str) -> None:
-    took = {name: each / 50 for name, each in least(shell, f"for _ in range(50):\n    {call}").items()}
+def test_a_copy_a_read_or_a_new_tensor_costs_at_most_5_us_more(
+    shell: InteractiveShell, call: str
+) -> None:
+    took = {
+        name: each / 50 for name, each in least(shell, f"for _ in range(50):\n    {call}").items()
+    }
     over = took["ondevice"] - took["torch.device"]
-    print(f"\n{call}, {CALLS[call]}: {', '.join(f'{name} {each:.2f}' for name, each in took.items())} us; {over:+.2f}")
+    print(
+        f"\n{call}, {CALLS[call]}: {', '.join(f'{name} {each:.2f}' for name, each in took.items())} us; {over:+.2f}"
+    )
     assert over < (0.1 if CALLS[call] == "nothing" else 5)
 
 
@@ -107,7 +115,9 @@ def test_a_loop_takes_at_most_1_02_times_as_long(shell: InteractiveShell, what: 
     before, parts, body = LOOPS[what]
     took = least(shell, body, before, parts)
     ratio = took["ondevice"] / took["torch.device"]
-    print(f"\n{what}: {', '.join(f'{name} {each:.0f}' for name, each in took.items())} us; {ratio:.3f} times")
+    print(
+        f"\n{what}: {', '.join(f'{name} {each:.0f}' for name, each in took.items())} us; {ratio:.3f} times"
+    )
     assert ratio < 1.02
 
 

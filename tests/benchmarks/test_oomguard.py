@@ -40,11 +40,17 @@ def failed(name: str, text: str | None, seconds: float) -> tuple[float, int]:
 
         case, forget = oom_corpus_cuda.cases()[name], oom_corpus_cuda.forget
         for index in (0, 1):
-            fakecuda.set_memory(index, capacity=fakecuda.memory(index).used + oom_corpus_cuda.parse_size(case.memory))
+            fakecuda.set_memory(
+                index,
+                capacity=fakecuda.memory(index).used + oom_corpus_cuda.parse_size(case.memory),
+            )
     else:
         from gpumagic import simgpu
 
-        case, forget = next(each for each in oom_corpus.cases() if each.name == name), oom_corpus._forget
+        case, forget = (
+            next(each for each in oom_corpus.cases() if each.name == name),
+            oom_corpus._forget,
+        )
         simgpu.enable(devices=2, memory=case.memory)
     counted: list[int] = []
     run = trials.Trials._run
@@ -61,7 +67,9 @@ def failed(name: str, text: str | None, seconds: float) -> tuple[float, int]:
 
 def test_the_report_is_there_soon_after_the_failure() -> None:
     failed(CELLS[0], None, 8.0)  # the worker starts
-    print("\ncell              fails bare   report untried   report tried   dry runs   each of them")
+    print(
+        "\ncell              fails bare   report untried   report tried   dry runs   each of them"
+    )
     dear = []
     for name in CELLS:
         case = next(each for each in oom_corpus.cases() if each.name == name)
@@ -75,7 +83,9 @@ def test_the_report_is_there_soon_after_the_failure() -> None:
             f"{name:16} {bare:10.2f} s {untried - bare:14.2f} s {tried - bare:12.2f} s {runs:10} {each_run:13.2f} s",
             flush=True,
         )
-    assert statistics.median(dear) < 1, "a dry run costs less than the failure and its report without any"
+    assert statistics.median(dear) < 1, (
+        "a dry run costs less than the failure and its report without any"
+    )
 
 
 def _backend() -> str:

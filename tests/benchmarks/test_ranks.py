@@ -46,7 +46,11 @@ print(json.dumps([len(report.ranks), *figures]))
 def test_a_training_of_many_gpus_is_dry_run_within_its_budget(name: str) -> None:
     code, number, alone = CASES[name]
     told = subprocess.run(
-        [sys.executable, "-c", MEASURED], input=json.dumps([code, number]), capture_output=True, text=True, check=True
+        [sys.executable, "-c", MEASURED],
+        input=json.dumps([code, number]),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     ranks, fits, seconds, host, reserved = json.loads(told.stdout)
     print(

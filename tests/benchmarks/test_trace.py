@@ -19,7 +19,9 @@ import gpumagic
 from gpumagic import simgpu
 
 pytestmark = pytest.mark.benchmark
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="pytorch_memlab needs CUDA, or the fake runtime")
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="pytorch_memlab needs CUDA, or the fake runtime"
+)
 STEPS, ROUNDS = 100, 15
 DEVICE = "cuda:0" if torch.cuda.is_available() else "simgpu:0"
 BAR = 0.5 if torch.cuda.is_available() else 3.0
@@ -28,7 +30,9 @@ BAR = 0.5 if torch.cuda.is_available() else 3.0
 
 def training() -> Callable[[], None]:
     """Return a function of small operators, where what watches costs most."""
-    net = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64)).to(DEVICE)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64)
+    ).to(DEVICE)
     optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
     x = torch.randn(256, 64, device=DEVICE)
 
@@ -104,9 +108,13 @@ def test_what_a_trace_costs_beside_the_bare_cell_and_other_profilers() -> None:
         | {name: 2 * (spent(run),) for name, run in profilers.items()}
         for _ in range(ROUNDS)
     ]
-    least = {name: [min(each[name][part] for each in rounds) for part in (0, 1)] for name in rounds[0]}
+    least = {
+        name: [min(each[name][part] for each in rounds) for part in (0, 1)] for name in rounds[0]
+    }
     bare = least["bare"][0]
-    print(f"\n{DEVICE}, {1e3 * bare:.1f} ms bare, least of {ROUNDS} in turns: while it runs, and with its report")
+    print(
+        f"\n{DEVICE}, {1e3 * bare:.1f} ms bare, least of {ROUNDS} in turns: while it runs, and with its report"
+    )
     for name, (within, whole) in least.items():
         print(f"{name:20} {within / bare:6.2f}x {whole / bare:6.2f}x")
     assert (least["%%ondevice --trace"][0] - least["%%ondevice"][0]) / bare < BAR
@@ -119,10 +127,14 @@ def test_lines_have_the_runs_and_times_of_line_profiler() -> None:
     theirs = by_line_profiler(train)
     report = min((traced(train) for _ in range(ROUNDS)), key=lambda each: each.elapsed)
     ours = {row.line: row for row in report.by_line if row.function}
-    assert {line: row.hits for line, row in ours.items()} == {line: hits for line, (hits, _) in theirs.items()}
+    assert {line: row.hits for line, row in ours.items()} == {
+        line: hits for line, (hits, _) in theirs.items()
+    }
     print()
     for line, row in ours.items():
-        print(f"{row.code:45} {1e3 * row.seconds:8.2f} ms, line_profiler {1e3 * theirs[line][1]:8.2f} ms")
+        print(
+            f"{row.code:45} {1e3 * row.seconds:8.2f} ms, line_profiler {1e3 * theirs[line][1]:8.2f} ms"
+        )
 
 
 @needs_cuda

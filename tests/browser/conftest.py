@@ -25,7 +25,12 @@ ROOT = Path(__file__).parent.parent.parent
 PATIENCE = 60_000  # milliseconds until a page that shows nothing is taken for hung
 TOKEN = "browser-tests"
 # Chromium's own background traffic is switched off: a test machine may have no network beyond the registries.
-SWITCHES = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+SWITCHES = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+]
 
 
 def _missing() -> str | None:
@@ -41,7 +46,11 @@ def _missing() -> str | None:
 
 
 def _chromium() -> str | None:
-    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    return (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +89,11 @@ class Server:
         """Lay a notebook of these cells into the served folder, and return its name; one of a name keeps its kernel."""
         name = f"notebook-{len(list(self.notebooks.iterdir()))}.ipynb"
         book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-        book.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        book.metadata["kernelspec"] = {
+            "name": "python3",
+            "display_name": "Python 3",
+            "language": "python",
+        }
         nbformat.write(book, self.notebooks / name)
         return name
 
@@ -96,7 +109,9 @@ def server(browser, tmp_path_factory) -> Iterator[Server]:
     server = Server(f"http://127.0.0.1:{port}", home / "notebooks", home / "settings")
     # Cells out of sight stay in the page, and no dialog asks for news.
     server.set("@jupyterlab/notebook-extension/tracker", windowingMode="none")
-    server.set("@jupyterlab/apputils-extension/notification", fetchNews="false", checkForUpdates=False)
+    server.set(
+        "@jupyterlab/apputils-extension/notification", fetchNews="false", checkForUpdates=False
+    )
     environment = {
         **os.environ, "GPUMAGIC_SIMGPU": "2x64MiB", "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
@@ -178,14 +193,15 @@ class Page:
 
     def ended(self, index: int) -> None:
         """Wait until the cell's prompt has a number."""
-        self.cell(index).locator(".jp-InputPrompt").filter(has_text="[").filter(has_not_text="*").filter(
-            has_not_text="[ ]"
-        ).wait_for(timeout=PATIENCE)
+        self.cell(index).locator(".jp-InputPrompt").filter(has_text="[").filter(
+            has_not_text="*"
+        ).filter(has_not_text="[ ]").wait_for(timeout=PATIENCE)
 
     def command(self, name: str, **arguments: object) -> None:
         """Give the front end one of its commands, without waiting for what it does."""
         self.page.evaluate(
-            "([name, arguments]) => { window.jupyterapp.commands.execute(name, arguments) }", [name, arguments]
+            "([name, arguments]) => { window.jupyterapp.commands.execute(name, arguments) }",
+            [name, arguments],
         )
 
     def output(self, index: int):

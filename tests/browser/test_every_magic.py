@@ -104,7 +104,9 @@ def book(new_page, request):
         page.command("notebook:run-all-cells")
         page.ended(len(CELLS) - 1)
         if request.param == "lab/tree":
-            page.command("application:toggle-left-area")  # the files, which leave no room on half a screen
+            page.command(
+                "application:toggle-left-area"
+            )  # the files, which leave no room on half a screen
         yield page
 
 
@@ -113,7 +115,10 @@ def output(book: Any, name: str) -> Any:
 
 
 def unfold(book: Any, is_open: bool) -> None:
-    book.page.evaluate("open => document.querySelectorAll('details').forEach(fold => { fold.open = open })", is_open)
+    book.page.evaluate(
+        "open => document.querySelectorAll('details').forEach(fold => { fold.open = open })",
+        is_open,
+    )
 
 
 def test_each_magic_shows_its_report(book) -> None:
@@ -127,12 +132,16 @@ def test_each_magic_shows_its_report(book) -> None:
     expect(row("ondevice", "each.item")).to_contain_text("18")
     expect(output(book, "dryrun")).to_contain_text(re.compile(r"batch_size up to [\d,]+ fits"))
     expect(output(book, "leaks")).to_contain_text("No variable reaches")
-    expect(output(book, "oomguard")).to_contain_text("Out of memory on simgpu:0, line 5. Lower batch_size")
+    expect(output(book, "oomguard")).to_contain_text(
+        "Out of memory on simgpu:0, line 5. Lower batch_size"
+    )
     assert len(output(book, "every kind").locator(REPORTS).all()) > 15
 
 
 def test_nothing_is_written_to_stderr(book) -> None:
-    boxes = book.page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']")
+    boxes = book.page.locator(
+        ".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']"
+    )
     (only,) = boxes.all_inner_texts()
     assert "OutOfMemory" in only.split("\n")[1]  # the traceback, which is drawn in such a box too
 
@@ -173,5 +182,7 @@ def test_every_table_has_an_accessible_name(book) -> None:
         tables = output(book, name).locator("table").all()
         for table in tables:
             tree = table.aria_snapshot()
-            assert re.match(r"""- '?table "[^"]{3,}""", tree), f"{name} has a table without a name: {tree[:80]}"
+            assert re.match(r"""- '?table "[^"]{3,}""", tree), (
+                f"{name} has a table without a name: {tree[:80]}"
+            )
         assert output(book, name).locator("th:not([scope])").count() == 0

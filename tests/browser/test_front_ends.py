@@ -30,10 +30,19 @@ def test_tab_completes_options_and_devices(notebook_page, expect) -> None:
 
 def test_watch_moves_while_other_cells_run_until_off(notebook_page, expect) -> None:
     page = notebook_page
-    threads = "import threading\nprint([t.name for t in threading.enumerate() if 'gpumagic' in t.name])"
+    threads = (
+        "import threading\nprint([t.name for t in threading.enumerate() if 'gpumagic' in t.name])"
+    )
     grow = "y = torch.ones(4 * 2**20, device='simgpu:1')"
     page.open(
-        [SETUP, "%gpuinfo -w 0.2", grow, threads, "print('busy')\nwhile True: pass", f"%gpuinfo -w off\n{threads}"]
+        [
+            SETUP,
+            "%gpuinfo -w 0.2",
+            grow,
+            threads,
+            "print('busy')\nwhile True: pass",
+            f"%gpuinfo -w off\n{threads}",
+        ]
     )
     page.run(0)
     table = page.run(1).get_by_role("row", name="simgpu:1")
@@ -79,7 +88,9 @@ def test_hostile_names_are_text_and_never_markup(notebook_page, expect) -> None:
 
 def test_progress_leaves_neither_a_line_nor_a_box_behind(notebook_page, expect) -> None:
     page = notebook_page
-    counts = "with progress.counted(2, 'dry run') as tell:\n    tell('batch_size = 16')\nprint('after')"
+    counts = (
+        "with progress.counted(2, 'dry run') as tell:\n    tell('batch_size = 16')\nprint('after')"
+    )
     page.open([SETUP, f"from gpumagic.report import progress\nprogress.DELAY = 0\n{counts}"])
     page.run(0)
     output = page.run(1)

@@ -12,7 +12,9 @@ from gpumagic.report.document import Cell, Column, Document, Listing, Segment, T
 PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <style>body {{ margin: 8px; font: 13px sans-serif }} td, th {{ padding: .4em .5em }}
 table {{ border-collapse: collapse; font-size: 12px }}</style>{}"""
-WIDER_THAN_THE_PAGE = "() => document.documentElement.scrollWidth > document.documentElement.clientWidth"
+WIDER_THAN_THE_PAGE = (
+    "() => document.documentElement.scrollWidth > document.documentElement.clientWidth"
+)
 SCROLLS = """() => [...document.querySelectorAll('table')]
   .map(table => table.parentElement.scrollWidth > table.parentElement.clientWidth)"""
 OVERLAPS = """() => {
@@ -61,7 +63,9 @@ def test_a_note_wraps_beside_code(narrow) -> None:
     assert page.evaluate(SCROLLS) == [False]
 
 
-def test_code_and_names_wrap_so_that_the_figures_beside_them_stay_in_sight_and_bars_give_way(narrow) -> None:
+def test_code_and_names_wrap_so_that_the_figures_beside_them_stay_in_sight_and_bars_give_way(
+    narrow,
+) -> None:
     name = "optimizer.state[model.encoder.layers[3].weight]['exp_avg']"
     columns = [Column("Name", shrinks=True), Column("Size", align="right")]
     table = Table(columns, [[name, Cell("104.0 MiB", bar=(Segment(1.0),))]])
@@ -69,6 +73,8 @@ def test_code_and_names_wrap_so_that_the_figures_beside_them_stay_in_sight_and_b
     for width in (360, 1200):
         page = narrow(html.render(Document([table])), width)
         assert page.evaluate(SCROLLS) == [False], width
-        sizes[width] = page.evaluate("() => document.querySelector('td span').getBoundingClientRect().width")
+        sizes[width] = page.evaluate(
+            "() => document.querySelector('td span').getBoundingClientRect().width"
+        )
         assert page.evaluate("() => document.querySelectorAll('td')[0].innerText") == name
     assert sizes[360] == 0 < sizes[1200]

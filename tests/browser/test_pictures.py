@@ -63,7 +63,10 @@ def test_a_picture_of_each_magic(notebook_page, server, theme) -> None:
         page.cell(0).locator(".cm-content").click()  # away from the cell, so that no frame marks it
         page.cell(index).screenshot(path=f"{FOLDER}/{name}-{theme.lower()}.png")
     server.set_theme("JupyterLab Light")
-    animate([f"{FOLDER}/{name}-{theme.lower()}.png" for name in SHOWN], f"{FOLDER}/magics-{theme.lower()}.png")
+    animate(
+        [f"{FOLDER}/{name}-{theme.lower()}.png" for name in SHOWN],
+        f"{FOLDER}/magics-{theme.lower()}.png",
+    )
 
 
 def animate(pictures: list[str], path: str) -> None:
@@ -74,4 +77,6 @@ def animate(pictures: list[str], path: str) -> None:
     pages = [image.new("RGB", size, frame.getpixel((0, 0))) for frame in frames]
     for page, frame in zip(pages, frames, strict=True):
         page.paste(frame)
-    pages[0].save(path, save_all=True, append_images=pages[1:], duration=4000, loop=0, optimize=True)
+    pages[0].save(
+        path, save_all=True, append_images=pages[1:], duration=4000, loop=0, optimize=True
+    )

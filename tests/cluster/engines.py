@@ -62,13 +62,17 @@ class Machine:
         self.home = home
         self.others = set(psutil.Process().children(recursive=True))
         quick = Config({"LocalProcessLauncher": {"poll_seconds": 1, "stop_seconds_until_kill": 1}})
-        self.cluster = ipyparallel.Cluster(profile_dir=str(home / "profile"), log_level=50, config=quick)
+        self.cluster = ipyparallel.Cluster(
+            profile_dir=str(home / "profile"), log_level=50, config=quick
+        )
         self.pids: list[int] = []
         self.started: list[dict[str, object]] = []
         (home / "old" / "gpumagic").mkdir(parents=True)
         (home / "old" / "gpumagic" / "__init__.py").write_text('__version__ = "0.0.1"\n')
 
-    def add(self, role: str = "", *, path: str = "", hidden: Sequence[str] = (), **environment: str) -> None:
+    def add(
+        self, role: str = "", *, path: str = "", hidden: Sequence[str] = (), **environment: str
+    ) -> None:
         """Have an engine among those that `connect` starts; one that imports torch can be interrupted and killed."""
         self.started.append({
             "environment": {"ROLE": role, **environment}, "path": [str(self.home / path)] if path else [],
@@ -77,8 +81,21 @@ class Machine:
 
     def connect(self, **environment: str) -> None:
         """Start the engines in a folder where they find no checkout, and wait for them."""
-        profile = ["--profile-dir", str(self.home / "profile"), "--cluster-id", self.cluster.cluster_id]
-        command = [sys.executable, "-c", ENGINES, json.dumps(self.started), *profile, "--log-level", "50"]
+        profile = [
+            "--profile-dir",
+            str(self.home / "profile"),
+            "--cluster-id",
+            self.cluster.cluster_id,
+        ]
+        command = [
+            sys.executable,
+            "-c",
+            ENGINES,
+            json.dumps(self.started),
+            *profile,
+            "--log-level",
+            "50",
+        ]
         variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
         subprocess.Popen(command, cwd=self.home, env=variables)
         self.client = self.cluster.connect_client_sync()

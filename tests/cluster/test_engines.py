@@ -58,9 +58,7 @@ def test_the_engine_with_the_memory_stands_out_from_replicas(here, machine) -> N
     """Engines whose reports begin alike are one row; no tensor travels."""
     culprit = machine.plain[2]
     here.run_cell("%px import torch; model = torch.nn.Linear(64, 64)")
-    code = (
-        "from gpumagic import simgpu; simgpu.enable_from_environment(); hoard = torch.ones(1 << 22, device='simgpu:1')"
-    )
+    code = "from gpumagic import simgpu; simgpu.enable_from_environment(); hoard = torch.ones(1 << 22, device='simgpu:1')"  # noqa: E501
     machine.client[culprit].execute(code, block=True)
     report = look(here, "devices --engines")
     assert str(report).startswith(f"Engine {culprit} holds most: 16.0 of 16.1 MiB, mostly hoard")
@@ -72,9 +70,14 @@ def test_the_engine_with_the_memory_stands_out_from_replicas(here, machine) -> N
     assert len(pickle.dumps(report)) < 20_000
 
 
-def test_a_busy_engine_is_a_line_within_the_time_limit_and_is_not_asked_later(here, machine, gate) -> None:
+def test_a_busy_engine_is_a_line_within_the_time_limit_and_is_not_asked_later(
+    here, machine, gate
+) -> None:
     report = look(here, "devices --engines", 2)
-    assert states(report) == {machine.plain[0]: "busy", **dict.fromkeys(machine.plain[1:], "answered")}
+    assert states(report) == {
+        machine.plain[0]: "busy",
+        **dict.fromkeys(machine.plain[1:], "answered"),
+    }
     assert f"{machine.plain[0]} busy → no answer within 2 s: it is in a cell" in text_of(report)
     gate.open()
     assert machine.client[machine.plain[0]].pull("ran", block=True) == []
@@ -82,7 +85,9 @@ def test_a_busy_engine_is_a_line_within_the_time_limit_and_is_not_asked_later(he
 
 
 def test_ctrl_c_ends_the_waiting_and_the_engines_are_not_asked_later(here, machine, gate) -> None:
-    pressed = threading.Timer(0.5, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
+    pressed = threading.Timer(
+        0.5, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]
+    )
     pressed.start()
     result = here.run_cell("%devices --engines")
     assert isinstance(result.error_in_exec, KeyboardInterrupt)
@@ -90,7 +95,9 @@ def test_ctrl_c_ends_the_waiting_and_the_engines_are_not_asked_later(here, machi
     assert machine.client[machine.plain[0]].pull("ran", block=True) == []
 
 
-def test_an_engine_killed_while_it_is_asked_is_told_of_from_then_on(here, machine, tmp_path) -> None:
+def test_an_engine_killed_while_it_is_asked_is_told_of_from_then_on(
+    here, machine, tmp_path
+) -> None:
     victim = machine.of("victim")
     pid = machine.client[victim].apply_sync(os.getpid)
     Gate(tmp_path / "never", machine.client[victim])
@@ -123,7 +130,10 @@ def test_engines_are_those_of_px_or_of_use(here, machine) -> None:
         ("devices simgpu:9 --engines", "on the engines: 'simgpu:9' is not a device here"),
         ("devices --engines --diff", "--diff is about one process: %px %devices --diff"),
         ("gpuinfo --engines -w", "--watch is about one process: %px %gpuinfo --watch"),
-        ("ondevice auto --engines", "--engines takes all of a cell: write %%ondevice on its first line"),
+        (
+            "ondevice auto --engines",
+            "--engines takes all of a cell: write %%ondevice on its first line",
+        ),
     ],
 )
 def test_a_line_that_cannot_be_is_one_sentence(here, capsys, line, said) -> None:
@@ -156,13 +166,18 @@ def test_px_runs_each_of_the_magics_as_it_is(here, machine, capsys) -> None:
     here.run_cell("%px %unload_ext gpumagic")
 
 
-def test_each_engine_works_on_a_device_of_its_own_and_is_left_as_it_was(here, machine, capsys) -> None:
+def test_each_engine_works_on_a_device_of_its_own_and_is_left_as_it_was(
+    here, machine, capsys
+) -> None:
     two = machine.plain[:2]
     cell = "import torch\nx = torch.ones(1000)\ny = x.cpu()\nprint('on', x.device)"
     targets = ",".join(map(str, two))
     assert here.run_cell(f"%%ondevice simgpu --engines {targets} -o run\n{cell}").success
     run = here.user_ns["run"]
-    assert {engine: report.device for engine, report in run.reports.items()} == {two[0]: "simgpu:0", two[1]: "simgpu:1"}
+    assert {engine: report.device for engine, report in run.reports.items()} == {
+        two[0]: "simgpu:0",
+        two[1]: "simgpu:1",
+    }
     moves = run.to_pandas()
     assert list(zip(moves["engine"], moves["source"], moves["nbytes"], strict=True)) == [
         (two[0], "simgpu:0", 4000), (two[1], "simgpu:1", 4000)
@@ -175,7 +190,9 @@ def test_each_engine_works_on_a_device_of_its_own_and_is_left_as_it_was(here, ma
 
 def test_out_of_memory_on_one_engine_keeps_what_the_others_made(here, machine, shown) -> None:
     culprit = machine.plain[2]
-    machine.client[culprit].execute("%load_ext gpumagic\n%config GPUMagic.advice_seconds = 0", block=True)
+    machine.client[culprit].execute(
+        "%load_ext gpumagic\n%config GPUMagic.advice_seconds = 0", block=True
+    )
     cell = f"""import torch, os
 done = True
 if get_ipython().kernel.engine_id == {culprit}:
@@ -254,10 +271,14 @@ if get_ipython().kernel.engine_id == {slow}:
     found = states(here.user_ns["run"])
     assert found[slow] == "interrupted", "and has not slept to its end"
     assert set(found.values()) <= {"interrupted", "answered"}, "the others may have been through"
-    assert machine.client[machine.plain].apply_async(os.getpid).get(PATIENCE), "and all are free again"
+    assert machine.client[machine.plain].apply_async(os.getpid).get(PATIENCE), (
+        "and all are free again"
+    )
 
 
-def test_ctrl_c_while_the_cell_is_sent_interrupts_the_engines_that_have_it(here, machine, monkeypatch) -> None:
+def test_ctrl_c_while_the_cell_is_sent_interrupts_the_engines_that_have_it(
+    here, machine, monkeypatch
+) -> None:
     execute, first = ipyparallel.DirectView.execute, machine.plain[0]
 
     def interrupted(view, *arguments, **options):
@@ -269,7 +290,9 @@ def test_ctrl_c_while_the_cell_is_sent_interrupts_the_engines_that_have_it(here,
     code = f"%%ondevice auto --engines -o run\n__import__('time').sleep({PATIENCE})"
     assert isinstance(here.run_cell(code).error_in_exec, KeyboardInterrupt)
     assert states(here.user_ns["run"]) == {first: "interrupted"}
-    assert machine.client[machine.plain].apply_async(os.getpid).get(PATIENCE), "and all are free again"
+    assert machine.client[machine.plain].apply_async(os.getpid).get(PATIENCE), (
+        "and all are free again"
+    )
 
 
 def test_a_cell_runs_nowhere_where_one_engine_cannot_run_it(here, machine, gate, capsys) -> None:
@@ -287,9 +310,7 @@ def test_an_engine_that_dies_in_a_cell_fails_the_cell_and_is_told_of(here, machi
     """From then on cells go where it is not, as under %%px."""
     victim = machine.of("second victim")
     targets = f"{machine.plain[0]},{victim}"
-    cell = (
-        f"import os, signal\nif get_ipython().kernel.engine_id == {victim}:\n    os.kill(os.getpid(), signal.SIGKILL)"
-    )
+    cell = f"import os, signal\nif get_ipython().kernel.engine_id == {victim}:\n    os.kill(os.getpid(), signal.SIGKILL)"  # noqa: E501
     result = here.run_cell(f"%%oomguard --engines {targets} -o oom\n{cell}")
     assert f"Engine {victim} died" in str(result.error_in_exec)
     assert f"{victim} dead → it is gone" in text_of(here.user_ns["oom"])

@@ -23,7 +23,12 @@ GIB = 1 << 30
 
 
 def gpu(index: int, host: str, **more) -> GpuRow:
-    facts = {"name": "NVIDIA H100 80GB HBM3", "memory_total": 80 * GIB, "memory_used": 20 * GIB, "utilization": 40.0}
+    facts = {
+        "name": "NVIDIA H100 80GB HBM3",
+        "memory_total": 80 * GIB,
+        "memory_used": 20 * GIB,
+        "utilization": 40.0,
+    }
     facts |= more
     facts["memory_free"] = facts["memory_total"] - facts["memory_used"]
     return GpuRow(f"cuda:{index}", nvml_index=index, uuid=f"GPU-{host}-{index}", **facts)
@@ -39,7 +44,10 @@ def cluster(engines: int, to_a_host: int = 8, gpus: int = 8) -> ClusterReport:
     for engine in range(engines):
         host = f"node{engine // to_a_host:03}"
         first = engine % to_a_host * gpus
-        rows = [gpu(first + index, host, memory_used=(engine + index) % 80 * GIB) for index in range(gpus)]
+        rows = [
+            gpu(first + index, host, memory_used=(engine + index) % 80 * GIB)
+            for index in range(gpus)
+        ]
         found.append(report(host, engine, *rows))
     return gpumagic.merge(found)
 
@@ -52,7 +60,11 @@ def test_a_gpu_that_several_processes_see_is_one_with_several_kernels() -> None:
     merged = gpumagic.merge([report("a", 1, first), report("a", 2, second), elsewhere])
     shared, alone = shared_gpus(merged)
     assert [each.origin.pid for each in shared.engines] == [1, 2]
-    assert (shared.row.kernel_allocated, shared.row.kernel_reserved, alone.host) == (5 * GIB, 8 * GIB, "b")
+    assert (shared.row.kernel_allocated, shared.row.kernel_reserved, alone.host) == (
+        5 * GIB,
+        8 * GIB,
+        "b",
+    )
     text = to_text(merged, 100)
     assert text.splitlines()[:2] == [
         "2 GPUs: cuda:1 on a has most free memory, 60.0 of 80.0 GiB",
@@ -63,7 +75,10 @@ def test_a_gpu_that_several_processes_see_is_one_with_several_kernels() -> None:
 
 
 def test_the_processes_on_a_gpu_are_listed_in_each_engines_report() -> None:
-    processes = (ProcessRow(1, "python", "me", 5 * GIB, this_kernel=True), ProcessRow(9, "Xorg", "root", GIB))
+    processes = (
+        ProcessRow(1, "python", "me", 5 * GIB, this_kernel=True),
+        ProcessRow(9, "Xorg", "root", GIB),
+    )
     first = replace(report("a", 1, gpu(0, "a", processes=processes)), show_processes=True)
     second = report("a", 2, replace(gpu(0, "a", processes=processes), device="cuda:3"))
     text = to_text(gpumagic.merge([first, second]), 100)
@@ -87,7 +102,9 @@ def test_the_last_of_several_reports_of_one_process_counts() -> None:
 
 
 def test_merging_takes_what_dask_returns_with_what_went_wrong() -> None:
-    merged = gpumagic.merge({"tcp://10.0.0.1:1": report("a", 1, gpu(0, "a")), "tcp://10.0.0.2:2": OSError("no way")})
+    merged = gpumagic.merge(
+        {"tcp://10.0.0.1:1": report("a", 1, gpu(0, "a")), "tcp://10.0.0.2:2": OSError("no way")}
+    )
     assert list(merged.to_pandas()["engine"]) == ["tcp://10.0.0.1:1", "tcp://10.0.0.2:2"]
     assert list(merged.to_pandas()["state"]) == ["answered", "failed"]
     assert to_text(merged, 100).splitlines()[-3:-1] == [
@@ -125,8 +142,15 @@ def test_of_many_gpus_the_fullest_are_shown() -> None:
 def test_reports_that_begin_alike_are_one_row_the_largest_first() -> None:
     weight = TensorRow("cuda:0", 4096, (32, 32), "float32", "parameter", "net.weight")
     hoard = TensorRow("cuda:1", 1 << 20, (1 << 18,), "float32", "plain", "hoard")
-    small, large = DeviceMemoryRow("cuda:0", 1, 1, 4096, 0), DeviceMemoryRow("cuda:1", 1, 1, 1 << 20, 0)
-    found = [TensorReport((weight,), (small,)), TensorReport((hoard,), (large,)), TensorReport((weight,), (small,))]
+    small, large = (
+        DeviceMemoryRow("cuda:0", 1, 1, 4096, 0),
+        DeviceMemoryRow("cuda:1", 1, 1, 1 << 20, 0),
+    )
+    found = [
+        TensorReport((weight,), (small,)),
+        TensorReport((hoard,), (large,)),
+        TensorReport((weight,), (small,)),
+    ]
     merged = gpumagic.merge(found)
     assert to_text(merged, 100).splitlines() == [
         "Engine 1 holds most: 1.0 of 1.0 MiB, mostly hoard",
@@ -144,7 +168,8 @@ def test_reports_that_begin_alike_are_one_row_the_largest_first() -> None:
 def test_each_engines_totals_are_shown_where_they_are_asked_for() -> None:
     weight = TensorRow("cuda:0", 4096, (32, 32), "float32", "parameter", "net.weight")
     merged = gpumagic.merge(
-        [TensorReport((weight,), (DeviceMemoryRow("cuda:0", 1, 1, 4096, 0),), group_by="holder")] * 2
+        [TensorReport((weight,), (DeviceMemoryRow("cuda:0", 1, 1, 4096, 0),), group_by="holder")]
+        * 2
     )
     text = to_text(merged, 100)
     assert "Engine 1: 1 tensor in 1 storage: cuda:0 4.0 KiB" in text
@@ -187,8 +212,15 @@ def devices_of(*engines: tuple[str, int | None]) -> list[str]:
 
 
 def test_each_engine_has_the_gpu_of_its_number_on_its_host_from_the_first_again() -> None:
-    assert devices_of(("a", None), ("a", None), ("b", None), ("a", None)) == ["cuda:0", "cuda:1", "cuda:0", "cuda:0"]
-    assert devices_of(("a", 1), ("b", 0), ("a", 0)) == ["cuda:1", "cuda:0", "cuda:0"], "the launcher's"
+    assert devices_of(("a", None), ("a", None), ("b", None), ("a", None)) == [
+        "cuda:0",
+        "cuda:1",
+        "cuda:0",
+        "cuda:0",
+    ]
+    assert devices_of(("a", 1), ("b", 0), ("a", 0)) == ["cuda:1", "cuda:0", "cuda:0"], (
+        "the launcher's"
+    )
 
 
 def test_a_rank_that_several_engines_inherited_tells_nothing() -> None:
@@ -204,7 +236,12 @@ def test_every_report_travels(name, report) -> None:
 def test_what_the_workers_return_merges_by_their_names() -> None:
     """The workers are threads here, and their reports still travel pickled, over TCP."""
     distributed = pytest.importorskip("distributed")
-    options = {"processes": False, "protocol": "tcp://", "dashboard_address": None, "silence_logs": 50}
+    options = {
+        "processes": False,
+        "protocol": "tcp://",
+        "dashboard_address": None,
+        "silence_logs": 50,
+    }
     with (
         distributed.LocalCluster(n_workers=1, threads_per_worker=1, **options) as cluster,
         distributed.Client(cluster) as client,

@@ -25,7 +25,9 @@ def scripts_of(text: str) -> list[dict[str, str]]:
     """Return the scripts of a cell's line `# reads: ...`, one for each time it is really run; an empty one without."""
     line = next((each for each in text.splitlines() if each.startswith("# reads:")), "# reads:")
     told = [part.strip() for part in line.removeprefix("# reads:").split(";")]
-    return [dict(setting.split("=") for setting in part.split(", ")) if part else {} for part in told]
+    return [
+        dict(setting.split("=") for setting in part.split(", ")) if part else {} for part in told
+    ]
 
 
 class Reads:
@@ -49,7 +51,9 @@ class Reads:
         self._library.impl("_local_scalar_dense", self._scalar, "CUDA", allow_override=True)
         self._library.impl("nonzero", self._nonzero, "CUDA", allow_override=True)
         torch.Tensor.cpu = self._copied(torch.Tensor.cpu)
-        torch.amp.GradScaler._maybe_opt_step = lambda _, optimizer, __, *args, **kwargs: optimizer.step(*args, **kwargs)
+        torch.amp.GradScaler._maybe_opt_step = lambda _, optimizer, __, *args, **kwargs: (
+            optimizer.step(*args, **kwargs)
+        )
 
     def _scalar(self, tensor: torch.Tensor) -> complex | bool:
         if tensor.dtype == torch.bool:
@@ -77,5 +81,7 @@ def _truths(told: str) -> Iterator[bool]:
     if told == "in turn":
         return itertools.cycle((False, True))
     if told.startswith("then "):
-        return itertools.chain((each == "T" for each in told.removeprefix("then ")), itertools.repeat(True))
+        return itertools.chain(
+            (each == "T" for each in told.removeprefix("then ")), itertools.repeat(True)
+        )
     return itertools.repeat(told == "True")

@@ -88,7 +88,9 @@ class Runs:
 
     def ask(self, what: str, cell: Cell, **more: Any) -> dict[str, Any]:
         """Return what came of it; ``{"failed": sentence}`` where nothing did."""
-        self._server.stdin.write(json.dumps({"what": what, "setup": cell.setup, "code": cell.code, **more}) + "\n")
+        self._server.stdin.write(
+            json.dumps({"what": what, "setup": cell.setup, "code": cell.code, **more}) + "\n"
+        )
         self._server.stdin.flush()
         return json.loads(self._server.stdout.readline())
 
@@ -107,14 +109,19 @@ class Runs:
             workspaces: whether cuBLAS is to have workspaces.
         """
         more = {"capacities": capacities or {}, "workspaces": workspaces}
-        told = [self.ask("really", cell, reads=reads, **more) for reads in ([{}] if IS_REAL else cell.reads)]
+        told = [
+            self.ask("really", cell, reads=reads, **more)
+            for reads in ([{}] if IS_REAL else cell.reads)
+        ]
         failed = next((each for each in told if "failed" in each), None)
         if failed is not None:
             return failed
         return {
             "fits": [each["fits"] for each in told],
             "peak": [max(sizes) for sizes in zip(*(each["peak"] for each in told), strict=True)],
-            "reserved": [max(sizes) for sizes in zip(*(each["reserved"] for each in told), strict=True)],
+            "reserved": [
+                max(sizes) for sizes in zip(*(each["reserved"] for each in told), strict=True)
+            ],
             "held": told[0]["held"],
             "seconds": max(each["seconds"] for each in told),
             "answer": told[0]["answer"],
@@ -160,12 +167,17 @@ class Runs:
                 least = middle
         return device, most * 2 * MIB
 
-    def verdicts(self, cell: Cell, engine: str = "cuda", need: tuple[int, int] | None = None) -> Verdicts:
+    def verdicts(
+        self, cell: Cell, engine: str = "cuda", need: tuple[int, int] | None = None
+    ) -> Verdicts:
         """Return what is told, and what is true, about as much room as the cell needs: on a device, that capacity."""
         device, least = need or self.need(cell, self.really(cell))
         rooms = {"at": least, "above": least + 20 * MIB, "below": least - 2 * MIB}
         real = {name: self.really(cell, {device: room})["fits"] for name, room in rooms.items()}
-        told = {name: self.dry_run(cell, engine, capacities={device: room}) for name, room in rooms.items()}
+        told = {
+            name: self.dry_run(cell, engine, capacities={device: room})
+            for name, room in rooms.items()
+        }
         return Verdicts(
             least,
             len(cell.reads) == 1,
@@ -180,7 +192,9 @@ def serve() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     workers: dict[str, Any] = {}
     # As optimizers and autograd do when first used, and as every notebook has.
-    _import_all("import torch._dynamo, torch.utils.checkpoint, IPython.core.interactiveshell, gpumagic.dryrun.run")
+    _import_all(
+        "import torch._dynamo, torch.utils.checkpoint, IPython.core.interactiveshell, gpumagic.dryrun.run"
+    )
     for line in sys.stdin:
         asked = json.loads(line)
         _import_all(asked["setup"] + "\n" + asked["code"])
@@ -202,7 +216,9 @@ def _import_all(code: str) -> None:
     """Import what the code imports, once for all forks."""
     for node in ast.walk(ast.parse(code)):
         # Those that are left out start CUDA.
-        if isinstance(node, (ast.Import, ast.ImportFrom)) and not re.search("diffusers|skorch", ast.unparse(node)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and not re.search(
+            "diffusers|skorch", ast.unparse(node)
+        ):
             exec(compile(ast.Module([node], []), "<imports>", "exec"), {})
     gc.collect()
     gc.freeze()

@@ -6,7 +6,13 @@ from cell_runs import MIB, Cell, cells
 
 FITTED = {
     # the cell, what is its batch, how that is written with the variable, and its value
-    "bert_varying_lengths": ("(16, length)", "(batch, length)", "randint(0, 2, (16,))", "randint(0, 2, (batch,))", 16),
+    "bert_varying_lengths": (
+        "(16, length)",
+        "(batch, length)",
+        "randint(0, 2, (16,))",
+        "randint(0, 2, (batch,))",
+        16,
+    ),
     "gpt2_training": ("(4, 64)", "(batch, 64)", "", "", 4),
     "vit_bf16_schedule": ("randn(16,", "randn(batch,", "100, (16,)", "100, (batch,)", 16),
     "timm_model_ema": ("randn(8,", "randn(batch,", "10, (8,)", "10, (batch,)", 8),

@@ -28,7 +28,12 @@ for step in range({steps}):
     {forward}
     loss = out.square().mean()
 """
-_ROWS = ("batch", "batch * (step + 1)", "sizes[step % len(sizes)]", "batch * 2 if step % 3 == 2 else batch")
+_ROWS = (
+    "batch",
+    "batch * (step + 1)",
+    "sizes[step % len(sizes)]",
+    "batch * 2 if step % 3 == 2 else batch",
+)
 _FORWARDS = (
     "out = model(x)", "out = checkpoint(model, x.requires_grad_(), use_reentrant=False)",
     "with torch.autocast('cuda', dtype=torch.bfloat16): out = model(x)\n    out = out.float()",

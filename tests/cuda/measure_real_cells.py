@@ -46,7 +46,9 @@ class Row:
         if _reason(self.fake):
             return None
         told, real = self.fake["peak"], self.without["peak"]
-        return max((told[each] / max(1, real[each]) - 1 for each in range(DEVICES) if real[each]), key=abs)
+        return max(
+            (told[each] / max(1, real[each]) - 1 for each in range(DEVICES) if real[each]), key=abs
+        )
 
     @property
     def is_right(self) -> bool:
@@ -63,7 +65,11 @@ class Row:
 
     def line(self) -> str:
         """Return the row of the table."""
-        cuda = "equal" if self.is_exact else _reason(self.cuda) or f"{_share(self.cuda, self.real):+.2%}"
+        cuda = (
+            "equal"
+            if self.is_exact
+            else _reason(self.cuda) or f"{_share(self.cuda, self.real):+.2%}"
+        )
         fake = _reason(self.fake) or f"{self.error:+.2%}"
         reserved = "equal" if self.cuda.get("reserved") == self.real["reserved"] else "differs"
         passes = sum(each[1] for each in self.cuda.get("passes") or ())

@@ -34,9 +34,7 @@ class Row(NamedTuple):
 
     def line(self) -> str:
         """Return the row of the table."""
-        return (
-            f"| {self.name} | {self.runs} | {self.dry:.2f} | {self.cell:.2f} | {'yes' if self.is_within else 'no'} |\n"
-        )
+        return f"| {self.name} | {self.runs} | {self.dry:.2f} | {self.cell:.2f} | {'yes' if self.is_within else 'no'} |\n"  # noqa: E501
 
 
 def measure(runs: Runs, cell: Cell) -> Row:
@@ -49,7 +47,10 @@ def measure(runs: Runs, cell: Cell) -> Row:
 
 def all_cells() -> dict[str, Cell]:
     """Return the cells of real_cells/ and user_cells/, and those of `reading_cells.py`, by name."""
-    reading = {name: Cell(name, reading_cells.SETUP, code) for name, (_, code) in reading_cells.cells().items()}
+    reading = {
+        name: Cell(name, reading_cells.SETUP, code)
+        for name, (_, code) in reading_cells.cells().items()
+    }
     return {**cells(), **reading}
 
 

@@ -67,7 +67,9 @@ def pretend(rank: int, world: int, per_node: int, port: int | None) -> None:
         GROUP_RANK=str(node), MASTER_ADDR="localhost", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="none",
         TORCH_NCCL_ENABLE_MONITORING="0",
     )  # fmt: skip
-    store: Any = Alone(world) if port is None else dist.TCPStore("localhost", port, world, rank == 0)
+    store: Any = (
+        Alone(world) if port is None else dist.TCPStore("localhost", port, world, rank == 0)
+    )
     numbers: Counter[str] = Counter()
 
     def rendezvous(*_: object, **__: object) -> Iterator[Any]:
@@ -91,7 +93,9 @@ def pretend(rank: int, world: int, per_node: int, port: int | None) -> None:
         listed[:] = pickle.loads(store.get(letter(src, rank)))
 
     c10d.rendezvous = rendezvous
-    if port is not None:  # by way of the store, since nothing passes between processes over the fake NCCL
+    if (
+        port is not None
+    ):  # by way of the store, since nothing passes between processes over the fake NCCL
         dist.send_object_list, dist.recv_object_list = send, receive
     backends = c10d.BackendConfig.get_device_backend_map
     c10d.BackendConfig.get_device_backend_map = lambda config: {
@@ -106,7 +110,9 @@ def measure(cell: str, rank: int, world: int, per_node: int, port: int | None) -
     pretend(rank, world, per_node, port)
     run_ahead = ctypes.CDLL(None).fakecuda_run_ahead
     try:
-        run_ahead(1)  # no collective has ended as long as the cell runs: the host is ahead of the device
+        run_ahead(
+            1
+        )  # no collective has ended as long as the cell runs: the host is ahead of the device
         exec(compile(cell, "<cell>", "exec"), {"__name__": "__main__"})
     except SystemExit:
         pass
@@ -143,7 +149,9 @@ def main() -> None:
             for _, reading in begun:
                 with os.fdopen(reading) as told:
                     line = b""
-                    while not line.endswith((b"]", b'"')) and (more := os.read(told.fileno(), 1 << 16)):
+                    while not line.endswith((b"]", b'"')) and (
+                        more := os.read(told.fileno(), 1 << 16)
+                    ):
                         line += more
                 print(line.decode() or '"it ended without a word"', flush=True)
             for child, _ in begun:

@@ -25,7 +25,10 @@ TRUTH: dict[str, dict[str, int]] = {}
 
 def note(device: int, requested: int, total: int, free: int) -> None:
     """Called by torch when it gives up, before anything is unwound."""
-    TRUTH[f"cuda:{device}"] = {"requested": requested, "allocated": torch.cuda.memory_allocated(device)}
+    TRUTH[f"cuda:{device}"] = {
+        "requested": requested,
+        "allocated": torch.cuda.memory_allocated(device),
+    }
 
 
 def listen() -> None:
@@ -34,7 +37,10 @@ def listen() -> None:
     torch._C._cuda_attach_out_of_memory_observer(note)
 
 
-configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+configure = (
+    getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    or torch.cuda.memory._set_allocator_settings
+)
 
 
 def cases() -> dict[str, Case]:
@@ -60,7 +66,11 @@ def run(case: Case) -> dict[str, object]:
         hear(shell, seen)
         result = oom_corpus._run(shell, case.cell)
         report = shell.user_ns.get("report")
-        seen |= {"failed": type(result.error_in_exec).__name__, "before": before, "truth": dict(TRUTH)}
+        seen |= {
+            "failed": type(result.error_in_exec).__name__,
+            "before": before,
+            "truth": dict(TRUTH),
+        }
         if report is not None:
             _read(report, shell, seen)
     seen["left"] = [torch.cuda.memory_allocated(index) for index in range(DEVICES)]
@@ -73,11 +83,16 @@ def _read(report, shell, seen: dict[str, object]) -> None:
         for name in ("kind", "certainty", "device", "requested", "allocated_before", "allocated_at_failure",
                      "allocated_after", "reserved_after", "message", "notes", "cause")
     }  # fmt: skip
-    seen |= {"advice": [each.title for each in report.advice], "text": oom_corpus.report_text(report)}
+    seen |= {
+        "advice": [each.title for each in report.advice],
+        "text": oom_corpus.report_text(report),
+    }
     index = int((report.device or "cuda:0").partition(":")[2] or 0)
     seen |= {"now": [torch.cuda.memory_allocated(index), torch.cuda.memory_reserved(index)]}
     left = gpumagic.devices(namespace=shell.user_ns)
-    seen["pinned"] = [str(row.holder) for row in left if row.device.startswith("cuda") and row.name is None]
+    seen["pinned"] = [
+        str(row.holder) for row in left if row.device.startswith("cuda") and row.name is None
+    ]
     seen["unexplained"] = sum(row.unexplained or 0 for row in left.by_device)
 
 
@@ -133,7 +148,10 @@ def faults(seen: dict[str, object], unexplained: int = 0) -> list[str]:
     found = []
     if (seen.get("error"), seen["failed"]) != ("torch.OutOfMemoryError", "OutOfMemory"):
         return [f"it failed with {seen.get('error')}, told as {seen['failed']}"]
-    if (seen["certainty"], seen["kind"]) not in {("certain", "cuda allocator"), ("certain", "memory fraction")}:
+    if (seen["certainty"], seen["kind"]) not in {
+        ("certain", "cuda allocator"),
+        ("certain", "memory fraction"),
+    }:
         found.append(f"{seen['certainty']}: {seen['kind']}")
     told = {"requested": seen["requested"], "allocated": seen["allocated_at_failure"]}
     if told != truth.get(device):
@@ -141,10 +159,14 @@ def faults(seen: dict[str, object], unexplained: int = 0) -> list[str]:
     if device == "cuda:0" and (seen["allocated_before"] or 0) != seen["before"]:
         found.append(f"before: {seen['allocated_before']} for {seen['before']}")
     if [seen["allocated_after"], seen["reserved_after"]] != seen["now"]:
-        found.append(f"after: {seen['allocated_after']}, {seen['reserved_after']} for {seen['now']}")
+        found.append(
+            f"after: {seen['allocated_after']}, {seen['reserved_after']} for {seen['now']}"
+        )
     pinned = [holder for holder in seen["pinned"] if not holder.startswith(("graph of ", "Out["))]
     if pinned or seen["unexplained"] != unexplained or any(seen["left"]):
-        found.append(f"not given back: {pinned}, unexplained {seen['unexplained']}, in the end {seen['left']}")
+        found.append(
+            f"not given back: {pinned}, unexplained {seen['unexplained']}, in the end {seen['left']}"
+        )
     found += [note for note in seen["notes"] if "could not be" in note]
     return found
 
@@ -241,7 +263,9 @@ def special() -> dict[str, Case]:
     return {
         "segments that grow": _case(KEEPS, grow),
         "a cap": _case(KEEPS, CAP.format(64 << 20), memory="128MiB"),
-        "a cap on a full card": _case(KEEPS, CAP.format(120 << 20), memory="128MiB", strangers="100MiB"),
+        "a cap on a full card": _case(
+            KEEPS, CAP.format(120 << 20), memory="128MiB", strangers="100MiB"
+        ),
         "pinned": _case("torch.empty(1 << 45, dtype=torch.uint8, pin_memory=True)"),
         "many workspaces": _case(request.format(12), STREAMS, memory="90MiB"),
         "many workspaces, and a large request": _case(request.format(80), STREAMS, memory="90MiB"),

@@ -21,8 +21,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "128"}  # read when torch comes
-sys.path += [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / each) for each in (".", "oom"))]
+os.environ |= {
+    "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+    "CUBLASLT_WORKSPACE_SIZE": "128",
+}  # read when torch comes
+sys.path += [
+    str(Path(__file__).parent),
+    *(str(Path(__file__).parents[1] / each) for each in (".", "oom")),
+]
 
 import cell_runs
 import oom_corpus
@@ -41,9 +47,15 @@ def notebook(case: Case, seconds: float):
     others = parse_size(case.strangers) if case.strangers else 0
     for index in range(DEVICES):
         give(index, parse_size(case.memory), others=others if index == 0 else 0)
-    with mock.patch.object(client, "close"), oom_corpus_cuda._notebook() as shell:  # one worker serves all cells
+    with (
+        mock.patch.object(client, "close"),
+        oom_corpus_cuda._notebook() as shell,
+    ):  # one worker serves all cells
         shell.run_line_magic("config", f"GPUMagic.advice_seconds = {seconds}")
-        yield shell, [oom_corpus._ran(shell, text) for text in (oom_corpus.PRELUDE, *case.setup)][1:]
+        yield (
+            shell,
+            [oom_corpus._ran(shell, text) for text in (oom_corpus.PRELUDE, *case.setup)][1:],
+        )
 
 
 def row(case: Case) -> str:
@@ -65,7 +77,11 @@ def row(case: Case) -> str:
         if followed["passes"] is not each.covers:
             wrong.append(f"{each.title}: {followed['why'] or 'it passes'}")
     first = report.advice[0] if report.advice else None
-    said = "" if first is None else {True: "fits", False: "does not fit alone", None: "not tried"}[first.covers]
+    said = (
+        ""
+        if first is None
+        else {True: "fits", False: "does not fit alone", None: "not tried"}[first.covers]
+    )
     title = "nothing" if first is None else first.title
     return f"| {case.name} | {title} | {said} | {told[True]} / {told[False]} | {'; '.join(wrong)} |"
 
@@ -76,7 +92,9 @@ def library_cases(wanted: list[str]) -> dict[str, Case]:
     plain = [each for each in plain if not wanted or f"{each.name}, a library's" in wanted]
     needs = {each.name: (each, _needs(each)) for each in plain}
     return {
-        f"{name}, a library's": Case(f"{name}, a library's", "shortage", "", (each.setup,), _guarded(each), f"{room}B")
+        f"{name}, a library's": Case(
+            f"{name}, a library's", "shortage", "", (each.setup,), _guarded(each), f"{room}B"
+        )
         for name, (each, room) in needs.items()
         if room
     }
@@ -106,8 +124,12 @@ def _needs(cell: cell_runs.Cell) -> int:
 
 def main(wanted: list[str]) -> None:
     torch.cuda.init()
-    print(f"# Suggestions of the failing cells, followed over the fake CUDA runtime (torch {torch.__version__})\n")
-    print("`tests/cuda/oom_corpus_followed.py` makes this table. The last column is what was said and was not so.\n")
+    print(
+        f"# Suggestions of the failing cells, followed over the fake CUDA runtime (torch {torch.__version__})\n"
+    )
+    print(
+        "`tests/cuda/oom_corpus_followed.py` makes this table. The last column is what was said and was not so.\n"
+    )
     print("| cell | first suggestion | said of it | followed: fit / do not fit alone | not so |")
     print("| --- | --- | --- | --- | --- |")
     for name, case in (oom_corpus_cuda.cases() | library_cases(wanted)).items():

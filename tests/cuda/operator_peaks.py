@@ -91,13 +91,26 @@ class FakeAllocator(Allocator):
 def operands(expression: str, dtype: torch.dtype) -> dict[str, Any]:
     """Return what an expression speaks of: tensors with gradients, indices, and modules as functions of their name."""
     used = set(re.findall(r"\w+", expression))
-    made = {name: torch.ones(shape, device="cuda", dtype=dtype) for name, shape in OPERANDS.items() if name in used}
+    made = {
+        name: torch.ones(shape, device="cuda", dtype=dtype)
+        for name, shape in OPERANDS.items()
+        if name in used
+    }
     for each in made.values():
         each.requires_grad_()
     indices = {
-        name: torch.zeros(shape, device="cuda", dtype=torch.int64) for name, shape in INDICES.items() if name in used
+        name: torch.zeros(shape, device="cuda", dtype=torch.int64)
+        for name, shape in INDICES.items()
+        if name in used
     }
-    return {"torch": torch, "nn": nn, "F": F, "on": lambda module: module.to("cuda", dtype), **made, **indices}
+    return {
+        "torch": torch,
+        "nn": nn,
+        "F": F,
+        "on": lambda module: module.to("cuda", dtype),
+        **made,
+        **indices,
+    }
 
 
 def fractions(made: Any) -> Iterator[torch.Tensor]:

@@ -69,7 +69,9 @@ model = Net(256).to(device)
 for layer in model.layers:
     parallelize_module(layer, tensor, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 """
-_TRAIN_256 = TRAIN.replace("258", "256").replace("lr=1e-3", "foreach=False")  # of tensors and DTensors
+_TRAIN_256 = TRAIN.replace("258", "256").replace(
+    "lr=1e-3", "foreach=False"
+)  # of tensors and DTensors
 
 _ACCELERATE = """
 import torch
@@ -88,8 +90,12 @@ _PLUGIN = ", FullyShardedDataParallelPlugin as Plugin", "fsdp_plugin=Plugin(fsdp
 
 CELLS = {
     "DDP": _training(_DDP.format("")),
-    "DDP with its gradients in the buckets": _training(_DDP.format(", gradient_as_bucket_view=True, bucket_cap_mb=2")),
-    "DDP with a static graph": _training(_DDP.format(", static_graph=True, broadcast_buffers=False")),
+    "DDP with its gradients in the buckets": _training(
+        _DDP.format(", gradient_as_bucket_view=True, bucket_cap_mb=2")
+    ),
+    "DDP with a static graph": _training(
+        _DDP.format(", static_graph=True, broadcast_buffers=False")
+    ),
     "DDP that finds unused parameters": _training(_DDP.format(", find_unused_parameters=True")),
     "DDP with two passes a step": _training(
         _DDP.format(""),
@@ -109,7 +115,11 @@ for step in range(2):
         TRAIN.replace(
             "torch.optim.AdamW(model.parameters(), lr=1e-3)",
             "ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3)",
-        ).replace("\noptimizer =", "\nfrom torch.distributed.optim import ZeroRedundancyOptimizer\noptimizer =", 1),
+        ).replace(
+            "\noptimizer =",
+            "\nfrom torch.distributed.optim import ZeroRedundancyOptimizer\noptimizer =",
+            1,
+        ),
     ),
     "DDP with results of all ranks": _training(
         "import torch.distributed.nn" + _DDP.format(""),
@@ -126,9 +136,13 @@ for step in range(3):
     ),
     "FSDP2": _training(_FSDP.format("")),
     "FSDP2 in bfloat16": _training(
-        _FSDP.format(", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)")
+        _FSDP.format(
+            ", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+        )
     ),
-    "FSDP2 that keeps gathered parameters": _training(_FSDP.format(", reshard_after_forward=False")),
+    "FSDP2 that keeps gathered parameters": _training(
+        _FSDP.format(", reshard_after_forward=False")
+    ),
     "FSDP2 with checkpointing": _training(
         "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper\n"
         + _FSDP.format("").replace(
@@ -139,15 +153,20 @@ for step in range(3):
     "FSDP2 with clipping": _training(
         _FSDP.format(""),
         TRAIN.replace(
-            "    optimizer.step()", "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    optimizer.step()"
+            "    optimizer.step()",
+            "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    optimizer.step()",
         ),
     ),
     "FSDP2 made on the meta device": _training(
-        _FSDP.format("").replace("Net().to(device)", 'None\nwith torch.device("meta"):\n    model = Net()')
+        _FSDP.format("").replace(
+            "Net().to(device)", 'None\nwith torch.device("meta"):\n    model = Net()'
+        )
         + 'model.to_empty(device="cuda")\nfor each in model.parameters():\n    nn.init.normal_(each)\n'
     ),
     "FSDP2 with shards on the host": _training(
-        _FSDP.format(", offload_policy=CPUOffloadPolicy(pin_memory=False)").replace("Net().to(device)", "Net()")
+        _FSDP.format(", offload_policy=CPUOffloadPolicy(pin_memory=False)").replace(
+            "Net().to(device)", "Net()"
+        )
     ),
     "HSDP": _training(
         MESH
@@ -156,15 +175,21 @@ for step in range(3):
     ),
     "FSDP": _training(_FSDP1.format("")),
     "FSDP with original parameters in bfloat16": _training(
-        _FSDP1.format(", use_orig_params=True, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)")
+        _FSDP1.format(
+            ", use_orig_params=True, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)"
+        )
     ),
-    "FSDP that shards gradients alone": _training(_FSDP1.format(", sharding_strategy=ShardingStrategy.SHARD_GRAD_OP")),
+    "FSDP that shards gradients alone": _training(
+        _FSDP1.format(", sharding_strategy=ShardingStrategy.SHARD_GRAD_OP")
+    ),
     "FSDP in hybrid shards": _training(
         MESH
         + 'mesh = init_device_mesh("cuda", (2, 2))\n'
         + _FSDP1.format(", sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh")
     ),
-    "tensor parallel": _training(MESH + 'tensor = init_device_mesh("cuda", (4,))\n' + _TENSOR_PARALLEL, _TRAIN_256),
+    "tensor parallel": _training(
+        MESH + 'tensor = init_device_mesh("cuda", (4,))\n' + _TENSOR_PARALLEL, _TRAIN_256
+    ),
     "tensor parallel times FSDP2": _training(
         MESH
         + 'mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("data", "tensor"))\ntensor = mesh["tensor"]\n'

@@ -400,4 +400,7 @@ for x, y in data:
 def cells() -> dict[str, tuple[int, str]]:
     """Return the runs that each cell is allowed and its code, by name."""
     told = re.split(r"(?m)^# %% (.+): (\d+)\n", CELLS)[1:]
-    return {name: (int(runs), code) for name, runs, code in zip(told[::3], told[1::3], told[2::3], strict=True)}
+    return {
+        name: (int(runs), code)
+        for name, runs, code in zip(told[::3], told[1::3], told[2::3], strict=True)
+    }

@@ -55,6 +55,8 @@ def as_small_cards() -> Iterator[None]:
         return {f"cuda:{index}": DriverFigures(info(index)[0], 0) for index in _limits}
 
     others = mock.patch.object(evidence.devices, "driver_figures", figures)
-    torchs = mock.patch.multiple(torch.cuda, mem_get_info=info, get_per_process_memory_fraction=lambda _: 1.0)
+    torchs = mock.patch.multiple(
+        torch.cuda, mem_get_info=info, get_per_process_memory_fraction=lambda _: 1.0
+    )
     with others, torchs, mock.patch.object(recognition, "read_numbers", uncapped):
         yield

@@ -33,7 +33,9 @@ def followed(cell: str) -> tuple[str, str, int, str]:
          "Lower loader's batch_size from 2048 to 256 and accumulate 8 passes a step"),
     ],
 )  # fmt: skip
-def test_a_trainer_is_told_what_fits_and_the_cell_then_passes(cell: str, library: str, first: str) -> None:
+def test_a_trainer_is_told_what_fits_and_the_cell_then_passes(
+    cell: str, library: str, first: str
+) -> None:
     pytest.importorskip(library)
     title, said, fit, wrong = followed(f"{cell}, a library's")
     assert (title, said, wrong) == (first, "fits", "")

@@ -62,7 +62,11 @@ def test_what_a_recurrent_network_keeps_for_its_gradients_is_what_it_kept_there(
 def test_attention_on_a_hopper_gpu_takes_what_it_took_there() -> None:
     attention = "F.scaled_dot_product_attention(q, k, v)"
     told = peaks_of([attention], "H200")["cuda"][attention]["bfloat16"]
-    assert [told[part] for part in ("forward", "backward", "of a sum")] == [8455680, 21104128, 21105152]
+    assert [told[part] for part in ("forward", "backward", "of a sum")] == [
+        8455680,
+        21104128,
+        21105152,
+    ]
 
 
 def test_where_there_is_no_room_for_a_workspace_torch_does_without() -> None:

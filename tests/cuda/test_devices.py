@@ -146,7 +146,10 @@ capsule = torch.utils.dlpack.to_dlpack(torch.ones(2000, device="cuda"))
 }
 UNEXPLAINED = {
     "a CUDA graph": {GRAPH_STATE},
-    "two CUDA graphs that share a pool": {GRAPH_STATE, 2 * GRAPH_STATE},  # until torch 2.10 graphs shared it
+    "two CUDA graphs that share a pool": {
+        GRAPH_STATE,
+        2 * GRAPH_STATE,
+    },  # until torch 2.10 graphs shared it
 }
 """Bytes that only C++ knows the owner of, by state."""
 
@@ -180,7 +183,13 @@ def blocks(index: int, state: str = "active_allocated") -> dict[int, int]:
     found = {}
     for segment in torch.cuda.memory_snapshot():
         if segment["device"] == index:
-            found.update({each["address"]: each["size"] for each in segment["blocks"] if each["state"] == state})
+            found.update(
+                {
+                    each["address"]: each["size"]
+                    for each in segment["blocks"]
+                    if each["state"] == state
+                }
+            )
     return found
 
 
@@ -215,7 +224,9 @@ def test_every_block_of_the_allocator_is_accounted_for(variables, state) -> None
     exec(STATES[state], variables)
     sums = check(variables)
     unexplained = sum(sums[f"cuda:{index}"].unexplained for index in DEVICES)
-    assert unexplained in UNEXPLAINED.get(state, {0}) or (unexplained > 0 and not GRAPHS_ARE_READABLE)
+    assert unexplained in UNEXPLAINED.get(state, {0}) or (
+        unexplained > 0 and not GRAPHS_ARE_READABLE
+    )
 
 
 @pytest.mark.parametrize("state", ["a model, its gradients and its optimizer", "streams that multiply", "two devices",
@@ -225,7 +236,9 @@ def test_the_line_for_workspaces_frees_exactly_what_is_said(variables, state) ->
     said = {device: row.workspaces for device, row in check(variables).items()}
     before = [torch.cuda.memory_allocated(index) for index in DEVICES]
     clear()
-    freed = {f"cuda:{index}": before[index] - torch.cuda.memory_allocated(index) for index in DEVICES}
+    freed = {
+        f"cuda:{index}": before[index] - torch.cuda.memory_allocated(index) for index in DEVICES
+    }
     assert freed == {f"cuda:{index}": said[f"cuda:{index}"] for index in DEVICES}
     assert sum(freed.values()) > 0
     assert all(not row.workspaces for row in check(variables).values())
@@ -237,7 +250,10 @@ def test_the_report_shows_the_workspaces_and_the_line_that_frees_them(variables)
     (row,) = [row for row in report.by_device if row.device == "cuda:0"]
     text = " ".join(to_text(report, 100).split())
     assert row.workspaces >= 8 << 20
-    assert f"Workspaces are cuBLAS's, {size(row.workspaces)} on cuda:0: {CLEAR_WORKSPACES} frees them" in text
+    assert (
+        f"Workspaces are cuBLAS's, {size(row.workspaces)} on cuda:0: {CLEAR_WORKSPACES} frees them"
+        in text
+    )
     assert "Workspaces Unattributed Allocated" in text
     assert CLEAR_WORKSPACES in to_html(report)
     clear()
@@ -265,7 +281,9 @@ def test_a_graph_can_be_captured_around_a_look(variables) -> None:
     del graph
 
 
-@pytest.mark.skipif(not GRAPHS_ARE_READABLE, reason="this torch does not show what autograd graphs keep")
+@pytest.mark.skipif(
+    not GRAPHS_ARE_READABLE, reason="this torch does not show what autograd graphs keep"
+)
 def test_what_is_freed_by_the_line_of_a_row_is_what_the_row_says(variables) -> None:
     exec(STATES["graphs of losses in a list"], variables)
     held = [row for row in gpumagic.devices(namespace=variables).leaks() if row.device == "cuda:0"]
@@ -277,9 +295,15 @@ def test_what_is_freed_by_the_line_of_a_row_is_what_the_row_says(variables) -> N
 
 def test_del_frees_what_the_row_says_also_where_its_block_was_not_split(variables) -> None:
     exec(STATES["blocks whose rest was too small to be split off"], variables)
-    said = {row.name: row.nbytes for row in gpumagic.devices("cuda", namespace=variables) if "wide" in row.name}
+    said = {
+        row.name: row.nbytes
+        for row in gpumagic.devices("cuda", namespace=variables)
+        if "wide" in row.name
+    }
     assert len(set(said.values())) == 2
-    for name in sorted(said, reverse=True):  # the last of the list first, so that the others keep their names
+    for name in sorted(
+        said, reverse=True
+    ):  # the last of the list first, so that the others keep their names
         before = torch.cuda.memory_allocated()
         exec(f"del {name}", variables)
         assert before - torch.cuda.memory_allocated() == said[name]
@@ -287,7 +311,9 @@ def test_del_frees_what_the_row_says_also_where_its_block_was_not_split(variable
 
 def test_a_leak_in_a_cycle_is_held_by_it_and_its_line_frees_it(variables) -> None:
     exec(STATES["a leak in a cycle"], variables)
-    (row,) = [row for row in gpumagic.devices(namespace=variables).leaks() if row.device == "cuda:0"]
+    (row,) = [
+        row for row in gpumagic.devices(namespace=variables).leaks() if row.device == "cuda:0"
+    ]
     assert "cycle" in row.holder
     before = torch.cuda.memory_allocated()
     assert row.frees == "%devices --free"
@@ -295,9 +321,13 @@ def test_a_leak_in_a_cycle_is_held_by_it_and_its_line_frees_it(variables) -> Non
     assert before - torch.cuda.memory_allocated() == row.nbytes == 4 * (1 << 19)
 
 
-@pytest.mark.parametrize("state", ["a model, its gradients and its optimizer", "a CUDA graph", "streams that multiply"])
+@pytest.mark.parametrize(
+    "state", ["a model, its gradients and its optimizer", "a CUDA graph", "streams that multiply"]
+)
 def test_segments_that_grow_are_accounted_for_too(variables, state) -> None:
-    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)
+    configure = getattr(
+        torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings
+    )
     configure("expandable_segments:True")
     try:
         exec(STATES[state], variables)
@@ -352,7 +382,11 @@ def fresh(code: str, gpu: str = "A100", **settings: str) -> str:
     ("gpu", "settings", "least"),
     [
         ("H100", {}, 32 << 20),
-        ("A100", {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUBLASLT_WORKSPACE_SIZE": "2048"}, 32 << 20),
+        (
+            "A100",
+            {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUBLASLT_WORKSPACE_SIZE": "2048"},
+            32 << 20,
+        ),
     ],
 )
 def test_a_workspace_of_any_size_is_recognised(gpu, settings, least) -> None:
@@ -362,6 +396,8 @@ def test_a_workspace_of_any_size_is_recognised(gpu, settings, least) -> None:
 
 
 def test_cuda_malloc_async_shows_no_blocks_and_the_rest_is_unexplained() -> None:
-    said, freed, unexplained = map(int, fresh(WORKSPACE, PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync").split())
+    said, freed, unexplained = map(
+        int, fresh(WORKSPACE, PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync").split()
+    )
     assert said == 0
     assert unexplained >= freed > 0

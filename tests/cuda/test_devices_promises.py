@@ -16,7 +16,8 @@ from gpumagic.tensors.leaks_view import promises
 pytestmark = [
     pytest.mark.usefixtures("few_objects"),
     pytest.mark.skipif(
-        not hasattr(torch._C._autograd.SavedTensor, "data"), reason="this torch does not show what graphs keep"
+        not hasattr(torch._C._autograd.SavedTensor, "data"),
+        reason="this torch does not show what graphs keep",
     ),
 ]
 
@@ -160,7 +161,9 @@ def variables():
 
     yield make
     for names in made:
-        for reference in names.get("everything", ()):  # torch never frees what such a hook leads back to
+        for reference in names.get(
+            "everything", ()
+        ):  # torch never frees what such a hook leads back to
             reference()._post_accumulate_grad_hooks.clear()
         names.clear()
     clear()
@@ -209,7 +212,9 @@ def test_names_are_tensors_and_the_sums_are_the_allocator_s(variables, state) ->
     for row in report:
         for name in row.names:
             found = eval(name, names)
-            assert any(block == row.nbytes for block in blocks(found.untyped_storage().data_ptr())), name
+            assert any(
+                block == row.nbytes for block in blocks(found.untyped_storage().data_ptr())
+            ), name
         assert row.is_reached() or row.holder is not None or "everything" in names, row
     to_text(report)
     to_text(report.leaks())
@@ -219,7 +224,11 @@ def test_names_are_tensors_and_the_sums_are_the_allocator_s(variables, state) ->
 def blocks(address: int) -> list[int]:
     """Return the size of the allocator's block at an address."""
     found = (block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"])
-    return [block["size"] for block in found if block["address"] <= address < block["address"] + block["size"]]
+    return [
+        block["size"]
+        for block in found
+        if block["address"] <= address < block["address"] + block["size"]
+    ]
 
 
 @pytest.mark.parametrize("state", LINES)

@@ -11,7 +11,8 @@ import gpumagic
 from gpumagic.dryrun import client
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(getattr(torch._C, "_acc", None), "DeviceGuard"), reason="a dry run needs torch 2.10 or newer"
+    not hasattr(getattr(torch._C, "_acc", None), "DeviceGuard"),
+    reason="a dry run needs torch 2.10 or newer",
 )
 
 SETUP = """

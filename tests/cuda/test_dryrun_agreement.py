@@ -86,7 +86,9 @@ def test_a_large_tensor_on_the_host_leaves_the_devices_peak_as_it_is(host: str, 
     assert dry_run(f"import torch\n{host}\n{cell}").peak["cuda:0"] == peak_of(cell)
 
 
-def test_both_engines_say_the_same_of_what_makes_up_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_engines_say_the_same_of_what_makes_up_the_peak(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cells = STEP, NORMALISED
     told = {}
     for name in "cuda", "fake":
@@ -96,7 +98,9 @@ def test_both_engines_say_the_same_of_what_makes_up_the_peak(monkeypatch: pytest
         assert {part: nbytes for part, nbytes in cuda.items() if part != WORKSPACE} == fake
 
 
-def test_each_workspace_of_cublas_is_one_also_where_a_backward_pass_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_workspace_of_cublas_is_one_also_where_a_backward_pass_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One is the cell's thread's, the other that of backward passes."""
     monkeypatch.setenv("GPUMAGIC_DRYRUN_ENGINE", "cuda")
     forward = dry_run(STEP.partition("model(x)")[0] + "model(x)").breakdown[WORKSPACE]
@@ -111,7 +115,10 @@ def test_a_buffer_is_called_a_buffer() -> None:
 
 
 SURE = {
-    "a convolution": ("nn.Conv2d(3, 8, 3).cuda()(torch.ones(1, 3, 16, 16, device='cuda'))", "cuDNN"),
+    "a convolution": (
+        "nn.Conv2d(3, 8, 3).cuda()(torch.ones(1, 3, 16, 16, device='cuda'))",
+        "cuDNN",
+    ),
     "an LSTM": ("nn.LSTM(8, 8).cuda()(torch.ones(1, 3, 8, device='cuda'))", "cuDNN"),
     "a linear layer": ("nn.Linear(8, 8).cuda()(torch.ones(1, 8, device='cuda'))", ""),
 }
@@ -126,8 +133,13 @@ def test_what_a_library_takes_for_itself_is_not_certain(cell: str, library: str)
 
 def test_the_report_names_torch_and_the_attention_kernels() -> None:
     attend = "torch.nn.functional.scaled_dot_product_attention(q, q, q)"
-    made = "import torch\nq = torch.ones(1, 4, 128, 64, device='cuda', dtype=torch.{})\ny = " + attend
-    assert dry_run(made.format("bfloat16")).versions == {"torch": torch.__version__, "attention": "flash"}
+    made = (
+        "import torch\nq = torch.ones(1, 4, 128, 64, device='cuda', dtype=torch.{})\ny = " + attend
+    )
+    assert dry_run(made.format("bfloat16")).versions == {
+        "torch": torch.__version__,
+        "attention": "flash",
+    }
     report = dry_run(made.format("float32"))
     assert report.versions["attention"] == "memory-efficient"
     assert f"on torch {torch.__version__}" in to_html(report)
@@ -148,8 +160,14 @@ except torch.OutOfMemoryError:
 
 
 def test_a_shortage_is_no_need_of_all_there_is() -> None:
-    cell = "import torch\nx = [torch.empty((1 << 30) - (4 << 20), dtype=torch.uint8, device='cuda')]\n"
-    report = run.dry_run(script_of(cell + "y = torch.empty(2 << 20, device='cuda')"), {}, targets.choose(None, 1 << 30))
+    cell = (
+        "import torch\nx = [torch.empty((1 << 30) - (4 << 20), dtype=torch.uint8, device='cuda')]\n"
+    )
+    report = run.dry_run(
+        script_of(cell + "y = torch.empty(2 << 20, device='cuda')"),
+        {},
+        targets.choose(None, 1 << 30),
+    )
     assert "1.0 of 1.0 GiB" not in report.verdict
 
 
@@ -217,7 +235,9 @@ for label, each in tried.items():
 """
 
 
-def test_fake_tensors_refuse_the_types_that_cudas_own_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fake_tensors_refuse_the_types_that_cudas_own_kernels_refuse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(targets.VARIABLE, "fake")
     others = "bfloat16", "float64", "float32", "int64", "int32", "bool", "complex64"
     names: dict[str, Any] = {"torch": torch}

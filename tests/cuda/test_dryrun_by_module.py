@@ -73,7 +73,9 @@ def test_parameters_gradients_and_state_are_their_modules() -> None:
 
 def test_activations_are_of_the_module_whose_forward_made_them() -> None:
     found, _ = by_module("out = model(x)\nout.sum().backward()")
-    assert found["model.blocks.1"]["activations"] >= 1024 * 4096 * 4  # of relu, in the block's own forward
+    assert (
+        found["model.blocks.1"]["activations"] >= 1024 * 4096 * 4
+    )  # of relu, in the block's own forward
     assert found["model.head"]["activations"] == 1024 * 1024 * 4
 
 
@@ -86,16 +88,20 @@ def test_what_a_backward_makes_is_of_the_module_whose_forward_it_belongs_to() ->
 
 def test_what_is_computed_again_under_checkpointing_is_its_modules() -> None:
     found, peak = by_module(
-        "model(x).sum().backward()", NEW.replace("Net()", "Net(True)").replace("1024, 256", "65536, 256")
+        "model(x).sum().backward()",
+        NEW.replace("Net()", "Net(True)").replace("1024, 256", "65536, 256"),
     )
     assert sum(sum(parts.values()) for parts in found.values()) == peak
-    of_block = sum(sum(parts.values()) for name, parts in found.items() if name.startswith("model.blocks.1"))
+    of_block = sum(
+        sum(parts.values()) for name, parts in found.items() if name.startswith("model.blocks.1")
+    )
     assert of_block > peak // 2
 
 
 def test_modules_that_no_variable_leads_to_go_by_their_class() -> None:
     found, peak = by_module(
-        "def f():\n    net = Net().cuda()\n    net(x).sum().backward()\nf()", "x = torch.ones(1024, 256, device='cuda')"
+        "def f():\n    net = Net().cuda()\n    net(x).sum().backward()\nf()",
+        "x = torch.ones(1024, 256, device='cuda')",
     )
     assert sum(sum(parts.values()) for parts in found.values()) == peak
     assert found["Net.blocks.1.up"]["parameters"] == 256 * 4096 * 4

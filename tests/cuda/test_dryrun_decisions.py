@@ -58,7 +58,11 @@ def notebook(values: torch.Tensor) -> dict[str, Any]:
 
 
 def dry_run(cell: str, capacity: int | None = None) -> DryRunReport:
-    return run.dry_run(script_of(cell), notebook(torch.rand(3, device="cuda:0")), targets.choose("cuda:0", capacity))
+    return run.dry_run(
+        script_of(cell),
+        notebook(torch.rand(3, device="cuda:0")),
+        targets.choose("cuda:0", capacity),
+    )
 
 
 class End(NamedTuple):
@@ -107,7 +111,9 @@ COUNTS = (
 numbers = st.builds(str.format, st.sampled_from(NUMBERS), PLACES)
 counts = st.builds(str.format, st.sampled_from(COUNTS), LIMITS)
 truths = st.one_of(
-    st.builds("{} {} {}".format, numbers, st.sampled_from(["<", ">", "<=", ">=", "==", "!="]), LIMITS),
+    st.builds(
+        "{} {} {}".format, numbers, st.sampled_from(["<", ">", "<=", ">=", "==", "!="]), LIMITS
+    ),
     st.builds("{} > {}".format, numbers, numbers),
     st.builds("-1 < {} < 2".format, numbers),
     st.builds("{} in (0, 1)".format, numbers),
@@ -152,7 +158,9 @@ LOOPS = (
 )  # fmt: skip
 
 
-def blocks(depth: int, sizes: st.SearchStrategy[str], forms: tuple[str, ...]) -> st.SearchStrategy[str]:
+def blocks(
+    depth: int, sizes: st.SearchStrategy[str], forms: tuple[str, ...]
+) -> st.SearchStrategy[str]:
     """Return statements: a name that is made, or goes, and forms of branches and loops with statements in them."""
     names = st.sampled_from("abc")
     statements = [
@@ -163,12 +171,18 @@ def blocks(depth: int, sizes: st.SearchStrategy[str], forms: tuple[str, ...]) ->
         inner = blocks(depth - 1, sizes, forms).map(lambda code: textwrap.indent(code, "    "))
         deeper = inner.map(lambda code: textwrap.indent(code, "    "))
         form = st.sampled_from(forms)
-        statements += [st.builds(str.format, form, conditions, conditions, inner, inner, inner, deeper, deeper)] * 2
+        statements += [
+            st.builds(str.format, form, conditions, conditions, inner, inner, inner, deeper, deeper)
+        ] * 2
     return st.lists(st.one_of(statements), min_size=1, max_size=2).map("\n".join)
 
 
-branching = blocks(2, by_truths, BRANCHES).filter(lambda code: 1 <= sum(map(code.count, ("v[", "v.", "(v "))) <= 4)
-anything = blocks(2, st.one_of(by_truths, by_numbers), BRANCHES + LOOPS).filter(lambda code: "v" in code)
+branching = blocks(2, by_truths, BRANCHES).filter(
+    lambda code: 1 <= sum(map(code.count, ("v[", "v.", "(v "))) <= 4
+)
+anything = blocks(2, st.one_of(by_truths, by_numbers), BRANCHES + LOOPS).filter(
+    lambda code: "v" in code
+)
 
 
 def made(few: int, deep: int) -> settings:
@@ -212,7 +226,9 @@ def test_a_cell_fails_for_certain_only_if_it_does_with_all_values(first: str, se
     fails = "raise ValueError('no')"
     cell = f"if {first}:\n    if {second}: {fails}\nelif {second}: a = mib(20)\nelse: {fails}"
     report = dry_run(cell)
-    assert (report.error or "").startswith("the cell fails") <= (None not in {end.error for end in ends(cell)})
+    assert (report.error or "").startswith("the cell fails") <= (
+        None not in {end.error for end in ends(cell)}
+    )
 
 
 SINGLE = {
@@ -245,7 +261,9 @@ def test_what_more_outcomes_than_are_run_decide_is_not_certain(name: str) -> Non
     assert not dry_run(UNSURE[name]).certain
 
 
-NESTED = "if v.sum() > 3:\n    if v.sum().item() > 4:\n        y = None\n    else:\n        y = mib(50)"
+NESTED = (
+    "if v.sum() > 3:\n    if v.sum().item() > 4:\n        y = None\n    else:\n        y = mib(50)"
+)
 COPIED = NESTED.replace("v.sum() > 3", "(v.cpu() > 3).any()")
 
 
@@ -262,6 +280,8 @@ def test_where_it_decides_on_fitting_the_verdict_is_open_and_names_what_is_read(
 
 
 def test_where_mixtures_that_were_not_run_may_need_more_than_there_is_the_verdict_is_open() -> None:
-    cell = "for _ in range(1):\n" + "\n".join(f"    if v[{n % 3}] > {n}: kept.append(mib(10))" for n in range(30))
+    cell = "for _ in range(1):\n" + "\n".join(
+        f"    if v[{n % 3}] > {n}: kept.append(mib(10))" for n in range(30)
+    )
     assert dry_run(cell, 2000 * MIB).fits
     assert dry_run(cell, 310 * MIB).fits is None

@@ -23,7 +23,13 @@ from gpumagic.memory import allocator
 MIB = 1 << 20
 NEED_VALUES = ("lengths read back",)
 """A kernel computes these values, so that what really runs here knows them less than a dry run does."""
-TIGHT = ("adamw, its default", "a gpt", "a gpt, checkpointed", "gradient accumulation", "autocast, bfloat16")
+TIGHT = (
+    "adamw, its default",
+    "a gpt",
+    "a gpt, checkpointed",
+    "gradient accumulation",
+    "autocast, bfloat16",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -114,7 +120,9 @@ def test_the_largest_batch_that_it_finds_runs_and_a_larger_one_does_not() -> Non
 
 def test_every_pass_of_a_loop_is_run() -> None:
     names = notebook("kept = []")
-    report = dry_run("for step in range(300):\n    kept.append(torch.ones(1000, device='cuda:0'))", names)
+    report = dry_run(
+        "for step in range(300):\n    kept.append(torch.ones(1000, device='cuda:0'))", names
+    )
     assert report.peak["cuda:0"] == 300 * 4096
     assert report.line == 2
 
@@ -137,7 +145,9 @@ def test_a_run_that_is_too_long_is_told_as_far_as_it_came() -> None:
 
 
 @pytest.mark.usefixtures("card")
-def test_what_a_cell_needs_that_chooses_its_size_by_what_is_free_is_of_the_size_that_it_chooses_here() -> None:
+def test_what_a_cell_needs_that_chooses_its_size_by_what_is_free_is_of_the_size_that_it_chooses_here() -> (
+    None
+):
     names = notebook("")
     fakecuda.set_memory(0, capacity=torch.cuda.memory_reserved(0) + 256 * MIB)
     cell = "free, _ = torch.cuda.mem_get_info(0)\nx = torch.ones(free // 4 - 2**20, device='cuda:0')\ny = x + 1"
@@ -148,7 +158,9 @@ def test_what_a_cell_needs_that_chooses_its_size_by_what_is_free_is_of_the_size_
 
 
 @pytest.mark.usefixtures("card")
-@pytest.mark.parametrize(("spare", "cap", "fits"), [(500, None, True), (100, None, None), (100, 401, True)])
+@pytest.mark.parametrize(
+    ("spare", "cap", "fits"), [(500, None, True), (100, None, None), (100, 401, True)]
+)
 def test_what_cudas_libraries_may_yet_take_leaves_open_what_would_just_fit(
     monkeypatch: pytest.MonkeyPatch, spare: int, cap: int | None, fits: bool | None
 ) -> None:
@@ -166,7 +178,9 @@ def test_what_cudas_libraries_may_yet_take_leaves_open_what_would_just_fit(
     try:
         torch.cuda.set_per_process_memory_fraction(room / 2048 if cap else 1.0)
         asked = room - torch.cuda.memory_reserved() // MIB - (0 if cap else spare)
-        report = dry_run(f"x = torch.empty({asked} << 20, dtype=torch.uint8, device='cuda:0')", names)
+        report = dry_run(
+            f"x = torch.empty({asked} << 20, dtype=torch.uint8, device='cuda:0')", names
+        )
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert report.fits is fits
@@ -175,7 +189,9 @@ def test_what_cudas_libraries_may_yet_take_leaves_open_what_would_just_fit(
 
 
 def test_what_the_notebook_holds_and_the_gaps_between_are_there() -> None:
-    names = notebook("kept = [torch.ones(3 * 2**20, device='cuda:0') for _ in range(4)]\ndel kept[1], kept[1]")
+    names = notebook(
+        "kept = [torch.ones(3 * 2**20, device='cuda:0') for _ in range(4)]\ndel kept[1], kept[1]"
+    )
     report = dry_run("more = torch.ones(5 * 2**20, device='cuda:0')", names)
     _, peaks, reserved = really("more = torch.ones(5 * 2**20, device='cuda:0')", names)
     assert (report.peak["cuda:0"], report.devices[0].reserved) == (peaks[0], reserved[0])
@@ -212,7 +228,8 @@ def test_a_device_that_is_not_here_is_imagined() -> None:
     names = notebook("")
     cell = "x = torch.ones(2**30, dtype=torch.uint8, device='cuda:0')"
     asked = {
-        size: run.dry_run(script_of(cell), names, targets.choose("cuda:0", size)).fits for size in (3 << 30, 1 << 29)
+        size: run.dry_run(script_of(cell), names, targets.choose("cuda:0", size)).fits
+        for size in (3 << 30, 1 << 29)
     }
     assert asked == {3 << 30: True, 1 << 29: False}
 
@@ -225,7 +242,9 @@ def test_what_only_cudnn_knows_is_said_to_be_unknown() -> None:
 
 def test_what_was_allocated_before_a_long_history_begins_is_freed_in_it() -> None:
     """The allocator keeps only the last of its history: the list comes before that, and goes in it."""
-    cell = "kept = [torch.ones(2**20, device='cuda:0') for _ in range(4)]\nfor _ in range(70_000):\n"
+    cell = (
+        "kept = [torch.ones(2**20, device='cuda:0') for _ in range(4)]\nfor _ in range(70_000):\n"
+    )
     cell += "    x = torch.ones(1, device='cuda:0')\n    del x\nkept.clear()\ny = torch.ones(2**21, device='cuda:0')"
     report = dry_run(cell, notebook(""))
     assert report.peak["cuda:0"] == sum(report.breakdown.values()) == 16 * MIB + 512
@@ -246,7 +265,9 @@ except Exception as error:
 
 def test_a_card_that_is_too_small_for_what_the_notebook_holds_is_said_to_be() -> None:
     names = notebook("held = torch.ones(2**30, dtype=torch.uint8, device='cuda:0')")
-    report = run.dry_run(script_of("y = held[:1].clone()"), names, targets.choose("cuda:0", 1 << 29))
+    report = run.dry_run(
+        script_of("y = held[:1].clone()"), names, targets.choose("cuda:0", 1 << 29)
+    )
     assert report.fits is None
     assert report.error == "what the notebook holds already is more than the memory of the device"
 
@@ -272,7 +293,9 @@ def test_a_dry_run_imports_no_compiler_to_tell_what_a_step_of_training_takes() -
     assert gpumagic.dry_run(WITHOUT_COMPILER, {"torch": torch}, device="cuda:0").error is None
 
 
-def test_a_package_that_starts_cuda_when_it_is_imported_is_imported_by_the_run(tmp_path, monkeypatch) -> None:
+def test_a_package_that_starts_cuda_when_it_is_imported_is_imported_by_the_run(
+    tmp_path, monkeypatch
+) -> None:
     """Neither the process that forks may have it, nor does it keep the cells of the notebook from being dry-run."""
     (tmp_path / "starts_cuda.py").write_text("import torch\ntorch.cuda.init()\nCOUNT = 2**20")
     monkeypatch.syspath_prepend(str(tmp_path))

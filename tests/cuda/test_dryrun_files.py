@@ -24,7 +24,9 @@ def gives_private_files() -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-pytestmark = pytest.mark.skipif(not gives_private_files(), reason="the system gives no mount namespace")
+pytestmark = pytest.mark.skipif(
+    not gives_private_files(), reason="the system gives no mount namespace"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,7 +36,9 @@ def _worker() -> Iterator[None]:
 
 
 def dry_run(cell: str) -> DryRunReport:
-    return run.dry_run(script_of(cell), {"torch": torch}, targets.choose("cuda:0", None), time_limit=120)
+    return run.dry_run(
+        script_of(cell), {"torch": torch}, targets.choose("cuda:0", None), time_limit=120
+    )
 
 
 CELLS = {
@@ -85,7 +89,9 @@ assert safetensors.torch.load_file("x.safetensors", device="cuda")["x"].shape ==
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_what_a_cell_writes_it_finds_and_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name) -> None:
+def test_what_a_cell_writes_it_finds_and_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name
+) -> None:
     if name == "safetensors":
         pytest.importorskip("safetensors")
     monkeypatch.chdir(tmp_path)
@@ -93,7 +99,9 @@ def test_what_a_cell_writes_it_finds_and_nobody_else(tmp_path: Path, monkeypatch
     report = dry_run(CELLS[name])
     assert (report.error, report.fits) == (None, True)
     assert report.effects or name == "safetensors"  # which writes by no function of Python's
-    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("kept.txt", "precious")]
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [
+        ("kept.txt", "precious")
+    ]
 
 
 COMPILED = """
@@ -107,10 +115,14 @@ for _ in range(2):
 """
 
 
-def test_the_peak_of_a_compiled_function_is_the_allocators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_of_a_compiled_function_is_the_allocators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("triton")
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / name))  # so that both compile, and measure kernels, anew
+        monkeypatch.setenv(
+            name, str(tmp_path / name)
+        )  # so that both compile, and measure kernels, anew
     client.close()
     report = dry_run(COMPILED)
     client.close()

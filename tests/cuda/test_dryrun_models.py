@@ -95,7 +95,12 @@ def test_a_model_of_70_billion_weights_costs_the_host_nothing(way: str) -> None:
     grown, report = resident(LLAMA_70B + WAYS[way])
     assert grown < ROOM
     weights = 70_553_706_496  # as its authors count them
-    on_device = {"on the host": 0, "cast on the way": 2, "halved, then moved": 2, "in bfloat16": 2}.get(way, 4)
+    on_device = {
+        "on the host": 0,
+        "cast on the way": 2,
+        "halved, then moved": 2,
+        "in bfloat16": 2,
+    }.get(way, 4)
     assert on_device * weights <= report.peak["cuda:0"] <= on_device * weights + MIB
 
 
@@ -124,7 +129,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = transformers.LlamaConfig(
         vocab_size=8000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=1, num_attention_heads=32,
     )  # fmt: skip
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(
+        folder
+    )
     return folder
 
 
@@ -138,7 +145,9 @@ def test_a_checkpoint_is_not_read_to_be_cast_and_moved(asked: str, checkpoint: P
 
 
 def test_what_the_host_looks_at_is_drawn_and_said_on_its_line() -> None:
-    build = "import torch\nlarge = torch.nn.Linear(16384, 16384)\nlayer = torch.nn.Linear(1024, 1024)\n"
+    build = (
+        "import torch\nlarge = torch.nn.Linear(16384, 16384)\nlayer = torch.nn.Linear(1024, 1024)\n"
+    )
     cell = build + "mask = layer.weight > 0\nx = layer.weight[mask].cuda()"
     with kept_outcomes() as told:
         report = dry_run(cell)
@@ -177,7 +186,9 @@ rows = torch.ones(int(chosen[0].item()) // 1000, device="cuda")
 
 
 def test_a_large_copy_to_the_device_is_counted_and_not_made() -> None:
-    cell = "import torch\nx = torch.ones(2**26)\nMARK\ny = x.cuda()\nz = [y.cpu() for _ in range(3)]"
+    cell = (
+        "import torch\nx = torch.ones(2**26)\nMARK\ny = x.cuda()\nz = [y.cpu() for _ in range(3)]"
+    )
     grown, report = resident(cell.replace("MARK", "_before = _resident()"))
     assert report.peak["cuda:0"] == 1 << 28
     assert grown < 32 * MIB

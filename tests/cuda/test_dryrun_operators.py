@@ -85,8 +85,12 @@ def check(measured: dict[str, dict[str, Any]], expression: str) -> None:
             continue
         for part in real.keys() - {"unknown"}:
             share = told[part] / max(1, real[part])
-            assert share >= 0.99 or expression in TOO_LOW, f"{part} in {dtype} is too low: {told} of {real}"
-            assert share <= 1.01 or expression in TOO_HIGH, f"{part} in {dtype} is too high: {told} of {real}"
+            assert share >= 0.99 or expression in TOO_LOW, (
+                f"{part} in {dtype} is too low: {told} of {real}"
+            )
+            assert share <= 1.01 or expression in TOO_HIGH, (
+                f"{part} in {dtype} is too high: {told} of {real}"
+            )
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +99,9 @@ def measured(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("expression", sample(OPERATORS, SPREAD))
-def test_fake_tensors_tell_the_peak_of_torchs_allocator_or_that_it_is_not_known(measured, expression) -> None:
+def test_fake_tensors_tell_the_peak_of_torchs_allocator_or_that_it_is_not_known(
+    measured, expression
+) -> None:
     check(measured, expression)
 
 

@@ -22,7 +22,9 @@ REDUCTIONS: dict[str, Any] = {
     "linalg_vector_norm": aten.linalg_vector_norm.default, "argmax": aten.argmax.default, "max": aten.max.dim,
 }  # fmt: skip
 EXTENTS = st.sampled_from([1, 2, 3, 7, 10, 32, 64, 100, 128, 256, 513, 784, 1000, 1024, 4096])
-DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool])
+DTYPES = st.sampled_from(
+    [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,8 +57,16 @@ def _rounded(nbytes: int) -> int:
 
 
 @examples(few=60, deep=1000)
-@given(st.sampled_from(sorted(REDUCTIONS)), st.lists(EXTENTS, min_size=1, max_size=4), DTYPES, st.booleans(), st.data())
-def test_a_reduction_leaves_its_part_sums_where_torch_does(name, shape, dtype, turned, data) -> None:
+@given(
+    st.sampled_from(sorted(REDUCTIONS)),
+    st.lists(EXTENTS, min_size=1, max_size=4),
+    DTYPES,
+    st.booleans(),
+    st.data(),
+)
+def test_a_reduction_leaves_its_part_sums_where_torch_does(
+    name, shape, dtype, turned, data
+) -> None:
     assume(math.prod(shape) <= 1 << 24)
     assume(dtype.is_floating_point or name in {"sum", "amax", "argmax", "max"})
     assume(dtype != torch.bool or name == "sum")
@@ -74,10 +84,14 @@ def test_a_reduction_leaves_its_part_sums_where_torch_does(name, shape, dtype, t
     assert len(blocks) == (2 if name == "max" else 1), "the results alone are left"
 
 
-@pytest.mark.parametrize("laid_out", ["expand(64, 32)", "t().contiguous().t()", "repeat(2, 2)[::2, ::2]", "clone()"])
+@pytest.mark.parametrize(
+    "laid_out", ["expand(64, 32)", "t().contiguous().t()", "repeat(2, 2)[::2, ::2]", "clone()"]
+)
 def test_a_matrix_is_copied_for_cublas_where_torch_copies_it(laid_out) -> None:
     other = torch.empty(32, 16, device="cuda")
-    matrix = eval(f"torch.empty({'1, 1' if 'expand' in laid_out else '64, 32'}, device='cuda').{laid_out}")
+    matrix = eval(
+        f"torch.empty({'1, 1' if 'expand' in laid_out else '64, 32'}, device='cuda').{laid_out}"
+    )
     torch.mm(matrix, other)  # the workspaces are made
     blocks = asked(lambda: torch.mm(matrix, other))
     assert sorted([*told(aten.mm.default, self=matrix, mat2=other), 4096]) == blocks

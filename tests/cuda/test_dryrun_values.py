@@ -59,11 +59,20 @@ def needed(report: DryRunReport) -> int:
 
 KNOWN = {
     "a length": ("n = torch.tensor([5, 9, 3]).to('cuda:0').max().item()\ny = mib(n)", 9),
-    "lengths as a list": ("y = [mib(n) for n in torch.tensor([5, 9, 3], device='cuda:0').tolist()]", 17),
+    "lengths as a list": (
+        "y = [mib(n) for n in torch.tensor([5, 9, 3], device='cuda:0').tolist()]",
+        17,
+    ),
     "numbers made on the device": ("y = mib(torch.arange(7, device='cuda:0').sum().cpu())", 22),
-    "a mask of what the host put there": ("t = torch.arange(9, device='cuda:0')\ny = mib(len(t[t > 5]))", 3),
+    "a mask of what the host put there": (
+        "t = torch.arange(9, device='cuda:0')\ny = mib(len(t[t > 5]))",
+        3,
+    ),
     "positions": ("y = mib(len((torch.eye(5, device='cuda:0') == 0).nonzero()))", 20),
-    "what is written by an index": ("t = torch.zeros(4, device='cuda:0')\nt[1] = 6\ny = mib(t[1])", 6),
+    "what is written by an index": (
+        "t = torch.zeros(4, device='cuda:0')\nt[1] = 6\ny = mib(t[1])",
+        6,
+    ),
     "a view": ("t = torch.zeros(2, 3, device='cuda:0')\nv = t[1]\nv += 4\ny = mib(t.sum())", 12),
     "a length that ends what is unknown": (
         """
@@ -76,7 +85,10 @@ for step in range(9):
 """,
         7,
     ),
-    "a scale": ("s = torch.amp.GradScaler('cuda', init_scale=8.0)\ns.scale(x.sum())\ny = mib(s.get_scale())", 8),
+    "a scale": (
+        "s = torch.amp.GradScaler('cuda', init_scale=8.0)\ns.scale(x.sum())\ny = mib(s.get_scale())",
+        8,
+    ),
 }
 
 
@@ -161,26 +173,41 @@ def test_of_all_scenarios_the_one_that_needs_most_counts(notebook, name) -> None
 
 def test_what_graphs_keep_is_activations_also_where_no_backward_pass_came(notebook) -> None:
     """A quarter of a MiB, the squared layer's output, stays in each of 40 passes."""
-    report = dry_run("losses = []\nfor _ in range(40): losses.append(layer(x).square().sum())", notebook)
+    report = dry_run(
+        "losses = []\nfor _ in range(40): losses.append(layer(x).square().sum())", notebook
+    )
     assert report.breakdown["activations"] == 40 * MIB // 4
 
 
 OPEN = {
     "a branch": ("if x.sum() > 5:\n    y = mib(50)", "line 1 (`x.sum() > 5`)"),
-    "one of two reads": ("print(x.sum().item())\nif x.sum() > 5:\n    y = mib(50)", "line 2 (`x.sum() > 5`)"),
-    "a number that sizes": ("a = x.max() > 1\nn = int(x.max())\ny = mib(n)", "line 2 (`int(x.max())`)"),
+    "one of two reads": (
+        "print(x.sum().item())\nif x.sum() > 5:\n    y = mib(50)",
+        "line 2 (`x.sum() > 5`)",
+    ),
+    "a number that sizes": (
+        "a = x.max() > 1\nn = int(x.max())\ny = mib(n)",
+        "line 2 (`int(x.max())`)",
+    ),
     "a mask": ("for _ in range(2): keep = x[x > 0].repeat(999)", "line 1 (`x[x > 0]`)"),
-    "experts": ("y = [x[(x[:, 0] > e).nonzero().squeeze(1)].repeat(8, 1) for e in range(99)]", "line 1"),
+    "experts": (
+        "y = [x[(x[:, 0] > e).nonzero().squeeze(1)].repeat(8, 1) for e in range(99)]",
+        "line 1",
+    ),
 }
 
 
 @pytest.mark.usefixtures("small_card")
 @pytest.mark.parametrize("name", OPEN)
-def test_where_scenarios_disagree_on_fitting_the_line_that_it_depends_on_is_told(notebook, name) -> None:
+def test_where_scenarios_disagree_on_fitting_the_line_that_it_depends_on_is_told(
+    notebook, name
+) -> None:
     cell, line = OPEN[name]
     report = dry_run(cell, notebook)
     assert report.fits is None
-    assert any("depends on values on the device" in each and line in each for each in report.unknown), report.unknown
+    assert any(
+        "depends on values on the device" in each and line in each for each in report.unknown
+    ), report.unknown
 
 
 @pytest.mark.parametrize(
@@ -251,7 +278,9 @@ DECIDES_NOTHING = {
 
 
 @pytest.mark.parametrize("name", DECIDES_NOTHING)
-def test_a_number_that_decides_nothing_costs_no_further_run_and_is_no_assumption(notebook, name) -> None:
+def test_a_number_that_decides_nothing_costs_no_further_run_and_is_no_assumption(
+    notebook, name
+) -> None:
     report = dry_run(f"loss = layer(x).square().mean()\n{DECIDES_NOTHING[name]}", notebook)
     assert (report.error, report.runs, report.certain, report.assumed) == (None, 1, True, ())
 
@@ -292,7 +321,9 @@ DECIDES = {
 def test_a_number_that_decides_is_noted_however_it_does(notebook, name) -> None:
     report = dry_run(f"loss = layer(x).square().mean()\n{DECIDES[name]}\ny = mib(n)", notebook)
     assert (report.error, report.certain) == (None, False), report
-    assert needed(report) // 40, "the outcome that needs 40 MiB, besides cuBLAS's workspaces, is seen"
+    assert needed(report) // 40, (
+        "the outcome that needs 40 MiB, besides cuBLAS's workspaces, is seen"
+    )
     assert report.runs > 1
 
 
@@ -305,7 +336,9 @@ def test_a_check_of_values_is_taken_to_hold(notebook, check) -> None:
 
 
 def test_an_error_that_comes_of_every_assumed_value_but_not_alike_may_be(notebook) -> None:
-    report = dry_run("n = x.sum().item()\nif n > 3:\n    raise ValueError(n)\nraise KeyError(n)", notebook)
+    report = dry_run(
+        "n = x.sum().item()\nif n > 3:\n    raise ValueError(n)\nraise KeyError(n)", notebook
+    )
     assert report.error.startswith("the cell may fail on line ")
     assert "(it depends on line 2 (`n > 3`), whose values are assumed)" in report.error
 

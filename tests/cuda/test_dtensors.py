@@ -34,12 +34,22 @@ def test_devices_names_and_counts_what_is_here_of_a_dtensor(model: torch.nn.Modu
     names: dict[str, Any] = {"torch": torch, "model": model}
     exec(TRAIN, names)
     for _ in range(2):  # a first look leaves nothing that a second one sees
-        rows = {row.name: row for row in gpumagic.devices("cuda", namespace=names).rows if row.nbytes != 0}
+        rows = {
+            row.name: row
+            for row in gpumagic.devices("cuda", namespace=names).rows
+            if row.nbytes != 0
+        }
         found = {name: (row.kind, row.nbytes) for name, row in rows.items()}
         assert found["model[0].weight"] == ("parameter", 512 * 512 * 4)
         assert found["model[1].weight"] == ("parameter", 512 * 256 * 4)
-        assert found["optimizer.state[model[0].weight]['exp_avg']"] == ("optimizer state", 512 * 512 * 4)
-        assert found["model[0].weight.grad"] == ("gradient", (512 * 512 + 512) * 4)  # in a buffer with the bias's
+        assert found["optimizer.state[model[0].weight]['exp_avg']"] == (
+            "optimizer state",
+            512 * 512 * 4,
+        )
+        assert found["model[0].weight.grad"] == (
+            "gradient",
+            (512 * 512 + 512) * 4,
+        )  # in a buffer with the bias's
         assert not [row for row in rows.values() if row.nbytes is None]
     assert rows["model[0].weight"].shape == (512, 512)
 
@@ -49,12 +59,16 @@ def test_ondevice_counts_a_copy_of_what_is_here_of_a_dtensor(model: torch.nn.Mod
         saved = {name: each.cpu() for name, each in model.state_dict().items()}
         made = torch.distributed.tensor.zeros(512, 4, device_mesh=model[0].weight.device_mesh)
     moved = {row.name: (row.direction, row.nbytes) for row in run.report.rows}
-    assert sum(nbytes for _, nbytes in moved.values()) == sum(each.nbytes for each in saved.values())
+    assert sum(nbytes for _, nbytes in moved.values()) == sum(
+        each.nbytes for each in saved.values()
+    )
     assert {direction for direction, _ in moved.values()} == {"device-to-host"}
     assert run.report.created["cuda:0"] == (1, made.to_local().nbytes)
 
 
-def test_oomguard_names_the_shards_that_hold_the_device(model: torch.nn.Module, bare_shell: Any) -> None:
+def test_oomguard_names_the_shards_that_hold_the_device(
+    model: torch.nn.Module, bare_shell: Any
+) -> None:
     bare_shell.run_line_magic("load_ext", "gpumagic")
     bare_shell.user_ns.update(torch=torch, model=model)
     bare_shell.run_cell(TRAIN)

@@ -112,17 +112,26 @@ def names(report: dict[str, Any]) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("form", VISIBLE, ids=lambda form: f"={form}")
-def test_torchs_names_are_those_of_torch_before_and_after_cuda_is_up(form: str | None, each_form: Any) -> None:
+def test_torchs_names_are_those_of_torch_before_and_after_cuda_is_up(
+    form: str | None, each_form: Any
+) -> None:
     said = each_form[form]
     assert said["torch"] == [UUIDS[card] for card in VISIBLE[form]]
     assert said["seen"] == len(VISIBLE[form]), "torch's count without CUDA agrees"
-    everywhere = {uuid: f"cuda:{said['torch'].index(uuid)}" if uuid in said["torch"] else None for uuid in UUIDS}
+    everywhere = {
+        uuid: f"cuda:{said['torch'].index(uuid)}" if uuid in said["torch"] else None
+        for uuid in UUIDS
+    }
     assert names(said["before"]) == names(said["after"]) == everywhere
-    assert not any(row["predicted"] for row in said["after"]["devices"]), "with CUDA up no name is a guess"
+    assert not any(row["predicted"] for row in said["after"]["devices"]), (
+        "with CUDA up no name is a guess"
+    )
 
 
 @pytest.mark.parametrize("form", VISIBLE, ids=lambda form: f"={form}")
-def test_where_nothing_is_visible_the_cause_names_the_variable(form: str | None, each_form: Any) -> None:
+def test_where_nothing_is_visible_the_cause_names_the_variable(
+    form: str | None, each_form: Any
+) -> None:
     for report in each_form[form]["before"], each_form[form]["after"]:
         assert ("CUDA_VISIBLE_DEVICES" in (report["cause"] or "")) == (not VISIBLE[form])
 
@@ -172,19 +181,26 @@ def drivers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         "none": [],
         "lost": [("nvmlDeviceGetHandleByIndex_v2", NVML_LOST, 0)],
         "no uuid": [("nvmlDeviceGetUUID", NVML_NOT_SUPPORTED, 1)],
-        "no memory": [("nvmlDeviceGetMemoryInfo", NVML_LOST, 1), ("nvmlDeviceGetMemoryInfo_v2", NVML_LOST, 1)],
+        "no memory": [
+            ("nvmlDeviceGetMemoryInfo", NVML_LOST, 1),
+            ("nvmlDeviceGetMemoryInfo_v2", NVML_LOST, 1),
+        ],
     }
     cases = []
     for failing in faults.values():
         machine = Machine(tmp_path_factory.mktemp("driver"), gpus=2)
-        machine.say("cuda 13000", *(f"{n}.uuid GPU-fa4ec0da-0000-0000-0000-{n:012x}" for n in range(2)))
+        machine.say(
+            "cuda 13000", *(f"{n}.uuid GPU-fa4ec0da-0000-0000-0000-{n:012x}" for n in range(2))
+        )
         for symbol, code, device in failing:
             machine.fail(symbol, code, device)
         cases.append(machine.environment(real_torch=True))
     runtime = fakecuda.environment(devices=2)["LD_PRELOAD"].split(":")
     preloaded = [path for path in runtime if "nvidia-ml" not in path]
     preloaded.append(str(Path(cases[0]["LD_LIBRARY_PATH"], "libnvidia-ml.so.1")))
-    said = each([{"NVML_STUB": case["NVML_STUB"]} for case in cases], LD_PRELOAD=":".join(preloaded))
+    said = each(
+        [{"NVML_STUB": case["NVML_STUB"]} for case in cases], LD_PRELOAD=":".join(preloaded)
+    )
     return dict(zip(faults, said, strict=True))
 
 
@@ -212,7 +228,9 @@ def test_a_card_without_a_uuid_gets_no_name_by_guess_once_cuda_is_up(drivers: An
     said = drivers["no uuid"]["after"]
     first, unknown, torchs = said["devices"]
     assert (first["device"], unknown["device"], torchs["device"]) == ("cuda:0", None, "cuda:1")
-    assert (unknown["utilization"], torchs["utilization"]) == (31.0, None), "which card torch's cuda:1 is, is not known"
+    assert (unknown["utilization"], torchs["utilization"]) == (31.0, None), (
+        "which card torch's cuda:1 is, is not known"
+    )
 
 
 def test_a_figure_that_fails_on_one_card_has_a_reason_there_alone(drivers: Any) -> None:

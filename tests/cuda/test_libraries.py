@@ -34,7 +34,9 @@ def _warm() -> None:
     """Let torch allocate what it keeps: the workspaces of cuBLAS and cuBLASLt, here and where backward runs."""
     for dtype in NUMBERS[:3]:
         given = on_device(4, 4, dtype=dtype)
-        nn.functional.dropout(given @ given + nn.functional.linear(given, given, given[0])).sum().backward()
+        nn.functional.dropout(
+            given @ given + nn.functional.linear(given, given, given[0])
+        ).sum().backward()
     gc.collect()
     gc.freeze()  # what is imported by now need not be searched for garbage before each test
 
@@ -52,7 +54,11 @@ def occupied(*tensors: torch.Tensor) -> int:
 def tensors_of(result: object) -> list[torch.Tensor]:
     if isinstance(result, torch.Tensor):
         return [result]
-    return [tensor for part in result for tensor in tensors_of(part)] if isinstance(result, (tuple, list)) else []
+    return (
+        [tensor for part in result for tensor in tensors_of(part)]
+        if isinstance(result, (tuple, list))
+        else []
+    )
 
 
 def backward(result: object) -> list[torch.Tensor]:
@@ -72,8 +78,12 @@ def check(run: Callable[..., object], given: list[torch.Tensor], expected: Shape
     assert allocated == shapes
 
 
-def convolution(dimensions: int, *, transposed: bool = False) -> tuple[Callable[..., torch.Tensor], Shape, Shape]:
-    run = getattr(nn.functional, f"conv_transpose{dimensions}d" if transposed else f"conv{dimensions}d")
+def convolution(
+    dimensions: int, *, transposed: bool = False
+) -> tuple[Callable[..., torch.Tensor], Shape, Shape]:
+    run = getattr(
+        nn.functional, f"conv_transpose{dimensions}d" if transposed else f"conv{dimensions}d"
+    )
     weight = (4, 8) if transposed else (8, 4)
     return run, (*weight, *[3] * dimensions), (8, *[11 if transposed else 7] * dimensions)
 
@@ -85,20 +95,32 @@ def convolution(dimensions: int, *, transposed: bool = False) -> tuple[Callable[
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
 def test_convolutions_run_through_cudnn(
-    dimensions: int, transposed: bool, dtype: torch.dtype, benchmark: bool, monkeypatch: pytest.MonkeyPatch
+    dimensions: int,
+    transposed: bool,
+    dtype: torch.dtype,
+    benchmark: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
     run, weight, expected = convolution(dimensions, transposed=transposed)
     batch = 3 if benchmark else 2  # torch keeps its plans, by the shapes
-    given = [on_device(*shape, dtype=dtype) for shape in ((batch, 4, *[9] * dimensions), weight, (8,))]
+    given = [
+        on_device(*shape, dtype=dtype) for shape in ((batch, 4, *[9] * dimensions), weight, (8,))
+    ]
     check(run, given, (batch, *expected))
-    if dimensions < 3 or dtype is torch.float32:  # torch 2.9 has convolutions of its own for the others
-        assert fakecuda.unknown_sizes()["cudnn graph"] >= 3  # forward, and backward for the data and for the weight
+    if (
+        dimensions < 3 or dtype is torch.float32
+    ):  # torch 2.9 has convolutions of its own for the others
+        assert (
+            fakecuda.unknown_sizes()["cudnn graph"] >= 3
+        )  # forward, and backward for the data and for the weight
 
 
 @pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize(
-    "options", [{}, {"bidirectional": True}, {"num_layers": 3, "dropout": 0.5}, {"batch_first": True}], ids=str
+    "options",
+    [{}, {"bidirectional": True}, {"num_layers": 3, "dropout": 0.5}, {"batch_first": True}],
+    ids=str,
 )
 def test_the_weights_of_a_recurrent_network_are_one_storage_of_their_own_size(
     cell: type[nn.RNNBase], options: dict[str, object]
@@ -108,7 +130,9 @@ def test_the_weights_of_a_recurrent_network_are_one_storage_of_their_own_size(
     backward((output, state))
     weights = list(network.parameters())
     assert output.shape == (4, 3, 40 if network.bidirectional else 20)
-    assert {weight.untyped_storage().nbytes() for weight in weights} == {sum(weight.nbytes for weight in weights)}
+    assert {weight.untyped_storage().nbytes() for weight in weights} == {
+        sum(weight.nbytes for weight in weights)
+    }
     assert all(weight.grad.shape == weight.shape for weight in weights)
     assert fakecuda.unknown_sizes()["cudnnGetRNNTempSpaceSizes"] > 0
 
@@ -123,7 +147,9 @@ def test_the_weights_of_a_projected_lstm_are_one_storage_too() -> None:
     network = nn.LSTM(10, 20, num_layers=2, proj_size=5, bidirectional=True).cuda()
     weights = list(network.parameters())
     assert network(on_device(4, 3, 10))[0].shape == (4, 3, 10)
-    assert {weight.untyped_storage().nbytes() for weight in weights} == {sum(weight.nbytes for weight in weights)}
+    assert {weight.untyped_storage().nbytes() for weight in weights} == {
+        sum(weight.nbytes for weight in weights)
+    }
 
 
 def test_weights_come_back_from_a_recurrent_network_as_they_went() -> None:
@@ -145,7 +171,9 @@ def test_ctc_loss_runs_through_cudnn() -> None:
     labels = torch.randint(1, 20, (16 * 30,), dtype=torch.int32)
     given = on_device(50, 16, 20)
     probabilities = given.log_softmax(2)
-    nn.functional.ctc_loss(probabilities, labels.cuda(), *(length.cuda() for length in lengths)).backward()
+    nn.functional.ctc_loss(
+        probabilities, labels.cuda(), *(length.cuda() for length in lengths)
+    ).backward()
     assert given.grad.shape == given.shape
     assert fakecuda.unknown_sizes()["cudnnGetCTCLossWorkspaceSize_v8"] > 0
 
@@ -154,19 +182,27 @@ def test_ctc_loss_runs_through_cudnn() -> None:
 def test_batch_norm_trains_and_evaluates(channels_last: bool) -> None:
     layer = nn.BatchNorm2d(8).cuda()
     given = on_device(4, 8, 5, 5, dtype=torch.float16).detach()
-    given = given.to(memory_format=torch.channels_last if channels_last else torch.contiguous_format).requires_grad_()
+    given = given.to(
+        memory_format=torch.channels_last if channels_last else torch.contiguous_format
+    ).requires_grad_()
     backward(layer(given))
     assert layer.eval()(given).shape == given.grad.shape == (4, 8, 5, 5)
 
 
-@pytest.mark.parametrize("backend", [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+@pytest.mark.parametrize(
+    "backend", [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_attention_runs_forward_and_backward(backend: SDPBackend, dtype: torch.dtype, is_causal: bool) -> None:
+def test_attention_runs_forward_and_backward(
+    backend: SDPBackend, dtype: torch.dtype, is_causal: bool
+) -> None:
     given = [on_device(2, 4, 32, 64, dtype=dtype) for _ in range(3)]
     with sdpa_kernel(backend):
         check(
-            lambda q, k, v: nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal),
+            lambda q, k, v: nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=is_causal
+            ),
             given,
             (2, 4, 32, 64),
         )
@@ -206,7 +242,10 @@ def test_linalg_runs_forward_and_backward(name: str, batch: Shape, dtype: torch.
     run, expected = LINALG[name]
     given = on_device(*batch, 5, 5, dtype=dtype)
     outputs = backward(run(given))
-    assert outputs[1 if name == "lu" else 0].shape == (*batch, *expected)  # lu's first is the permutation
+    assert outputs[1 if name == "lu" else 0].shape == (
+        *batch,
+        *expected,
+    )  # lu's first is the permutation
     assert given.grad.shape == given.shape
 
 
@@ -259,7 +298,14 @@ PRODUCTS: dict[str, tuple[Callable[..., torch.Tensor], list[Shape], Shape]] = {
     "linear": (nn.functional.linear, [(16, 32), (8, 32), (8,)], (16, 8)),
     "einsum": (lambda a, b: torch.einsum("bij,kj->bik", a, b), [(4, 16, 32), (8, 32)], (4, 16, 8)),
 }
-NUMBERS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
+NUMBERS = [
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+]
 
 
 @pytest.mark.parametrize("dtype", NUMBERS, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -284,12 +330,18 @@ def test_nothing_is_found_by_values_whatever_the_memory_held_before() -> None:
     assert numbers.unique().shape == torch.unique_consecutive(numbers).shape == (0,)
     assert "device='cuda:0'" in repr(given)  # which looks for the elements that are not 0
     assert not (given > 0).any()
-    assert torch.linalg.inv(torch.eye(5).expand(3, 5, 5).cuda()).shape == (3, 5, 5)  # any() is how it looks for errors
+    assert torch.linalg.inv(torch.eye(5).expand(3, 5, 5).cuda()).shape == (
+        3,
+        5,
+        5,
+    )  # any() is how it looks for errors
     assert given[1].item() == 2
 
 
 def residual_network() -> nn.Module:
-    body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+    body = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
+    )
     return nn.Sequential(body, nn.Flatten(), nn.Dropout(0.1), nn.Linear(8, 10))
 
 
@@ -298,10 +350,14 @@ def test_a_convolutional_network_trains_a_step(autocast: bool) -> None:
     model = residual_network().cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     with torch.autocast("cuda", enabled=autocast):
-        loss = nn.functional.cross_entropy(model(torch.randn(4, 3, 16, 16).cuda()), torch.randint(10, (4,)).cuda())
+        loss = nn.functional.cross_entropy(
+            model(torch.randn(4, 3, 16, 16).cuda()), torch.randint(10, (4,)).cuda()
+        )
     loss.backward()
     optimizer.step()
-    assert all(set(state) == {"step", "exp_avg", "exp_avg_sq"} for state in optimizer.state.values())
+    assert all(
+        set(state) == {"step", "exp_avg", "exp_avg_sq"} for state in optimizer.state.values()
+    )
     assert len(optimizer.state) == len(list(model.parameters()))
 
 
@@ -317,14 +373,18 @@ def test_a_resnet_of_timm_trains_a_step() -> None:
 
 
 def test_data_parallel_trains_on_both_devices() -> None:
-    model = nn.DataParallel(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).cuda())
+    model = nn.DataParallel(
+        nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).cuda()
+    )
     fakecuda.reset()
     result = model(torch.randn(8, 4).cuda())
     assert result.shape == (8, 2)
     assert result.device == torch.device("cuda:0")
     backward(result)
     assert model.module[0].weight.grad.shape == (8, 4)
-    assert ("device-to-device", "cuda:0", "cuda:1", 4 * 4 * 4) in {copy[:4] for copy in fakecuda.copies()}
+    assert ("device-to-device", "cuda:0", "cuda:1", 4 * 4 * 4) in {
+        copy[:4] for copy in fakecuda.copies()
+    }
 
 
 def test_a_broadcast_moves_its_contents_and_no_copy_is_logged() -> None:

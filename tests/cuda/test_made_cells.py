@@ -27,7 +27,9 @@ def test_the_peak_is_the_allocators_to_the_byte(cell: Cell, runs: Runs) -> None:
 
 @examples(2, 50)
 @given(cell=made_cells(reads=False))
-def test_the_verdict_is_right_just_above_and_just_below_what_it_needs(cell: Cell, runs: Runs) -> None:
+def test_the_verdict_is_right_just_above_and_just_below_what_it_needs(
+    cell: Cell, runs: Runs
+) -> None:
     verdicts = runs.verdicts(cell)
     assert verdicts.told == verdicts.real == {"at": True, "above": True, "below": False}
 
@@ -46,7 +48,9 @@ def test_it_is_never_said_to_fit_where_values_may_let_it_fail(cell: Cell, runs: 
 
 @examples(4, 100)
 @given(cell=made_cells(reads=False))
-def test_fake_tensors_are_within_a_hundredth_where_cublas_has_no_workspace(cell: Cell, runs: Runs) -> None:
+def test_fake_tensors_are_within_a_hundredth_where_cublas_has_no_workspace(
+    cell: Cell, runs: Runs
+) -> None:
     told, real = runs.dry_run(cell, "fake", workspaces=False), runs.really(cell, workspaces=False)
     assert told["error"] is None
     assert told["peak"] == pytest.approx(real["peak"], rel=0.01)

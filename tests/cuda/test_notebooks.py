@@ -21,7 +21,10 @@ SUBJECTS = [path for path in NOTEBOOKS if path.stem not in {"tour", "many_engine
 def shown(notebook: nbformat.NotebookNode) -> str:
     """Return all text that the cells show."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
-    return "\n".join(str(output.get("text", "")) + output.get("data", {}).get("text/plain", "") for output in outputs)
+    return "\n".join(
+        str(output.get("text", "")) + output.get("data", {}).get("text/plain", "")
+        for output in outputs
+    )
 
 
 def test_the_tour_takes_cuda_and_shows_all_four_magics(tmp_path: Path) -> None:

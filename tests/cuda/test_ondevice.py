@@ -18,7 +18,9 @@ COLLECTED_GENERATION = 1
 MIB = 2**20
 
 
-def report_of(code: str, *, device: str = "cuda:0", trace: bool = False, **names: object) -> TransferReport:
+def report_of(
+    code: str, *, device: str = "cuda:0", trace: bool = False, **names: object
+) -> TransferReport:
     """Return the report of code that runs on a device; the log begins with it."""
     namespace = {"torch": torch, **names}
     compiled = compile(code, __file__, "exec")
@@ -31,7 +33,9 @@ def report_of(code: str, *, device: str = "cuda:0", trace: bool = False, **names
 
 def logged() -> tuple[Counter[str], Counter[str]]:
     """Return how often and how many bytes are in the log of copies, by direction, without those within a device."""
-    return _summed((copy.direction, 1, copy.nbytes) for copy in fakecuda.copies() if copy.source != copy.target)
+    return _summed(
+        (copy.direction, 1, copy.nbytes) for copy in fakecuda.copies() if copy.source != copy.target
+    )
 
 
 def told(report: TransferReport) -> tuple[Counter[str], Counter[str]]:
@@ -57,10 +61,16 @@ WAITS = {
     "synchronize a device": ("torch.cuda.synchronize()", 1),
     "synchronize a stream": ("torch.cuda.current_stream().synchronize()", 1),
     "synchronize an event": ("event = torch.cuda.Event(); event.record(); event.synchronize()", 1),
-    "wait for an event on the device": ("event = torch.cuda.Event(); event.record(); event.wait()", 0),
+    "wait for an event on the device": (
+        "event = torch.cuda.Event(); event.record(); event.wait()",
+        0,
+    ),
     "to the device": ("x.to('cuda:0')", 1),
     "to the device, non-blocking, from pageable memory": ("x.to('cuda:0', non_blocking=True)", 0),
-    "to the device, non-blocking, from pinned memory": ("pinned.to('cuda:0', non_blocking=True)", 0),
+    "to the device, non-blocking, from pinned memory": (
+        "pinned.to('cuda:0', non_blocking=True)",
+        0,
+    ),
     "to the device, from pinned memory": ("pinned.to('cuda:0')", 1),
     "to the host, non-blocking": ("g.to('cpu', non_blocking=True)", 0),
     "between devices": ("g.to('cuda:1')", 0),
@@ -106,7 +116,11 @@ INDEXED = [
 @pytest.mark.parametrize("code", INDEXED)
 def test_what_is_copied_for_an_index_is_told(code: str, trace: bool) -> None:
     """Numbers that are written to elements come from the host, and what a mask selects is counted for the host."""
-    g, h, i = torch.zeros(8, 4, device="cuda:0"), torch.ones(4), torch.zeros(1, dtype=torch.int64).to("cuda:0")
+    g, h, i = (
+        torch.zeros(8, 4, device="cuda:0"),
+        torch.ones(4),
+        torch.zeros(1, dtype=torch.int64).to("cuda:0"),
+    )
     m = torch.zeros(8, 4, dtype=torch.bool, device="cuda:0")
     report = report_of(code, trace=trace, g=g, h=h, i=i, m=m, v=torch.zeros((), device="cuda:0"))
     assert told(report) == logged()
@@ -182,7 +196,9 @@ for batch in loader:
 }
 
 
-WAITS_OF_TORCH = {"a graph": 1}  # torch 2.13 empties its cache before a capture, for which the allocator waits
+WAITS_OF_TORCH = {
+    "a graph": 1
+}  # torch 2.13 empties its cache before a capture, for which the allocator waits
 
 
 @pytest.mark.parametrize("trace", [False, True], ids=["plain", "traced"])
@@ -209,7 +225,12 @@ def test_the_device_is_the_default_and_the_current_one_and_neither_after_an_erro
 
 
 def test_torchs_functions_are_its_own_again_after_a_cell() -> None:
-    before = torch.cuda.synchronize, torch.cuda.Stream.synchronize, torch.cuda.Event.synchronize, torch._C._scatter
+    before = (
+        torch.cuda.synchronize,
+        torch.cuda.Stream.synchronize,
+        torch.cuda.Event.synchronize,
+        torch._C._scatter,
+    )
     with gpumagic.ondevice("cuda:0"):
         assert torch.cuda.synchronize is not before[0]
     assert before == (
@@ -244,7 +265,11 @@ ERRORS = {
 @pytest.mark.parametrize("code", ERRORS)
 def test_an_error_about_devices_is_explained_as_on_simgpu(code: str, bare_shell: Any) -> None:
     bare_shell.run_line_magic("load_ext", "gpumagic")
-    names = {"x": torch.ones(4, 10), "g": torch.ones(4, 10, device="cuda:0"), "far": torch.ones(10, device="cuda:1")}
+    names = {
+        "x": torch.ones(4, 10),
+        "g": torch.ones(4, 10, device="cuda:0"),
+        "far": torch.ones(10, device="cuda:1"),
+    }
     bare_shell.push({"torch": torch, **names})
     try:
         assert not bare_shell.run_cell(f"%%ondevice cuda:0 -q -o report\n{code}").success
@@ -272,7 +297,9 @@ def test_the_magics_options_on_cuda(options: str, bare_shell: Any) -> None:
     try:
         assert bare_shell.run_cell(f"%%ondevice {options} -q -o report\n{OPTIONS[options]}").success
         assert told(bare_shell.user_ns["report"]) == logged()
-        assert bare_shell.user_ns["report"].device == ("cuda:1" if "1" in options.partition("--move")[0] else "cuda:0")
+        assert bare_shell.user_ns["report"].device == (
+            "cuda:1" if "1" in options.partition("--move")[0] else "cuda:0"
+        )
     finally:
         bare_shell.run_line_magic("unload_ext", "gpumagic")
 

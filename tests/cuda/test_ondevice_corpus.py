@@ -41,8 +41,14 @@ def told_and_made(cell: CorpusCell, *, trace: bool) -> tuple[TransferReport, obj
     with contextlib.suppress(ZeroDivisionError):
         report = corpus.run_on_cuda(cell, log, trace=trace)
     if report is None:
-        pytest.skip(f"the optimizers of torch {torch.__version__} divide by what they read of the device, here zero")
-    return report, _without_empty(corpus.reported(report)), _without_empty(corpus.counted(log.copies))
+        pytest.skip(
+            f"the optimizers of torch {torch.__version__} divide by what they read of the device, here zero"
+        )
+    return (
+        report,
+        _without_empty(corpus.reported(report)),
+        _without_empty(corpus.counted(log.copies)),
+    )
 
 
 def _without_empty(totals: tuple[Totals, Totals]) -> tuple[Totals, Totals]:
@@ -59,7 +65,9 @@ def test_the_report_is_what_the_runtime_logs(cell: CorpusCell) -> None:
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_a_traced_report_is_what_the_runtime_logs(cell: CorpusCell) -> None:
     if cell.name == "move_under_nested_ondevice" and torch.__version__ < (2, 13):
-        pytest.xfail("a run within a traced run does not leave torch 2.9's device contexts: to be repaired")
+        pytest.xfail(
+            "a run within a traced run does not leave torch 2.9's device contexts: to be repaired"
+        )
     _, told, made = told_and_made(cell, trace=True)
     assert told == made
 

@@ -26,7 +26,9 @@ def _no_graphs() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def graphs_and_copies(code: str, around: contextlib.AbstractContextManager[Any]) -> tuple[int, Any, Any]:
+def graphs_and_copies(
+    code: str, around: contextlib.AbstractContextManager[Any]
+) -> tuple[int, Any, Any]:
     """Return how many graphs were compiled, the copies in the log, and what `around` is entered as."""
     torch._dynamo.reset()  # it makes other graphs of what it has compiled before
     made: list[object] = []
@@ -43,7 +45,9 @@ def graphs_and_copies(code: str, around: contextlib.AbstractContextManager[Any])
 def test_it_makes_the_same_graphs_and_copies_and_these_are_told(what: str, trace: bool) -> None:
     code = {**transformed.COMPILED, **transformed.TRACED}[what]
     graphs, copies, _ = graphs_and_copies(code, torch.device("cuda:1"))
-    graphs_under, copies_under, run = graphs_and_copies(code, gpumagic.ondevice("cuda:1", trace=trace))
+    graphs_under, copies_under, run = graphs_and_copies(
+        code, gpumagic.ondevice("cuda:1", trace=trace)
+    )
     assert (graphs_under, copies_under) == (graphs, copies)
     assert tuple(+each for each in corpus.reported(run.report)) == copies
     json.dumps(run.report.to_dict())
@@ -52,7 +56,10 @@ def test_it_makes_the_same_graphs_and_copies_and_these_are_told(what: str, trace
 def test_what_exec_and_eval_copy_is_told_by_the_line_that_calls_them() -> None:
     code = "a = 1\nexec('y = x.to(\"cuda:0\")')\nz = eval('x.to(\"cuda:1\")')"
     report, _, _ = corpus.run(code, backend="cuda")
-    assert [(row.line, row.target, row.nbytes) for row in report] == [(2, "cuda:0", 4000), (3, "cuda:1", 4000)]
+    assert [(row.line, row.target, row.nbytes) for row in report] == [
+        (2, "cuda:0", 4000),
+        (3, "cuda:1", 4000),
+    ]
 
 
 def test_a_block_that_worked_elsewhere_says_so() -> None:

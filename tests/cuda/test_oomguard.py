@@ -31,7 +31,9 @@ LEFT_OUT = {
 def seen() -> dict[str, dict[str, object]]:
     """Return what came of every cell; a process of its own runs them all."""
     if not hasattr(torch._C._autograd.SavedTensor, "data"):
-        pytest.skip("torch 2.9 keeps 32 MiB of one of the cells, and shows no graph's memory: not looked into")
+        pytest.skip(
+            "torch 2.9 keeps 32 MiB of one of the cells, and shows no graph's memory: not looked into"
+        )
     shared = [path for path in sys.path if path]
     ran = subprocess.run(
         [sys.executable, oom_corpus_cuda.__file__], env={**os.environ, "PYTHONPATH": os.pathsep.join(shared)},
@@ -45,12 +47,16 @@ def test_every_failing_cell_is_told_as_torchs_allocator_saw_it(seen) -> None:
     """The device, the request, what was allocated before, at the failure and after are exact; nothing stays pinned."""
     corpus = {name: seen[name] for name in oom_corpus_cuda.cases()}
     assert len(corpus) > 70
-    wrong = {name: oom_corpus_cuda.faults(each) for name, each in corpus.items() if name not in LEFT_OUT}
+    wrong = {
+        name: oom_corpus_cuda.faults(each) for name, each in corpus.items() if name not in LEFT_OUT
+    }
     assert {name: found for name, found in wrong.items() if found} == {}
     edited = [name for name in wrong if oom_corpus_cuda.cases()[name].alike == "pass"]
     assert [name for name in edited if not corpus[name]["advice"]] == []
     for name, why in LEFT_OUT.items():
-        assert corpus[name]["error"] != "torch.OutOfMemoryError", f"{why} no longer: take {name} off the list"
+        assert corpus[name]["error"] != "torch.OutOfMemoryError", (
+            f"{why} no longer: take {name} off the list"
+        )
 
 
 @pytest.mark.parametrize("way", [*oom_corpus_cuda.WAYS, "segments that grow"])
@@ -70,7 +76,11 @@ def test_a_cap_that_the_process_has_set_is_not_taken_for_a_full_card(seen) -> No
 def test_pinned_memory_that_cannot_be_had_is_the_hosts(seen) -> None:
     pinned = seen["pinned"]
     assert pinned["said"].startswith("CUDA error: out of memory")
-    assert (pinned["kind"], pinned["cause"], pinned["device"]) == (recognition.PINNED, "host memory", "cpu")
+    assert (pinned["kind"], pinned["cause"], pinned["device"]) == (
+        recognition.PINNED,
+        "host memory",
+        "cpu",
+    )
     assert pinned["left"] == [0, 0]
 
 
@@ -83,7 +93,9 @@ def failed(nbytes: int) -> OomReport:
 
 
 def test_the_workspaces_are_among_the_holders_and_their_line_frees_what_it_says() -> None:
-    product = torch.ones(64, 64, device="cuda", requires_grad=True) @ torch.ones(64, 64, device="cuda")
+    product = torch.ones(64, 64, device="cuda", requires_grad=True) @ torch.ones(
+        64, 64, device="cuda"
+    )
     product.sum().backward()
     report = failed(fakecuda.memory(0).capacity - (20 << 20))
     (holder,) = [each for each in report.holders if each.name == "cuBLAS"]
@@ -116,6 +128,10 @@ except gpumagic.OutOfMemory:
 def test_cuda_malloc_async_is_recognised_and_gives_back() -> None:
     settings = {**fakecuda.environment(), "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
     ran = subprocess.run(
-        [sys.executable, "-c", ASYNC], env={**os.environ, **settings}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", ASYNC],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert ran.stdout.split("\n")[0] == "cuda async allocator cuda:0 0 0"

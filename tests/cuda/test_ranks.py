@@ -46,9 +46,15 @@ KINDS = [pytest.param(name, marks=() if name in USUAL else pytest.mark.deep) for
 @pytest.fixture(scope="module")
 def measured(request: pytest.FixtureRequest) -> dict[tuple[str, int], Any]:
     """Return the bytes allocated and reserved by cell and rank, or how it failed, of the cells that are tried."""
-    tried = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    tried = {
+        item.callspec.params.get("name")
+        for item in request.session.items
+        if hasattr(item, "callspec")
+    }
     work = [(name, _ranks_of(name)) for name in CELLS if name in tried]
-    sent = json.dumps([(CELLS[name], ranks, WORLD, PER_NODE, name.startswith("pipeline")) for name, ranks in work])
+    sent = json.dumps(
+        [(CELLS[name], ranks, WORLD, PER_NODE, name.startswith("pipeline")) for name, ranks in work]
+    )
     told = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("one_rank.py"))], input=sent, capture_output=True, text=True,
         check=True, env={**os.environ, **fakecuda.environment("H100", devices=PER_NODE)},
@@ -58,10 +64,16 @@ def measured(request: pytest.FixtureRequest) -> dict[tuple[str, int], Any]:
 
 
 def _ranks_of(name: str) -> list[int]:
-    return list(range(WORLD)) if name.startswith("pipeline") else [0, WORLD - 1][: 1 + (name in UNEVEN)]
+    return (
+        list(range(WORLD))
+        if name.startswith("pipeline")
+        else [0, WORLD - 1][: 1 + (name in UNEVEN)]
+    )
 
 
-def dry_run(code: str, ranks: int | str | None = f"{WORLD // PER_NODE}x{PER_NODE}", **options: Any) -> Any:
+def dry_run(
+    code: str, ranks: int | str | None = f"{WORLD // PER_NODE}x{PER_NODE}", **options: Any
+) -> Any:
     return gpumagic.dry_run(code, {}, gpu="H100", ranks=ranks, **options)
 
 
@@ -74,7 +86,9 @@ def test_a_rank_takes_what_it_takes_outside_of_a_dry_run_to_the_byte(
     report = dry_run(CELLS[name])
     assert report.error is None
     told = {(name, each.rank): [each.peak, each.reserved] for each in report.ranks}
-    for key, (peak, reserved) in ((key, figures) for key, figures in measured.items() if key[0] == name):
+    for key, (peak, reserved) in (
+        (key, figures) for key, figures in measured.items() if key[0] == name
+    ):
         # What transformers and DeepSpeed read (a mask, an overflow) is not known here, and garbage there.
         share = 0.02 * name.startswith(("transformers", "deepspeed"))
         assert told[key][0] == pytest.approx(peak, abs=0, rel=share)
@@ -90,7 +104,10 @@ def test_the_answer_is_of_the_fullest_rank_where_shards_are_uneven() -> None:
     first, last = report.ranks
     assert (first.rank, last.rank) == (0, 3)
     assert first.peak > last.peak
-    assert report.verdict == "Fits on each of 4 H100: 92.8 MiB of 79.2 GiB on rank 0, the fullest of 2 that were run"
+    assert (
+        report.verdict
+        == "Fits on each of 4 H100: 92.8 MiB of 79.2 GiB on rank 0, the fullest of 2 that were run"
+    )
     assert "By rank: rank 0 92.8 MiB, rank 3 92.7 MiB" in str(report)
     assert report.rank == 0
     assert report.world == WORLD
@@ -112,7 +129,9 @@ def test_a_rank_that_needs_more_is_the_one_that_is_told() -> None:
 def test_a_rank_that_does_not_fit_is_named() -> None:
     report = dry_run(START + "x = torch.zeros(1 << 30, device=device)\n", capacity="1GiB")
     assert report.fits is False
-    assert report.verdict.startswith("Does not fit: needs 4.0 GiB, 3.0 GiB more than rank 0 of 4 (H100) has; line 7")
+    assert report.verdict.startswith(
+        "Does not fit: needs 4.0 GiB, 3.0 GiB more than rank 0 of 4 (H100) has; line 7"
+    )
 
 
 def test_a_rank_that_only_fits_because_the_cache_is_given_back_is_warned_of() -> None:
@@ -136,7 +155,14 @@ def test_each_stage_of_a_pipeline_is_run_and_learns_from_its_neighbours_what_the
 
 
 def test_the_environment_is_that_of_a_rank_of_a_machine() -> None:
-    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"]
+    names = [
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+    ]
     code = f"assert [int(os.environ[each]) for each in {names}] in ([0, 64, 0, 8, 0, 8], [63, 64, 7, 8, 7, 8])"
     report = dry_run(START + code, "8x8")
     assert report.error is None
@@ -149,7 +175,9 @@ def test_number_of_ranks_is_refused_that_is_none() -> None:
             dry_run("pass", text)
 
 
-@pytest.mark.parametrize("how", ["init_process_group('nccl')", "TCPStore('localhost', 29500, 8, True)"])
+@pytest.mark.parametrize(
+    "how", ["init_process_group('nccl')", "TCPStore('localhost', 29500, 8, True)"]
+)
 def test_a_cell_that_joins_others_is_told_what_to_type(how: str) -> None:
     code = (
         "import os\nos.environ.update(WORLD_SIZE='8', RANK='0', MASTER_ADDR='localhost', MASTER_PORT='29500')\n"
@@ -195,7 +223,9 @@ def test_a_function_that_accelerate_launches_is_what_each_rank_runs() -> None:
     ]
 
 
-@pytest.mark.parametrize("command", ["torchrun --nproc_per_node 8 train.py", "accelerate launch train.py"])
+@pytest.mark.parametrize(
+    "command", ["torchrun --nproc_per_node 8 train.py", "accelerate launch train.py"]
+)
 def test_a_program_that_trains_is_not_looked_into(command: str) -> None:
     report = dry_run(f"!{command}", None)
     assert report.fits is None
@@ -204,7 +234,9 @@ def test_a_program_that_trains_is_not_looked_into(command: str) -> None:
 
 def test_ranks_need_a_cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUMAGIC_DRYRUN_ENGINE", "fake")
-    with pytest.raises(DryRunUnavailable, match="takes a CUDA build of torch, which needs no GPU, and a C compiler"):
+    with pytest.raises(
+        DryRunUnavailable, match="takes a CUDA build of torch, which needs no GPU, and a C compiler"
+    ):
         dry_run("pass")
 
 
@@ -230,7 +262,10 @@ def test_the_fewest_gpus_are_found_with_which_a_training_fits() -> None:
 
 
 def test_a_batch_is_as_large_as_fits_on_the_fullest_rank() -> None:
-    code = START + "batch_size = 8\nx = torch.zeros(batch_size * (1 + dist.get_rank() % 2) << 20, device=device)\n"
+    code = (
+        START
+        + "batch_size = 8\nx = torch.zeros(batch_size * (1 + dist.get_rank() % 2) << 20, device=device)\n"
+    )
     report = dry_run(code, 4, fit="batch_size", capacity="1GiB")
     assert report.largest == 128
     assert report.rank == 3
@@ -250,16 +285,24 @@ def test_a_checkpoint_of_shards_is_not_written_and_does_not_fail(tmp_path: Path)
     save = f"dcp.save(model.state_dict(), checkpoint_id={str(tmp_path)!r})\n"
     report = dry_run(f"{CELLS['FSDP2']}import torch.distributed.checkpoint as dcp\n{save}")
     assert report.fits
-    assert "a checkpoint of shards is not written, and takes none of the device's memory" in report.assumed
+    assert (
+        "a checkpoint of shards is not written, and takes none of the device's memory"
+        in report.assumed
+    )
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_rank_puts_into_a_store_another_one_gets_and_a_wait_for_more_ends_with_its_line() -> None:
+def test_what_a_rank_puts_into_a_store_another_one_gets_and_a_wait_for_more_ends_with_its_line() -> (
+    None
+):
     code = START + "store = dist.TCPStore('localhost', 29501, 4, dist.get_rank() == 0)\n"
     code += "if dist.get_rank() == 0:\n    store.set('number', '3')\nelse:\n    x = [0] * int(store.get('number'))\n"
     report = dry_run(code)
     assert report.error is None
-    assert "stopped on line 12: it waits for what rank 3 sends" in dry_run(f"{code}store.get('more')\n").verdict
+    assert (
+        "stopped on line 12: it waits for what rank 3 sends"
+        in dry_run(f"{code}store.get('more')\n").verdict
+    )
 
 
 def test_what_each_rank_holds_is_told_by_what_it_is() -> None:
@@ -269,16 +312,23 @@ def test_what_each_rank_holds_is_told_by_what_it_is() -> None:
         assert rank.breakdown["gathered parameters"] > 0
     parameters = sum(each.breakdown["parameters"] for each in report.ranks)
     assert parameters < 2 * report.ranks[0].breakdown["optimizer state"]
-    assert dry_run(CELLS["DDP"]).breakdown["buckets"] == 2 * 7_449_088  # the first ones and those made anew
+    assert (
+        dry_run(CELLS["DDP"]).breakdown["buckets"] == 2 * 7_449_088
+    )  # the first ones and those made anew
 
 
 def test_the_buffers_of_nccl_are_an_estimate_for_each_communicator_that_is_made() -> None:
     mib = 1 << 20
     assert dry_run(START, 4).nccl == (0, 0)
-    assert dry_run(START + "dist.all_reduce(torch.zeros(1, device=device))", 4).nccl == (16 * mib, 1500 * mib)
+    assert dry_run(START + "dist.all_reduce(torch.zeros(1, device=device))", 4).nccl == (
+        16 * mib,
+        1500 * mib,
+    )
     report = dry_run(CELLS["HSDP"])
     assert report.nccl == (32 * mib, 3000 * mib)
     assert "NCCL's buffers (estimate)" in str(report)
     assert "NCCL takes" not in str(report)
     code = START + "dist.all_reduce(torch.zeros(1 << 28, device=device))"
-    assert "NCCL takes <0.1 to 1.5 GiB for its buffers besides (an estimate)" in str(dry_run(code, 4, capacity="2GiB"))
+    assert "NCCL takes <0.1 to 1.5 GiB for its buffers besides (an estimate)" in str(
+        dry_run(code, 4, capacity="2GiB")
+    )

@@ -42,12 +42,18 @@ def capacity() -> Iterator[int]:
 def test_the_model_is_sharded_over_the_devices_here_where_that_was_seen_to_fit(
     bare_shell: Any, capacity: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpumagic.advice.search.DEAR", 60)  # a slow machine tries no more once something fits
+    monkeypatch.setattr(
+        "gpumagic.advice.search.DEAR", 60
+    )  # a slow machine tries no more once something fits
     bare_shell.run_line_magic("load_ext", "gpumagic")
     bare_shell.run_line_magic("config", "GPUMagic.advice_seconds = 120")
     bare_shell.run_cell(f"%%oomguard --keep-going -q -o report\nimport torch{CELL}")
     report = bare_shell.user_ns["report"]
-    found = next(each for each in report.advice if each.title.startswith("Shard the model over the 2 devices here"))
+    found = next(
+        each
+        for each in report.advice
+        if each.title.startswith("Shard the model over the 2 devices here")
+    )
     assert found.covers, found.trial
     assert found.trial.needs < capacity
     edited = found.apply(f"%%oomguard --keep-going -q -o report\nimport torch{CELL}")

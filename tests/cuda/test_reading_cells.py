@@ -21,7 +21,9 @@ def runs() -> Iterator[Runs]:
 
 
 @pytest.mark.parametrize("name", cells())
-def test_a_cell_that_reads_each_step_takes_few_runs_and_has_the_allocators_peak(name: str, runs: Runs) -> None:
+def test_a_cell_that_reads_each_step_takes_few_runs_and_has_the_allocators_peak(
+    name: str, runs: Runs
+) -> None:
     allowed, code = cells()[name]
     cell = Cell(name, SETUP, code)
     told, real = runs.dry_run(cell), runs.really(cell)
@@ -31,7 +33,9 @@ def test_a_cell_that_reads_each_step_takes_few_runs_and_has_the_allocators_peak(
     assert told["runs"] <= allowed, told
     if allowed == 1:
         assert not [each for each in told["assumed"] if each.startswith("line ")]
-        assert told["certain"] is (name != "timm")  # what cuDNN takes for its convolutions is not known
+        assert told["certain"] is (
+            name != "timm"
+        )  # what cuDNN takes for its convolutions is not known
 
 
 @pytest.mark.parametrize("name", [
@@ -39,4 +43,6 @@ def test_a_cell_that_reads_each_step_takes_few_runs_and_has_the_allocators_peak(
 ])  # fmt: skip
 def test_its_verdict_is_right_at_what_it_needs_and_just_below(name: str, runs: Runs) -> None:
     verdicts = runs.verdicts(Cell(name, SETUP, cells()[name][1]))
-    assert verdicts.told == verdicts.real == {"at": True, "above": True, "below": False}, verdicts.need / MIB
+    assert verdicts.told == verdicts.real == {"at": True, "above": True, "below": False}, (
+        verdicts.need / MIB
+    )

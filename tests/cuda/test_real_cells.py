@@ -20,7 +20,14 @@ SLOW = {
     "trainer_accumulates_in_bf16",
 }  # fmt: skip
 """They take seconds, mostly to import their libraries in each dry run."""
-CLOSE = ("checkpointed_blocks", "collects_predictions", "keep_the_best", "lists_and_cat", "model_parallel", "wgan_gp")
+CLOSE = (
+    "checkpointed_blocks",
+    "collects_predictions",
+    "keep_the_best",
+    "lists_and_cat",
+    "model_parallel",
+    "wgan_gp",
+)
 """Cells whose verdict is asked for just above and just below what they need; of the others with `-m deep`."""
 FAKE = ("dqn_replay", "keep_the_best", "lists_and_cat", "streams", "swa")
 """Cells that the other engine dry-runs, too; the others with `-m deep`."""
@@ -49,10 +56,13 @@ def runs() -> Iterator[Runs]:
         yield runs
 
 
-def _marked(names: list[str] | tuple[str, ...], deep: set[str], differ: dict[str, str]) -> list[Any]:
+def _marked(
+    names: list[str] | tuple[str, ...], deep: set[str], differ: dict[str, str]
+) -> list[Any]:
     """Return the names as parameters: what takes long for the deep stage, what differs expected to."""
     marks = {
-        name: [pytest.mark.deep] * (name in deep) + [_expected(differ.get(name, ""))] * (name in differ)
+        name: [pytest.mark.deep] * (name in deep)
+        + [_expected(differ.get(name, ""))] * (name in differ)
         for name in names
     }
     return [pytest.param(name, marks=marks[name]) for name in names]
@@ -74,7 +84,9 @@ def test_on_torchs_own_cuda_the_peak_is_the_allocators_to_the_byte(name: str, ru
 
 
 @pytest.mark.parametrize("name", _marked(list(cells()), set(cells()) - set(CLOSE), VERDICT_DIFFERS))
-def test_the_verdict_is_right_just_above_and_just_below_what_it_needs(name: str, runs: Runs) -> None:
+def test_the_verdict_is_right_just_above_and_just_below_what_it_needs(
+    name: str, runs: Runs
+) -> None:
     cell = cells()[name]
     verdicts = runs.verdicts(cell)
     assert verdicts.real == {"at": True, "above": True, "below": False}
@@ -86,7 +98,9 @@ def test_the_verdict_is_right_just_above_and_just_below_what_it_needs(name: str,
 
 
 @pytest.mark.parametrize("name", _marked(list(cells()), set(cells()) - set(FAKE), FAKE_DIFFERS))
-def test_fake_tensors_are_within_a_hundredth_where_cublas_has_no_workspace(name: str, runs: Runs) -> None:
+def test_fake_tensors_are_within_a_hundredth_where_cublas_has_no_workspace(
+    name: str, runs: Runs
+) -> None:
     cell = cells()[name]
     told = runs.dry_run(cell, "fake", workspaces=False)
     real = runs.really_like(told, cell, workspaces=False, off=0.01)

@@ -60,7 +60,9 @@ def test_threads_that_launch_and_copy_at_once_lose_no_entry_of_the_log() -> None
 
 
 def test_a_launch_that_no_gpu_takes_raises_torchs_own_error() -> None:
-    kernel = torch.cuda._compile_kernel("__global__ void nothing() {}", "nothing", compute_capability="80")
+    kernel = torch.cuda._compile_kernel(
+        "__global__ void nothing() {}", "nothing", compute_capability="80"
+    )
     fakecuda.reset()
     kernel(grid=(1, 1, 1), block=(32, 1, 1))
     with pytest.raises(RuntimeError, match="invalid argument"):
@@ -69,18 +71,24 @@ def test_a_launch_that_no_gpu_takes_raises_torchs_own_error() -> None:
 
 
 def test_kernels_that_nvrtc_compiles_run_under_the_name_they_were_given() -> None:
-    twice = torch.cuda.jiterator._create_jit_fn("template <typename T> T twice(T x) { return x + x; }")
+    twice = torch.cuda.jiterator._create_jit_fn(
+        "template <typename T> T twice(T x) { return x + x; }"
+    )
     x = torch.zeros(10, device="cuda:0")
     fakecuda.reset()
     assert twice(x).shape == torch.special.bessel_j0(x).shape == (10,)
     assert len(fakecuda.launches()) == 2
 
 
-def test_a_compiled_function_runs_the_kernels_that_triton_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_function_runs_the_kernels_that_triton_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    compiled = torch.compile(lambda x: torch.nn.functional.gelu(x) * 2 + 1, mode="reduce-overhead", dynamic=False)
+    compiled = torch.compile(
+        lambda x: torch.nn.functional.gelu(x) * 2 + 1, mode="reduce-overhead", dynamic=False
+    )
     x = torch.zeros(16, 64, device="cuda:0")
     for _ in range(3):
         compiled(x)
@@ -111,7 +119,10 @@ def test_a_graph_copies_again_what_is_there_when_it_is_replayed() -> None:
     torch.cuda.synchronize()
     assert torch.equal(host, torch.arange(1000.0))
     assert launched(ADD) == launched("a CUDA graph") == 2
-    assert [copy.direction for copy in fakecuda.copies()] == ["within a device", "device-to-host"] * 2
+    assert [copy.direction for copy in fakecuda.copies()] == [
+        "within a device",
+        "device-to-host",
+    ] * 2
 
 
 def test_a_graph_keeps_a_pool_of_its_own_and_gives_it_back() -> None:
@@ -143,7 +154,9 @@ def test_a_wait_in_a_capture_is_torchs_error_and_the_device_works_afterwards() -
     x = torch.ones(10, device="cuda:0")
     with pytest.raises(RuntimeError, match="capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         (x + 1).sum().item()
-    torch.cuda.set_stream(torch.cuda.default_stream())  # torch leaves the capture's stream when its end fails
+    torch.cuda.set_stream(
+        torch.cuda.default_stream()
+    )  # torch leaves the capture's stream when its end fails
     assert torch.equal(torch.arange(5.0).cuda().cpu(), torch.arange(5.0))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -203,7 +216,12 @@ def test_every_wait_of_the_host_is_a_sync() -> None:
     event = torch.cuda.Event()
     event.record()
     fakecuda.reset()
-    for wait in (torch.cuda.synchronize, torch.cuda.current_stream().synchronize, event.synchronize, x[0].item):
+    for wait in (
+        torch.cuda.synchronize,
+        torch.cuda.current_stream().synchronize,
+        event.synchronize,
+        x[0].item,
+    ):
         before = fakecuda.syncs()
         wait()
         assert fakecuda.syncs() == before + 1, wait
@@ -241,7 +259,10 @@ def test_training_steps_with_checkpoints_and_generators_run() -> None:
 def test_arrays_of_the_device_go_through_dlpack_in_place() -> None:
     x = torch.zeros(10, device="cuda:1")
     with torch.cuda.device(1):
-        for same in (torch.utils.dlpack.from_dlpack(x), torch.from_dlpack(torch.utils.dlpack.to_dlpack(x))):
+        for same in (
+            torch.utils.dlpack.from_dlpack(x),
+            torch.from_dlpack(torch.utils.dlpack.to_dlpack(x)),
+        ):
             assert (same.data_ptr(), same.device) == (x.data_ptr(), x.device)
 
 
@@ -255,7 +276,8 @@ def test_the_profiler_runs_and_has_the_hosts_side() -> None:
 
 def test_launches_that_block_run_too(forks: Forks) -> None:
     answer = forks.run(
-        'x = torch.ones(10, device="cuda"); x + 1; answer = len(fakecuda.launches())', CUDA_LAUNCH_BLOCKING="1"
+        'x = torch.ones(10, device="cuda"); x + 1; answer = len(fakecuda.launches())',
+        CUDA_LAUNCH_BLOCKING="1",
     )
     assert answer == 2
 

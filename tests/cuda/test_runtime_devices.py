@@ -41,13 +41,17 @@ def test_pinned_memory_is_known_as_such_until_it_is_freed() -> None:
     assert shared.is_pinned()
     assert int(runtime.cudaHostUnregister(shared.data_ptr())) == 0
     assert not shared.is_pinned()
-    assert int(runtime.cudaHostUnregister(shared.data_ptr())) == 713  # cudaErrorHostMemoryNotRegistered
+    assert (
+        int(runtime.cudaHostUnregister(shared.data_ptr())) == 713
+    )  # cudaErrorHostMemoryNotRegistered
     ctypes.CDLL(None).cudaGetLastError()
 
 
 def test_a_loader_with_workers_pins_its_batches_and_they_arrive() -> None:
     data = TensorDataset(torch.arange(32.0))
-    loader = DataLoader(data, batch_size=8, num_workers=1, pin_memory=True, multiprocessing_context="fork")
+    loader = DataLoader(
+        data, batch_size=8, num_workers=1, pin_memory=True, multiprocessing_context="fork"
+    )
     batches = []
     for (batch,) in loader:
         assert batch.is_pinned()
@@ -195,15 +199,21 @@ def test_a_device_that_is_not_there_is_torchs_own_error() -> None:
     assert torch.zeros(1, device="cuda:0").is_cuda
     value = ctypes.c_int()
     for function in ("cudaDeviceGetAttribute", "cuDeviceGetAttribute"):
-        assert getattr(ctypes.CDLL(None), function)(ctypes.byref(value), 16, 99) == 101  # invalid device
+        assert (
+            getattr(ctypes.CDLL(None), function)(ctypes.byref(value), 16, 99) == 101
+        )  # invalid device
     ctypes.CDLL(None).cudaGetLastError()
 
 
 @pytest.mark.parametrize("gpu", ["L4", "RTX 4090", "H100"])
-def test_kernels_of_cub_run_on_a_gpu_whose_architecture_torch_has_no_code_of_its_own_for(gpu: str) -> None:
+def test_kernels_of_cub_run_on_a_gpu_whose_architecture_torch_has_no_code_of_its_own_for(
+    gpu: str,
+) -> None:
     """As a GPU does, each runs the newest code for its major version; CUB refuses what it was not compiled for."""
     forks = Forks(**fakecuda.environment(gpu))
     try:
-        assert forks.run("answer = list(torch.cumsum(torch.ones(1, 128, device='cuda'), 1).shape)") == [1, 128]
+        assert forks.run(
+            "answer = list(torch.cumsum(torch.ones(1, 128, device='cuda'), 1).shape)"
+        ) == [1, 128]
     finally:
         forks.close()

@@ -48,13 +48,21 @@ def test_each_magic_reports_on_cuda(terminal: Terminal) -> None:
     moved = terminal.type("%%ondevice 1", "x = torch.ones(256, device='cpu').cuda()")
     assert "cpu → cuda:1 1.0 KiB" in moved
     assert "cuda:1" in terminal.type("%devices")
-    full = terminal.type("%%oomguard", "big = torch.empty(2**50, dtype=torch.uint8, device='cuda:1')")
+    full = terminal.type(
+        "%%oomguard", "big = torch.empty(2**50, dtype=torch.uint8, device='cuda:1')"
+    )
     assert "Out of memory on cuda:1" in full
     assert "OutOfMemory" in full
 
 
 def test_ctrl_c_ends_a_cell_on_a_device(terminal: Terminal) -> None:
-    for line in ("%%ondevice 1", "print('rea' + 'dy', flush=True)", "while True: y = torch.ones(9)", "", ""):
+    for line in (
+        "%%ondevice 1",
+        "print('rea' + 'dy', flush=True)",
+        "while True: y = torch.ones(9)",
+        "",
+        "",
+    ):
         terminal.child.sendline(line)
     terminal.child.expect("ready")
     terminal.child.send(CTRL_C)

@@ -15,7 +15,9 @@ def runs() -> Runs:
 
 
 @pytest.mark.parametrize("cell", OF_TORCH[::15], ids=lambda cell: cell.name)
-def test_copies_are_those_of_the_runtimes_log_and_promises_are_kept_by_torchs_allocator(runs: Runs, cell: Cell) -> None:
+def test_copies_are_those_of_the_runtimes_log_and_promises_are_kept_by_torchs_allocator(
+    runs: Runs, cell: Cell
+) -> None:
     found = {way: runs.run(cell, way) for way in WAYS}
     assert found["torch.device"].error == ""
     assert faults(found, has_values=False) == []

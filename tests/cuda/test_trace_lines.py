@@ -32,7 +32,9 @@ def test_the_lines_have_what_torchs_own_history_has() -> None:
     finally:
         torch.cuda.memory._record_memory_history(None)
     asked = [-(-entry["size"] // 512) * 512 for entry in trace if entry["action"] == "alloc"]
-    unsplit = sum(size > 1 << 20 for size in asked) << 20  # what is left of a large block, if it is small
+    unsplit = (
+        sum(size > 1 << 20 for size in asked) << 20
+    )  # what is left of a large block, if it is small
     assert 0 < sum(lines) <= sum(asked) + unsplit
 
 

@@ -18,7 +18,10 @@ import torch
 
 from gpumagic import fakecuda
 
-CELLS = {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("user_cells/*.py"))}
+CELLS = {
+    path.stem: path.read_text(encoding="utf-8")
+    for path in sorted(Path(__file__).parent.glob("user_cells/*.py"))
+}
 PINNING = {"bert_trainer", "timm_vit_amp"}
 """Their loaders pin memory, so their data cannot land on the device: torch's own default device fails there, too."""
 on_a_device = pytest.mark.parametrize("name", sorted(set(CELLS) - PINNING))
@@ -86,8 +89,19 @@ def outcome(shell: Any, cell: str) -> Outcome:
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     report, text = shell.user_ns.get("report"), error and RuntimeError(str(error))
-    devices = [row for row in shell.run_line_magic("devices", "cuda:0").by_device if row.device == "cuda:0"]
-    return Outcome(text, torch.cuda.memory_allocated(0) - torchs, copies, report, devices, unsplit(), peak, torchs)
+    devices = [
+        row for row in shell.run_line_magic("devices", "cuda:0").by_device if row.device == "cuda:0"
+    ]
+    return Outcome(
+        text,
+        torch.cuda.memory_allocated(0) - torchs,
+        copies,
+        report,
+        devices,
+        unsplit(),
+        peak,
+        torchs,
+    )
 
 
 def forget(shell: Any) -> None:
@@ -102,7 +116,12 @@ def forget(shell: Any) -> None:
 
 def unsplit() -> int:
     """Return the bytes that torch's blocks have beyond what was asked for: a rest of up to 1 MiB is not split off."""
-    blocks = [block for part in torch.cuda.memory_snapshot() if part["device"] == 0 for block in part["blocks"]]
+    blocks = [
+        block
+        for part in torch.cuda.memory_snapshot()
+        if part["device"] == 0
+        for block in part["blocks"]
+    ]
     taken = [block for block in blocks if block["state"].startswith("active")]
     return sum(block["size"] - -(-block["requested_size"] // 512) * 512 for block in taken)
 
@@ -138,7 +157,9 @@ def test_the_report_has_the_copies_that_were_made(name: str, ran) -> None:
 def test_where_a_loader_pins_the_report_says_what_to_change(name: str, ran) -> None:
     ours = ran(name, "ondevice")
     if "index out of range" in str(ours.error):
-        pytest.skip("the indices of a shuffled loader are what lay in the device's memory: no kernel wrote them")
+        pytest.skip(
+            "the indices of a shuffled loader are what lay in the device's memory: no kernel wrote them"
+        )
     assert "only dense CPU tensors can be pinned" in str(ours.error)
     assert "pin_memory=False" in str(ours.report)
 

@@ -184,7 +184,11 @@ def training(
     """
     sizes = {**model, "batch": batch, "length": length, "tensor_parallel": tensor_parallel}
     told = f"{', '.join(sizes)} = {', '.join(map(str, sizes.values()))}"
-    parallel = _TENSOR_PARALLEL if tensor_parallel > 1 else 'mesh = init_device_mesh("cuda", (dist.get_world_size(),))'
+    parallel = (
+        _TENSOR_PARALLEL
+        if tensor_parallel > 1
+        else 'mesh = init_device_mesh("cuda", (dist.get_world_size(),))'
+    )
     options = _SELECTIVE if is_selective else "options = dict(preserve_rng_state=False)"
     train = _TRAINING.format(
         sharding=_OF_2025 if model["is_qwen"] else _OF_2024,

@@ -308,13 +308,19 @@ class Outside:
         self.folder = folder
         self.kept, self.made = folder / "kept.txt", folder / "made"
         self.shm = Path("/dev/shm", f"gpumagic-test-{os.getpid()}")
-        self.server, self.datagrams = socket.create_server(("127.0.0.1", 0)), socket.socket(type=socket.SOCK_DGRAM)
+        self.server, self.datagrams = (
+            socket.create_server(("127.0.0.1", 0)),
+            socket.socket(type=socket.SOCK_DGRAM),
+        )
         self.datagrams.bind(("127.0.0.1", 0))
         self.unix = socket.socket(socket.AF_UNIX)
         self.unix.bind(str(folder / "socket"))
         self.unix.listen()
         self.abstract = f"\0gpumagic-test-{os.getpid()}"
-        self.nameless, self.letters = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.nameless, self.letters = (
+            socket.socket(socket.AF_UNIX),
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM),
+        )
         self.nameless.bind(self.abstract)
         self.nameless.listen()
         self.letters.bind(self.abstract + "d")
@@ -380,7 +386,10 @@ class Outside:
     def _strays(self) -> list[Path]:
         """Return the files that attacks would leave elsewhere."""
         folders = {Path.home(), Path(tempfile.gettempdir())}
-        return [*Path("/dev/shm").glob("sem.gpumagic-test"), *(f for d in folders for f in d.glob("*gpumagic-attack*"))]
+        return [
+            *Path("/dev/shm").glob("sem.gpumagic-test"),
+            *(f for d in folders for f in d.glob("*gpumagic-attack*")),
+        ]
 
     def _state(self) -> dict[str, Any]:
         stat = self.kept.stat() if self.kept.exists() else None
@@ -456,9 +465,15 @@ def without_rights() -> None:
     user, group = os.getuid(), os.getgid()
     if libc.unshare(0x10000000):
         raise OSError(ctypes.get_errno(), "unshare")
-    for name, text in ("setgroups", "deny"), ("uid_map", f"1000 {user} 1"), ("gid_map", f"1000 {group} 1"):
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"1000 {user} 1"),
+        ("gid_map", f"1000 {group} 1"),
+    ):
         Path(f"/proc/self/{name}").write_text(text)
-    os.execv(sys.executable, [sys.executable, __file__, "namespaces"])  # which drops what the namespace gave
+    os.execv(
+        sys.executable, [sys.executable, __file__, "namespaces"]
+    )  # which drops what the namespace gave
 
 
 def main(how: str) -> None:
@@ -481,7 +496,9 @@ def main(how: str) -> None:
         outside = Outside(Path(folder))
         for name, attack in ATTACKS.items():
             namespace = {"torch": torch, "device": device, **outside.names()}
-            report = run.dry_run(script_of(PRELUDE + attack), namespace, targets.choose(device, None), time_limit=60)
+            report = run.dry_run(
+                script_of(PRELUDE + attack), namespace, targets.choose(device, None), time_limit=60
+            )
             print(name, file=sys.stderr, flush=True)
             results[name] = {
                 "out": outside.seen(), "effects": report.effects, "verdict": report.verdict,

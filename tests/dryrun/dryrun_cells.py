@@ -340,7 +340,10 @@ weights = (q @ k.transpose(-1, -2) / math.sqrt(32)).masked_fill(~mask, float("-i
         "x = torch.randn(1000, 1000)",
         "a = x.to(DEV)\nb = a.to('simgpu:1')\nc = a.half()\nd = c.cpu()\ne = b.to(DEV) + a",
     ),
-    "a model moved over": ("model = mlp(1024)", "model.to(DEV)\nmodel.to('simgpu:1')\nmodel.cpu()\nmodel.to(DEV)"),
+    "a model moved over": (
+        "model = mlp(1024)",
+        "model.to(DEV)\nmodel.to('simgpu:1')\nmodel.cpu()\nmodel.to(DEV)",
+    ),
     "del": (
         "",
         "a = torch.zeros(1000, 1000, device=DEV)\nb = a * 2\ndel a\nc = b + 1\nd = c.sum()",

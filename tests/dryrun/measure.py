@@ -78,7 +78,10 @@ def dry_run(name: str, capacity: int) -> dict[str, object]:
         "assumed": report.assumed,
         "breakdown": report.breakdown,
         "adds_up": all(sum(point.parts.values()) == point.allocated for point in report.timeline),
-        "highest": [max(p.allocated for p in report.timeline if p.device == device) for device in report.peak],
+        "highest": [
+            max(p.allocated for p in report.timeline if p.device == device)
+            for device in report.peak
+        ],
     }
     namespace.clear()
     return told
@@ -97,10 +100,18 @@ def main(names: list[str]) -> None:
     gc.freeze()  # modules are never garbage: the collections after each cell need not look at them
     results = {}
     for name in names or CELLS:
-        results[name] = found = {"dry_run": dry_run(name, AMPLE), "real": really(name, AMPLE), "tight": []}
+        results[name] = found = {
+            "dry_run": dry_run(name, AMPLE),
+            "real": really(name, AMPLE),
+            "tight": [],
+        }
         if name in CELLS:
             need = max(found["real"]["reserved"])
-            found["tight"] = [each for each in (tight(name, need), tight(name, max(2 << 20, need - (2 << 20)))) if each]
+            found["tight"] = [
+                each
+                for each in (tight(name, need), tight(name, max(2 << 20, need - (2 << 20))))
+                if each
+            ]
     client.close()
     json.dump(results, sys.stdout)
 

@@ -11,7 +11,11 @@ from stages import examples
 
 from gpumagic.worker.fake.allocator import Allocator
 
-SIZES = st.one_of(st.integers(1, 1 << 20), st.integers(1, 24 << 20), st.sampled_from([512, 1 << 20, (1 << 20) + 1]))
+SIZES = st.one_of(
+    st.integers(1, 1 << 20),
+    st.integers(1, 24 << 20),
+    st.sampled_from([512, 1 << 20, (1 << 20) + 1]),
+)
 STEPS = st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 10**6)), max_size=60)
 
 
@@ -31,7 +35,9 @@ def test_it_reserves_what_the_simulated_card_reserves(two_devices, steps) -> Non
             del tensor
             allocator.give_back(block)
         else:
-            live.append((torch.empty(size, dtype=torch.uint8, device="simgpu:1"), allocator.take(size)))
+            live.append(
+                (torch.empty(size, dtype=torch.uint8, device="simgpu:1"), allocator.take(size))
+            )
         assert allocator.reserved == torch.simgpu.memory_reserved(1)
     live.clear()
     torch.simgpu.empty_cache()

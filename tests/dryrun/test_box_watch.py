@@ -30,7 +30,9 @@ def test_what_is_not_there_is_an_empty_text() -> None:
     assert box._text_of(os.getpid(), 0) == ""
 
 
-@pytest.mark.parametrize("name", ["gcc", "gcc-real", "x86_64-linux-gnu-gcc-12", "cc1plus", "clang++-18", "ptxas"])
+@pytest.mark.parametrize(
+    "name", ["gcc", "gcc-real", "x86_64-linux-gnu-gcc-12", "cc1plus", "clang++-18", "ptxas"]
+)
 def test_compilers_are_known_by_the_names_that_they_have(name: str) -> None:
     assert effects.COMPILERS.fullmatch(name)
 

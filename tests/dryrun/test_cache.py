@@ -86,10 +86,15 @@ def test_memory_in_pieces_is_said_to_be_the_reason(card) -> None:
     del whole
     kept += [torch.empty(300 * MIB, dtype=torch.uint8, device=DEVICE) for _ in range(12)][::2]
     nameless = kept.pop()
-    report = gpumagic.dry_run(code.replace("2200", "900"), {"torch": torch, "kept": kept}, device=DEVICE)
+    report = gpumagic.dry_run(
+        code.replace("2200", "900"), {"torch": torch, "kept": kept}, device=DEVICE
+    )
     assert report.devices[1].before == 1500 * MIB + nameless.nbytes
     assert report.fits is False
-    assert "what is free lies in pieces that are too small; line 1 runs out of memory" in report.verdict
+    assert (
+        "what is free lies in pieces that are too small; line 1 runs out of memory"
+        in report.verdict
+    )
 
 
 def test_what_was_sent_to_a_dry_run_is_not_kept(card) -> None:
@@ -108,7 +113,10 @@ def test_what_was_sent_to_a_dry_run_is_not_kept(card) -> None:
 def test_what_an_earlier_graph_keeps_goes_with_the_tensor_that_leads_to_it(card) -> None:
     """Here 1.4 GiB of 4 GiB, and nothing else keeps it."""
     torch.simgpu.empty_cache()
-    namespace = {"torch": torch, "scale": torch.ones(350 * MIB // 4, device=DEVICE, requires_grad=True)}
+    namespace = {
+        "torch": torch,
+        "scale": torch.ones(350 * MIB // 4, device=DEVICE, requires_grad=True),
+    }
     exec("out = scale.sin()\nfor _ in range(4): out = out.sin()", namespace)
     big = f"x = torch.empty(3500 * {MIB}, dtype=torch.uint8, device={DEVICE!r})"
     held = torch.simgpu.memory_allocated(DEVICE)
@@ -125,9 +133,19 @@ def test_what_an_earlier_graph_keeps_goes_with_the_tensor_that_leads_to_it(card)
 def told(**changed) -> dict[str, object]:
     """Return a segment as CUDA's allocator tells it."""
     blocks = [
-        {"address": 100 * MIB, "size": 4 * MIB, "requested_size": 4 * MIB, "state": "active_allocated"},
+        {
+            "address": 100 * MIB,
+            "size": 4 * MIB,
+            "requested_size": 4 * MIB,
+            "state": "active_allocated",
+        },
         {"address": 104 * MIB, "size": 6 * MIB, "requested_size": 0, "state": "inactive"},
-        {"address": 110 * MIB, "size": 10 * MIB, "requested_size": 1, "state": "active_awaiting_free"},
+        {
+            "address": 110 * MIB,
+            "size": 10 * MIB,
+            "requested_size": 1,
+            "state": "active_awaiting_free",
+        },
     ]
     return {
         "device": 0, "address": 100 * MIB, "total_size": 20 * MIB, "stream": 0, "segment_type": "large",

@@ -67,7 +67,9 @@ assert torch.cuda.max_memory_allocated() >= torch.cuda.memory_allocated() > 0
     report = gpumagic.dry_run(cell, {}, device="cuda", capacity="16GiB")
     assert report.error is None, report.error
     assert report.fits
-    assert report.overhead == (0, 64 << 20), "torch may have 16 GiB; cuBLAS's workspaces lie in it and are not modelled"
+    assert report.overhead == (0, 64 << 20), (
+        "torch may have 16 GiB; cuBLAS's workspaces lie in it and are not modelled"
+    )
 
 
 def test_cuda_without_a_number_is_the_current_device() -> None:
@@ -113,7 +115,10 @@ q = torch.empty(1, 8, 4096, 64, dtype={}, device="cuda", requires_grad=True)
 torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
 """
     for dtype in ("torch.float16", "torch.float32"):
-        assert gpumagic.dry_run(cell.format(dtype), {}, device="cuda", capacity="16GiB").peak["cuda:0"] < 100 << 20
+        assert (
+            gpumagic.dry_run(cell.format(dtype), {}, device="cuda", capacity="16GiB").peak["cuda:0"]
+            < 100 << 20
+        )
 
 
 @pytest.mark.parametrize(
@@ -152,9 +157,13 @@ z = torch.rand(1000, device="cuda", generator=g).normal_(generator=g)
     assert (report.fits, report.peak["cuda:0"]) == (True, 3 * 4096)
 
 
-def test_what_cudas_kernels_take_by_rules_that_are_not_known_is_said_and_makes_it_uncertain() -> None:
+def test_what_cudas_kernels_take_by_rules_that_are_not_known_is_said_and_makes_it_uncertain() -> (
+    None
+):
     plain, sorting, choosing = (
-        gpumagic.dry_run(f"import torch\nx = torch.ones(1000, 1000, device='cuda')\ny = x.{what}", {}, gpu="T4")
+        gpumagic.dry_run(
+            f"import torch\nx = torch.ones(1000, 1000, device='cuda')\ny = x.{what}", {}, gpu="T4"
+        )
         for what in ("exp()", "sort()", "topk(5)")
     )
     assert plain.certain

@@ -59,7 +59,11 @@ def notebook():
 def state(namespace) -> list[object]:
     """Return all that a dry run could change, byte for byte."""
     model, optimizer = namespace["model"], namespace["optimizer"]
-    tensors = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), namespace["x"]]
+    tensors = [
+        *model.parameters(),
+        *(p.grad for p in model.parameters() if p.grad is not None),
+        namespace["x"],
+    ]
     tensors += [value for each in optimizer.state.values() for value in each.values()]
     return [
         [(id(each), each._version, bytes(each.detach().cpu().contiguous().numpy().tobytes())) for each in tensors],
@@ -134,7 +138,9 @@ def test_the_report_says_where_the_peak_is_and_what_it_is_made_of(notebook) -> N
 
 def test_a_capacity_decides(notebook) -> None:
     assert gpumagic.dry_run(STEP, notebook, capacity="64MiB").fits
-    report = gpumagic.dry_run(STEP + "big = torch.empty(2**28, device='simgpu:0')", notebook, capacity="64MiB")
+    report = gpumagic.dry_run(
+        STEP + "big = torch.empty(2**28, device='simgpu:0')", notebook, capacity="64MiB"
+    )
     assert report.fits is False
     assert report.failure_line == 6
     assert "line 6" in report.verdict
@@ -173,7 +179,10 @@ def test_a_crash_or_a_hang_costs_one_sentence(cell, word) -> None:
         ("input('?')", "it asks for input"),
         ("import os; os.system('touch made')", "starts a program"),
         ("import os; os.fork()", "starts a process"),
-        ("import socket; socket.create_connection(('127.0.0.1', 9))", "opens a connection to 127.0.0.1:9"),
+        (
+            "import socket; socket.create_connection(('127.0.0.1', 9))",
+            "opens a connection to 127.0.0.1:9",
+        ),
         ("import os; os.kill(os.getppid(), 15)", "signals another process"),
         ("raise KeyboardInterrupt", "KeyboardInterrupt"),
     ],
@@ -221,7 +230,9 @@ def test_a_worker_that_was_killed_is_replaced(notebook) -> None:
     gpumagic.dry_run(STEP, notebook)
     worker = client._workers["fake"].pid
     os.kill(worker, signal.SIGKILL)
-    os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)  # it has ended, and its parent is still to find that out
+    os.waitid(
+        os.P_PID, worker, os.WEXITED | os.WNOWAIT
+    )  # it has ended, and its parent is still to find that out
     assert gpumagic.dry_run(STEP, notebook).fits
 
 
@@ -289,8 +300,16 @@ def test_weak_references_lead_to_what_is_sent(notebook) -> None:
     layer.itself = weakref.ref(layer)
     gone = weakref.ref(Layer(1, 1))
     kept = weakref.WeakValueDictionary(first=layer)
-    notebook |= {"layer": layer, "closing": weakref.WeakMethod(layer.close), "gone": gone, "kept": kept}
-    cell = STEP + "assert closing().__self__ is layer.itself() is layer is kept['first'] and gone() is None"
+    notebook |= {
+        "layer": layer,
+        "closing": weakref.WeakMethod(layer.close),
+        "gone": gone,
+        "kept": kept,
+    }
+    cell = (
+        STEP
+        + "assert closing().__self__ is layer.itself() is layer is kept['first'] and gone() is None"
+    )
     assert gpumagic.dry_run(cell, notebook).error is None
 
 
@@ -301,7 +320,10 @@ def test_effects_are_listed_and_go_nowhere(notebook, tmp_path) -> None:
     report = gpumagic.dry_run(cell + f"os.remove({str(kept)!r})", notebook)
     assert report.error is None
     assert kept.read_text() == "precious"
-    assert report.effects[-1] in {f"removes {kept}", f"calls os.remove({kept})"}  # without files of its own
+    assert report.effects[-1] in {
+        f"removes {kept}",
+        f"calls os.remove({kept})",
+    }  # without files of its own
 
 
 def test_notebook_classes_go_by_value() -> None:
@@ -390,20 +412,29 @@ model(torch.ones(5, 8, device="simgpu:0")).sum().backward()
 def test_records_of_a_named_tuple_are_there_before_what_makes_new_ones() -> None:
     """Its `__new__` reads a scope of its own, which is sent after a memory of records that holds it."""
     namespace = {"__name__": "__main__"}
-    exec("import collections, torch\nStep = collections.namedtuple('Step', 'state action')", namespace)
+    exec(
+        "import collections, torch\nStep = collections.namedtuple('Step', 'state action')",
+        namespace,
+    )
     exec("memory = collections.deque([Step(torch.ones(3), 1)], maxlen=9)", namespace)
-    cell = "memory.append(Step(memory[0].state, 2))\nassert [each.action for each in memory] == [1, 2]"
+    cell = (
+        "memory.append(Step(memory[0].state, 2))\nassert [each.action for each in memory] == [1, 2]"
+    )
     report = gpumagic.dry_run(cell, namespace)
     assert report.error is None, report.error
 
 
 def test_a_loop_of_another_size_each_pass_is_run_whole(two_devices) -> None:
-    cell = "import torch\nfor n in (10, 20, 900, 30):\n    x = torch.zeros(n, 512, device='simgpu:0')"
+    cell = (
+        "import torch\nfor n in (10, 20, 900, 30):\n    x = torch.zeros(n, 512, device='simgpu:0')"
+    )
     assert needed(gpumagic.dry_run(cell, {})) == (900 + 30) * 2048
 
 
 def test_a_list_of_different_sizes_is_gone_through_to_its_end(two_devices) -> None:
-    cell = "import torch\nfor n in [10, 10, 10, 900]:\n    x = torch.zeros(n, 512, device='simgpu:0')"
+    cell = (
+        "import torch\nfor n in [10, 10, 10, 900]:\n    x = torch.zeros(n, 512, device='simgpu:0')"
+    )
     assert needed(gpumagic.dry_run(cell, {})) == (900 + 10) * 2048
 
 
@@ -460,7 +491,12 @@ y = torch.jit.script(here)(torch.jit.script(earlier)(torch.ones(100, device="sim
 
 def test_functions_of_the_cell_and_of_earlier_ones_have_their_source(notebook) -> None:
     text = "def earlier(x: torch.Tensor):\n    return x + 1\n"
-    linecache.cache["<earlier cell>"] = (len(text), None, text.splitlines(keepends=True), "<earlier cell>")
+    linecache.cache["<earlier cell>"] = (
+        len(text),
+        None,
+        text.splitlines(keepends=True),
+        "<earlier cell>",
+    )
     exec(compile(text, "<earlier cell>", "exec"), notebook)
     assert gpumagic.dry_run(WITH_SOURCE, notebook).error is None
 
@@ -492,10 +528,14 @@ def test_weights_are_loaded_onto_the_device(notebook, tmp_path, saved_on: str, p
     assert needed(report) == 4_000_256
 
 
-def test_large_data_of_the_host_without_room_are_taken_to_be_zeros_and_that_is_said(two_devices, monkeypatch) -> None:
+def test_large_data_of_the_host_without_room_are_taken_to_be_zeros_and_that_is_said(
+    two_devices, monkeypatch
+) -> None:
     monkeypatch.setattr("gpumagic.dryrun.parts.ROOM", 0)
     data = {"torch": torch, "images": torch.rand(1 << 20), "table": np.ones((1000, 1000))}
-    report = gpumagic.dry_run("x = images.to('simgpu:0')\ny = torch.from_numpy(table).to('simgpu:0')", data)
+    report = gpumagic.dry_run(
+        "x = images.to('simgpu:0')\ny = torch.from_numpy(table).to('simgpu:0')", data
+    )
     assert needed(report) == (4 << 20) + 8_000_000
     assert any("assumed to be zeros" in each for each in report.assumed)
 
@@ -514,7 +554,9 @@ def test_ctrl_c_ends_the_dry_run_and_the_next_one_works(notebook) -> None:
 
 def test_a_torch_that_takes_no_backend_in_python_is_refused(monkeypatch) -> None:
     monkeypatch.delattr(torch._C, "_acc")
-    with pytest.raises(gpumagic.DryRunUnavailable, match=r"a dry run needs torch 2\.10 or newer, and this is"):
+    with pytest.raises(
+        gpumagic.DryRunUnavailable, match=r"a dry run needs torch 2\.10 or newer, and this is"
+    ):
         gpumagic.dry_run("1", {})
 
 
@@ -559,7 +601,12 @@ def test_what_a_dict_is_asked_for_runs_no_code_of_the_notebooks() -> None:
             asked.append("str")
             return "torch"
 
-    names = {"__name__": "__main__", "torch": torch, "loud": Loud(size=3), "quiet": {"__name__": Name()}}
+    names = {
+        "__name__": "__main__",
+        "torch": torch,
+        "loud": Loud(size=3),
+        "quiet": {"__name__": Name()},
+    }
     cell = "quiet\nx = torch.ones(loud['size'], device='cuda')"
     assert gpumagic.dry_run(cell, names, device="cuda:0", capacity=2**30).error is None
     assert asked == []

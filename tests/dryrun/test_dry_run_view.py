@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from gpumagic.dryrun.report import DeviceNeed, DryRunPoint, DryRunReport, DryRunRow, Passes, Search, Trial
+from gpumagic.dryrun.report import (
+    DeviceNeed,
+    DryRunPoint,
+    DryRunReport,
+    DryRunRow,
+    Passes,
+    Search,
+    Trial,
+)
 from gpumagic.report.base import to_html, to_text
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -54,7 +62,9 @@ How: a dry run on fake tensors, 1.24 s; 1 assumption"""
 
 def test_html_folds_what_text_leaves_out() -> None:
     page = to_html(REPORT)
-    assert page.index("Fits: 12.0 of 15.0 GiB") < page.index("activations") < page.index("<details>")
+    assert (
+        page.index("Fits: 12.0 of 15.0 GiB") < page.index("activations") < page.index("<details>")
+    )
     assert page.count("<details>") == 4
     assert "a number read from the device is taken to be 1.0" in page
 
@@ -70,7 +80,12 @@ def test_html_folds_what_text_leaves_out() -> None:
             "Does not fit: needs 20.0 GiB, 5.0 GiB more than cuda:0 (T4) has; line 6 runs out of memory",
         ),
         (
-            {"fits": False, "peak": {"cuda:0": 20 * GIB}, "failure_line": 6, "sizes": ("batch_size",)},
+            {
+                "fits": False,
+                "peak": {"cuda:0": 20 * GIB},
+                "failure_line": 6,
+                "sizes": ("batch_size",),
+            },
             (
                 "Does not fit: needs 20.0 GiB, 5.0 GiB more than cuda:0 (T4) has; line 6 runs out of memory. "
                 "--fit batch_size finds what fits"
@@ -95,7 +110,12 @@ def test_html_folds_what_text_leaves_out() -> None:
             ),
         ),
         (
-            {"fits": None, "complete": False, "seconds": 60.0, "passes": (Passes("line 4", 12, 40),)},
+            {
+                "fits": None,
+                "complete": False,
+                "seconds": 60.0,
+                "passes": (Passes("line 4", 12, 40),),
+            },
             "12 of 40 passes of line 4 were run in 1 min 0 s: needs at least 12.0 of 15.0 GiB on cuda:0 (T4)",
         ),
         (
@@ -109,7 +129,10 @@ def test_html_folds_what_text_leaves_out() -> None:
             {"fits": None, "error": "the cell fails on line 2: KeyError: 'x'"},
             "The cell fails on line 2: KeyError: 'x'; up to there it needs 12.0 GiB",
         ),
-        ({"fits": None, "capacity": None}, "Needs 12.0 GiB on cuda:0 (T4), whose memory is not known"),
+        (
+            {"fits": None, "capacity": None},
+            "Needs 12.0 GiB on cuda:0 (T4), whose memory is not known",
+        ),
     ],
 )
 def test_the_first_line_is_the_answer(changes, answer) -> None:
@@ -122,7 +145,9 @@ def test_a_search_answers_with_the_value_and_its_neighbour() -> None:
         Trial(1703, 14 * GIB, True, ""),
         Trial(1737, 15 * GIB, False, "line 6 runs out"),
     )
-    shown = to_text(replace(REPORT, largest=1703, search=Search("batch_size", 64, trials)), 80).splitlines()
+    shown = to_text(
+        replace(REPORT, largest=1703, search=Search("batch_size", 64, trials)), 80
+    ).splitlines()
     assert shown[:3] == [
         "batch_size up to 1,703 fits: 12.0 of 15.0 GiB on cuda:0 (T4)",
         "1,737 does not: line 6 runs out.",
@@ -133,4 +158,7 @@ def test_a_search_answers_with_the_value_and_its_neighbour() -> None:
 def test_a_search_that_ended_with_its_first_run_says_so() -> None:
     search = Search("batch", 64, (Trial(64, 0, None, "it fails"),), "with batch = 64 it fails")
     shown = to_text(replace(REPORT, search=search), 80).splitlines()
-    assert shown[:2] == ["No largest batch found: with batch = 64 it fails", "1 dry run, with batch = 64"]
+    assert shown[:2] == [
+        "No largest batch found: with batch = 64 it fails",
+        "1 dry run, with batch = 64",
+    ]

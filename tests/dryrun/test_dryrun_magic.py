@@ -77,7 +77,10 @@ def test_run_stops_run_all_at_a_cell_that_does_not_fit(run, bare_shell, shown, c
 
 def test_an_error_of_a_cell_that_is_run_is_its_own(run, bare_shell) -> None:
     bare_shell.run_cell("names = []")
-    result = run("--run", "x = torch.ones(9, device='simgpu:0')\nnames.append(1) or open('/proc/self/comm').read()[99]")
+    result = run(
+        "--run",
+        "x = torch.ones(9, device='simgpu:0')\nnames.append(1) or open('/proc/self/comm').read()[99]",
+    )
     assert isinstance(result.error_in_exec, Exception)
     assert type(result.error_in_exec).__name__ in {"IndexError", "UsageError"}
 
@@ -87,8 +90,12 @@ def test_fit_finds_the_largest_that_fits(run, bare_shell) -> None:
     assert report.search.name == "n"
     assert 125_829 * 0.98 < report.largest <= 125_829  # two segments of 48 MiB beside a small one
     peak = report.peak["simgpu:0"] / 2**20
-    assert str(report).startswith(f"n up to {report.largest:,} fits: {peak:.1f} of 100.0 MiB on simgpu:0")
-    assert f"{report.search.smallest_failing.value:,} does not: line 5 runs out of memory." in str(report)
+    assert str(report).startswith(
+        f"n up to {report.largest:,} fits: {peak:.1f} of 100.0 MiB on simgpu:0"
+    )
+    assert f"{report.search.smallest_failing.value:,} does not: line 5 runs out of memory." in str(
+        report
+    )
 
 
 def test_a_gpu_that_is_not_here_has_its_own_memory(run) -> None:
@@ -109,11 +116,23 @@ def test_of_an_amd_gpu_the_size_counts_and_nothing_is_certain(run) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("%%dryrun --capacity lots\n1", "%%dryrun: argument --capacity: 'lots' is not a size; write bytes or a unit: "),
-        ("%%dryrun\n", "a dry run needs the whole cell: write %%dryrun on its first line, and code below it"),
-        ("x = 1\n%dryrun\ny = 1", "a dry run needs the whole cell: write %%dryrun on its first line, and "),
+        (
+            "%%dryrun --capacity lots\n1",
+            "%%dryrun: argument --capacity: 'lots' is not a size; write bytes or a unit: ",
+        ),
+        (
+            "%%dryrun\n",
+            "a dry run needs the whole cell: write %%dryrun on its first line, and code below it",
+        ),
+        (
+            "x = 1\n%dryrun\ny = 1",
+            "a dry run needs the whole cell: write %%dryrun on its first line, and ",
+        ),
         ("%%dryrun\n\n1 +", "the code cannot be dry-run: invalid syntax in line 3"),
-        ("%%dryrun --fit nothing\nn = 1", "--fit nothing: the cell has no int called nothing; it has n"),
+        (
+            "%%dryrun --fit nothing\nn = 1",
+            "--fit nothing: the cell has no int called nothing; it has n",
+        ),
         ("%%dryrun --fit model\nmodel(1)", "--fit model: model is a Linear, not an int"),
         ("%%dryrun --gpu T5\n1", "'T5' is not a GPU that is known here; did you mean T4?"),
         ("%%dryrun --gpu 24GB\n1", "'24GB' is not a GPU that is known here; there are T4, "),
@@ -130,7 +149,9 @@ def test_a_wrong_line_is_one_sentence_and_nothing_runs(run, bare_shell, capsys, 
     assert error.count("\n") == 1
 
 
-def test_without_any_accelerator_the_error_says_what_to_type(run, bare_shell, capsys, monkeypatch) -> None:
+def test_without_any_accelerator_the_error_says_what_to_type(
+    run, bare_shell, capsys, monkeypatch
+) -> None:
     monkeypatch.setattr("gpumagic.memory.allocator.accelerators", list)
     assert not run("", "1").success
     assert capsys.readouterr().err == (
@@ -147,12 +168,23 @@ def test_completion_offers_ints_and_gpus(run, bare_shell) -> None:
     assert complete("%%dryrun --gpu RTX-309", offers) == ("RTX-309", ["RTX-3090", "RTX-3090-Ti"])
     assert len(complete("%%dryrun --gpu ", offers)[1]) == len(GPUS)
     assert "RTX-4090 or another: --gpu list" in PARSERS["dryrun"].format_help()
-    assert complete("%%dryrun --", offers)[1] == ["--help", "--fit", "--capacity", "--gpu", "--ranks", "--run", "--out"]
+    assert complete("%%dryrun --", offers)[1] == [
+        "--help",
+        "--fit",
+        "--capacity",
+        "--gpu",
+        "--ranks",
+        "--run",
+        "--out",
+    ]
 
 
 def test_a_cell_that_is_run_is_ipythons_own(run, bare_shell) -> None:
     """It may await, and its value is its last line's."""
-    result = run("--run", "import asyncio\nawait asyncio.sleep(0)\nx = torch.ones(9, device='simgpu:0')\nlen(x)")
+    result = run(
+        "--run",
+        "import asyncio\nawait asyncio.sleep(0)\nx = torch.ones(9, device='simgpu:0')\nlen(x)",
+    )
     assert result.result == 9
     assert bare_shell.user_ns["report"].fits
     assert bare_shell.run_cell("%%time\n%%dryrun --run\nran += 1").success
@@ -166,7 +198,9 @@ def test_help_needs_no_cell(run, bare_shell, capsys) -> None:
     assert "a dry run needs the whole cell" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("cell", ["%%time\ny = model(x)", "%%capture\n!true\n%time y = model(x)", "%time y = model(x)"])
+@pytest.mark.parametrize(
+    "cell", ["%%time\ny = model(x)", "%%capture\n!true\n%time y = model(x)", "%time y = model(x)"]
+)
 def test_names_in_the_code_of_other_magics_are_those_of_the_notebook(run, bare_shell, cell) -> None:
     bare_shell.run_cell("x = torch.ones(1000, 100, device='simgpu:0')")
     report = run("", cell).result

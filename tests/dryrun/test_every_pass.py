@@ -222,7 +222,9 @@ def test_the_peak_of_a_training_loop_is_that_of_all_its_steps(notebook, cell) ->
     report, told, real = both(cell, notebook)
     assert report.fits, report
     # How far a thread is ahead at the peak is up to the system: a batch or two.
-    assert told == pytest.approx(real, rel=0.01, abs=2 * notebook["data"].nbytes if "Thread" in cell else 0)
+    assert told == pytest.approx(
+        real, rel=0.01, abs=2 * notebook["data"].nbytes if "Thread" in cell else 0
+    )
 
 
 def test_a_run_that_is_stopped_by_its_time_leaves_the_verdict_open(notebook) -> None:

@@ -26,13 +26,17 @@ def report(peak: int, reserved: int | None = None, **more) -> DryRunReport:
     """Return a dry run with this peak on a device of `ROOM` bytes, which decides by what is reserved."""
     fits = (peak if reserved is None else reserved) <= ROOM
     held = {} if reserved is None else {"d:0": reserved}
-    told = DryRunReport("d:0", {"d:0": peak}, held, None, None, None, {}, fits, ROOM, complete=True, failure_line=3)
+    told = DryRunReport(
+        "d:0", {"d:0": peak}, held, None, None, None, {}, fits, ROOM, complete=True, failure_line=3
+    )
     return DryRunReport(**{**vars(told), **more})
 
 
 def search(needs: Callable[[int], int], now: int, segment: int = 1) -> DryRunReport:
     """Search where a value needs so many bytes, in whole segments."""
-    return fitting.search(lambda value: report(needs(value), -(-needs(value) // segment) * segment), "batch", now)
+    return fitting.search(
+        lambda value: report(needs(value), -(-needs(value) // segment) * segment), "batch", now
+    )
 
 
 @given(
@@ -46,13 +50,18 @@ def test_the_answer_fits_and_two_percent_more_does_not(now, base, each, segment,
     failing = found.search.smallest_failing
     assert fits[found.largest]
     assert found.largest < failing.value <= max(found.largest + 1, found.largest * 1.02)
-    assert found.peak["d:0"] == int(base + each * found.largest**power), "the report is of that value"
+    assert found.peak["d:0"] == int(base + each * found.largest**power), (
+        "the report is of that value"
+    )
     assert len(fits) <= fitting.MOST_RUNS
 
 
 def test_a_cell_that_needs_memory_in_proportion_takes_three_runs() -> None:
     found = search(lambda value: value * MIB, 5000)
-    assert (found.largest, [trial.value for trial in found.search.trials]) == (1024, [1024, 1044, 5000])
+    assert (found.largest, [trial.value for trial in found.search.trials]) == (
+        1024,
+        [1024, 1044, 5000],
+    )
 
 
 def test_a_value_that_changes_nothing_is_said_to() -> None:
@@ -76,25 +85,33 @@ def test_a_value_with_a_limit_fits_however_large() -> None:
 def test_where_what_is_free_lies_in_pieces_the_bracket_is_halved() -> None:
     """The line through what is allocated leads up, and that through what is reserved comes near by 2 % a run."""
 
-    found = fitting.search(lambda value: report(value * MIB, (1026 if value > 143 else 1000) * MIB), "batch", 256)
+    found = fitting.search(
+        lambda value: report(value * MIB, (1026 if value > 143 else 1000) * MIB), "batch", 256
+    )
     assert found.largest in (141, 142, 143)
     assert len(found.search.trials) <= 10
 
 
 def test_runs_that_were_made_before_are_not_made_again() -> None:
     known, values = {5000: report(5000 * MIB), 500: report(500 * MIB)}, list[int]()
-    found = fitting.search(lambda value: values.append(value) or report(value * MIB), "batch", 5000, known=known)
+    found = fitting.search(
+        lambda value: values.append(value) or report(value * MIB), "batch", 5000, known=known
+    )
     assert (found.largest, sorted(values)) == (1024, [1024, 1044])
 
 
 def test_not_even_one_fits() -> None:
     found = search(lambda value: 2 * ROOM + value, 8)
     assert found.largest is None
-    assert found.verdict.startswith("With batch = 1 it does not fit: needs 2.0 GiB, 1.0 GiB more than d:0 has")
+    assert found.verdict.startswith(
+        "With batch = 1 it does not fit: needs 2.0 GiB, 1.0 GiB more than d:0 has"
+    )
 
 
 @given(st.integers(1, 2000), st.integers(2, 300))
-def test_where_smaller_values_fail_and_larger_fit_the_answer_still_fits_and_its_neighbour_fails(now, stripe) -> None:
+def test_where_smaller_values_fail_and_larger_fit_the_answer_still_fits_and_its_neighbour_fails(
+    now, stripe
+) -> None:
     """How blocks fall into segments may let a larger batch fit where a smaller one does not."""
     found = search(lambda value: 2 * ROOM if value // stripe % 3 == 2 else value * MIB, now)
     fits = {trial.value: trial.fits for trial in found.search.trials}
@@ -106,15 +123,22 @@ def test_where_smaller_values_fail_and_larger_fit_the_answer_still_fits_and_its_
 def test_an_open_verdict_counts_as_not_shown_to_fit() -> None:
     def dry_run(value: int) -> DryRunReport:
         open_on = ((9, "if loss < best:"),) if value > 100 else ()
-        return report(value * MIB, fits=None if open_on else True, open_on=open_on, failure_line=None)
+        return report(
+            value * MIB, fits=None if open_on else True, open_on=open_on, failure_line=None
+        )
 
     found = fitting.search(dry_run, "batch", 64)
     assert 98 <= found.largest <= 100
-    assert f"{found.search.smallest_failing.value} may not: it depends on line 9 (`if loss < best:`)." in str(found)
+    assert (
+        f"{found.search.smallest_failing.value} may not: it depends on line 9 (`if loss < best:`)."
+        in str(found)
+    )
 
 
 @pytest.mark.parametrize(("most", "seen_in_one"), [(100, 100), (100, 120), (100, 150)])
-def test_all_scenarios_are_run_at_both_ends_of_the_answer_and_one_scenario_on_the_way(most, seen_in_one) -> None:
+def test_all_scenarios_are_run_at_both_ends_of_the_answer_and_one_scenario_on_the_way(
+    most, seen_in_one
+) -> None:
     whole, partly = [], []
 
     def dry_run(value: int) -> DryRunReport:
@@ -133,7 +157,9 @@ def test_all_scenarios_are_run_at_both_ends_of_the_answer_and_one_scenario_on_th
         assert len(whole) == 3
 
 
-def test_where_nothing_is_decided_by_values_runs_tell_figures_alone_and_the_answer_is_run_whole() -> None:
+def test_where_nothing_is_decided_by_values_runs_tell_figures_alone_and_the_answer_is_run_whole() -> (
+    None
+):
     whole, brief = [], []
     found = fitting.search(
         lambda value: whole.append(value) or report(value * MIB),
@@ -155,7 +181,11 @@ def test_a_value_with_which_the_cell_fails_otherwise_ends_the_search(bad) -> Non
 
     def dry_run(value: int) -> DryRunReport:
         runs.append(value)
-        failed = {"error": "the cell fails on line 2: RuntimeError: odd", "fits": None} if value >= bad else {}
+        failed = (
+            {"error": "the cell fails on line 2: RuntimeError: odd", "fits": None}
+            if value >= bad
+            else {}
+        )
         return report(value * MIB, **failed)
 
     found = fitting.search(dry_run, "batch", 64)
@@ -167,7 +197,9 @@ def test_a_value_with_which_the_cell_fails_otherwise_ends_the_search(bad) -> Non
 
 def test_a_cell_too_long_to_be_run_whole_is_run_once() -> None:
     runs = []
-    found = fitting.search(lambda value: runs.append(value) or report(0, complete=False, fits=None), "batch", 64)
+    found = fitting.search(
+        lambda value: runs.append(value) or report(0, complete=False, fits=None), "batch", 64
+    )
     assert runs == [64]
     assert found.verdict == "No largest batch found: with batch = 64 it did not run to the end"
 
@@ -177,7 +209,10 @@ def test_a_variable_of_the_notebook_is_varied(two_devices) -> None:
 
     namespace = {"torch": torch, "rows": 10}
     found = gpumagic.dry_run(
-        "x = torch.zeros(rows, 1 << 18, device='simgpu:0')", namespace, capacity="100MiB", fit="rows"
+        "x = torch.zeros(rows, 1 << 18, device='simgpu:0')",
+        namespace,
+        capacity="100MiB",
+        fit="rows",
     )
     assert found.largest == 100
     assert found.peak["simgpu:0"] == 100 * MIB
@@ -194,7 +229,10 @@ def test_training_cells_really_run_with_it_and_not_with_two_percent_more() -> No
     names = ["adamw, fused", "a convolutional network"]
     told = json.loads(
         subprocess.check_output(
-            [sys.executable, str(HERE / "measure_fit.py"), *names], cwd=HERE, text=True, stderr=subprocess.DEVNULL
+            [sys.executable, str(HERE / "measure_fit.py"), *names],
+            cwd=HERE,
+            text=True,
+            stderr=subprocess.DEVNULL,
         )
     )
     for name in names:
@@ -222,7 +260,9 @@ def within_the_host(most: int, each: int) -> Callable[[int], DryRunReport]:
     def dry_run(value: int) -> DryRunReport:
         if value <= most:
             return report(value * each)
-        return report(0, fits=None, complete=False, error=STOPPED, exceeds_host=True, failure_line=None)
+        return report(
+            0, fits=None, complete=False, error=STOPPED, exceeds_host=True, failure_line=None
+        )
 
     return dry_run
 

@@ -15,7 +15,9 @@ from gpumagic.worker import process
 
 MIB = 1 << 20
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no account of processes' memory")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="no account of processes' memory"
+)
 
 
 def answers(*taken: int) -> list[dict[str, Any]]:
@@ -39,7 +41,10 @@ def test_a_run_that_takes_more_than_half_of_what_is_free_is_stopped(monkeypatch)
     monkeypatch.setattr(devices, "available_memory", lambda: (256 * MIB, 1024 * MIB))
     stopped, small = answers(400 * MIB, 32 * MIB)
     assert stopped["exceeds_host"]
-    assert stopped["ended"] == "it takes more than 128.0 MiB of the host's memory, half of what is free"
+    assert (
+        stopped["ended"]
+        == "it takes more than 128.0 MiB of the host's memory, half of what is free"
+    )
     assert small["kept"] == 4
 
 

@@ -28,7 +28,12 @@ def notebook():
     """Return data of more than a mebibyte each."""
     torch.manual_seed(0)
     x = torch.randn(1 << 19)
-    return {"torch": torch, "x": x, "part": x.view(-1, 2)[:, 1], "table": np.asfortranarray(x.numpy().reshape(2, -1))}
+    return {
+        "torch": torch,
+        "x": x,
+        "part": x.view(-1, 2)[:, 1],
+        "table": np.asfortranarray(x.numpy().reshape(2, -1)),
+    }
 
 
 def descriptors() -> int:
@@ -45,11 +50,16 @@ def test_what_a_size_is_made_of_is_known(notebook, cell) -> None:
 
 
 @pytest.mark.parametrize("cell", [cell for name, cell in CELLS.items() if name != "a size"])
-def test_a_size_that_depends_on_what_had_no_room_leaves_the_verdict_open(notebook, monkeypatch, cell) -> None:
+def test_a_size_that_depends_on_what_had_no_room_leaves_the_verdict_open(
+    notebook, monkeypatch, cell
+) -> None:
     monkeypatch.setattr(parts, "ROOM", 1 << 20)
     report = gpumagic.dry_run(cell, notebook)
     assert report.fits is None, report
-    assert any("depends on what large tensors and arrays on the CPU hold" in each for each in report.unknown)
+    assert any(
+        "depends on what large tensors and arrays on the CPU hold" in each
+        for each in report.unknown
+    )
 
 
 def test_what_had_no_room_and_decides_nothing_leaves_it_as_it_is(notebook, monkeypatch) -> None:
@@ -66,7 +76,8 @@ def test_what_the_cell_writes_stays_in_the_dry_run(notebook) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts what Linux lists")
 @pytest.mark.parametrize(
-    "cell", ["y = x + 1", "import os; os.abort()", "import threading; threading.Event().wait(9)", "1 / 0"]
+    "cell",
+    ["y = x + 1", "import os; os.abort()", "import threading; threading.Event().wait(9)", "1 / 0"],
 )
 def test_nothing_of_it_stays_whatever_becomes_of_the_dry_run(notebook, cell) -> None:
     gpumagic.dry_run("1", notebook)

@@ -13,7 +13,9 @@ FORWARD = "y = model(x)\ny.sum().backward()"
 
 @pytest.fixture
 def notebook(two_devices) -> dict[str, object]:
-    model = torch.nn.Sequential(torch.nn.LazyLinear(256, device=DEVICE), torch.nn.LazyLinear(8, device=DEVICE))
+    model = torch.nn.Sequential(
+        torch.nn.LazyLinear(256, device=DEVICE), torch.nn.LazyLinear(8, device=DEVICE)
+    )
     return {"torch": torch, "model": model, "x": torch.zeros(64, 1024, device=DEVICE)}
 
 

@@ -112,7 +112,10 @@ drawn = (torch.rand(3).sum() + model[1].weight.sum()).item()
 def test_that_random_numbers_are_others_after_a_large_model_is_said() -> None:
     said = "random numbers that the cell draws on the host after its large weights are others than its own"
     build = "import torch\nm = torch.nn.Linear(16384, 16384)\n"
-    assert [said in dry_run(build + more).assumed for more in ("n = 1", "n = torch.rand(3)")] == [False, True]
+    assert [said in dry_run(build + more).assumed for more in ("n = 1", "n = torch.rand(3)")] == [
+        False,
+        True,
+    ]
 
 
 def test_a_model_that_a_function_returns_is_its_parameters() -> None:

@@ -23,9 +23,14 @@ from device import Accelerator
 import gpumagic
 from gpumagic.dryrun import client
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux's kernel is asked to keep a dry run in")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux's kernel is asked to keep a dry run in"
+)
 
-WAYS = ["namespaces", *(pytest.param(how, marks=pytest.mark.deep) for how in ("container", "user", "old"))]
+WAYS = [
+    "namespaces",
+    *(pytest.param(how, marks=pytest.mark.deep) for how in ("container", "user", "old")),
+]
 OUTSIDE = [
     name for name in ATTACKS
     if re.match("a (connection|datagram|program|process|shell|signal)|tracing", name)
@@ -49,7 +54,11 @@ def seen(request: pytest.FixtureRequest, results: dict[str, dict[str, Any]]) -> 
         paths = os.pathsep.join([str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, str(here / "attacks.py"), how]
         said = subprocess.run(
-            command, check=False, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}
+            command,
+            check=False,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": paths},
         )
         if said.returncode == 77:
             pytest.skip("this system gives nobody namespaces of users")
@@ -102,7 +111,9 @@ x = torch.ones(1000, device=device)
 """
 
 
-@pytest.mark.parametrize("cell", [SERVER_OF_ITS_OWN, ONE_PROCESS], ids=["a server of its own", "one process of gloo"])
+@pytest.mark.parametrize(
+    "cell", [SERVER_OF_ITS_OWN, ONE_PROCESS], ids=["a server of its own", "one process of gloo"]
+)
 def test_a_cell_reaches_itself(cell: str, device: Accelerator) -> None:
     """Where a dry run can have a network of its own, as this test's machine lets it."""
     report = gpumagic.dry_run(cell, {"torch": torch, "device": device.name}, device=device.name)
@@ -122,7 +133,9 @@ open(folder + b"seen", "w").close()
 """
 
 
-def test_the_report_tells_what_c_code_did_to_files_and_was_refused(tmp_path, device: Accelerator) -> None:
+def test_the_report_tells_what_c_code_did_to_files_and_was_refused(
+    tmp_path, device: Accelerator
+) -> None:
     """Where the dry run can have files of its own, as this test's machine lets it."""
     for name in "kept", "gone":
         (tmp_path / name).write_text("x")
@@ -160,14 +173,21 @@ DENIED = "PermissionError: [Errno 1] Operation not permitted: 'a_program'"
 @pytest.mark.parametrize(
     ("error", "verdict"),
     [
-        ("raise ValueError('none')", f"The cell may fail on line 7: ValueError: none (before that {REFUSED})"),
+        (
+            "raise ValueError('none')",
+            f"The cell may fail on line 7: ValueError: none (before that {REFUSED})",
+        ),
         ("subprocess.run(['a_program'])", f"The dry run stopped on line 7: {REFUSED} ({DENIED})"),
     ],
     ids=["another error", "the refusal itself"],
 )
-def test_a_cell_that_fails_after_a_refusal_is_told_its_error_and_what_was_refused(error, verdict, device) -> None:
+def test_a_cell_that_fails_after_a_refusal_is_told_its_error_and_what_was_refused(
+    error, verdict, device
+) -> None:
     names = {"torch": torch, "device": device.name}
-    assert gpumagic.dry_run(STARTS_A_PROGRAM + error, names, device=device.name).verdict.startswith(verdict)
+    assert gpumagic.dry_run(STARTS_A_PROGRAM + error, names, device=device.name).verdict.startswith(
+        verdict
+    )
 
 
 WITHOUT_FILES = """
@@ -186,14 +206,24 @@ IN_MEMORY = "import io\nfile = io.BytesIO()\ntorch.save(x.cpu(), file)\nfile.see
     ("cell", "verdict"),
     [
         (IN_MEMORY, "Fits: "),
-        ("torch.save(x, 'x.pt')\ntorch.load('x.pt')", "it writes the file x.pt, which a dry run does not do"),
-        ("torch.jit.trace(torch.nn.Linear(3, 3), torch.ones(1, 3)).save('m.pt')", "it writes a file, which a dry run"),
+        (
+            "torch.save(x, 'x.pt')\ntorch.load('x.pt')",
+            "it writes the file x.pt, which a dry run does not do",
+        ),
+        (
+            "torch.jit.trace(torch.nn.Linear(3, 3), torch.ones(1, 3)).save('m.pt')",
+            "it writes a file, which a dry run",
+        ),
     ],
     ids=["in memory", "a file", "a file by C"],
 )
-def test_a_cell_that_writes_is_not_said_to_fail_where_nothing_can_be_written(cell: str, verdict: str, tmp_path) -> None:
+def test_a_cell_that_writes_is_not_said_to_fail_where_nothing_can_be_written(
+    cell: str, verdict: str, tmp_path
+) -> None:
     here = Path(__file__).parent
-    paths = os.pathsep.join([str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = os.pathsep.join(
+        [str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     said = subprocess.run(
         [sys.executable, "-c", WITHOUT_FILES, cell], cwd=tmp_path, check=True, capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": paths},
@@ -226,7 +256,9 @@ def test_no_process_that_a_cell_starts_outlives_it(device: Accelerator) -> None:
 def test_no_process_that_a_cell_starts_outlives_the_worker(device: Accelerator) -> None:
     """As after Ctrl-C, which ends it."""
     names = {"torch": torch, "device": device.name, "waits": True}
-    cell = threading.Thread(target=gpumagic.dry_run, args=(LEAVES_A_PROCESS, names), kwargs={"device": device.name})
+    cell = threading.Thread(
+        target=gpumagic.dry_run, args=(LEAVES_A_PROCESS, names), kwargs={"device": device.name}
+    )
     cell.start()
     _wait_until_left_behind(1)
     client.close()
@@ -237,7 +269,9 @@ def test_no_process_that_a_cell_starts_outlives_the_worker(device: Accelerator) 
 @pytest.mark.deep
 def test_no_process_that_a_cell_starts_outlives_its_notebook() -> None:
     names = "dict(torch=torch, device='cuda:0', waits=True)"
-    code = f"import gpumagic, torch\ngpumagic.dry_run({LEAVES_A_PROCESS!r}, {names}, capacity='1GiB')"
+    code = (
+        f"import gpumagic, torch\ngpumagic.dry_run({LEAVES_A_PROCESS!r}, {names}, capacity='1GiB')"
+    )
     notebook = subprocess.Popen([sys.executable, "-c", code])
     _wait_until_left_behind(1)
     notebook.kill()
@@ -268,11 +302,17 @@ kept = [torch.empty(batch, total // 512, dtype=torch.uint8, device=device) for _
 """
 
 
-def test_a_cell_that_posts_and_runs_out_of_memory_has_posted_once(bare_shell, device: Accelerator, warm_worker) -> None:
+def test_a_cell_that_posts_and_runs_out_of_memory_has_posted_once(
+    bare_shell, device: Accelerator, warm_worker
+) -> None:
     bare_shell.config.GPUMagic.advice_seconds = 4.0
     bare_shell.run_line_magic("load_ext", "gpumagic")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        names = {"device": device.name, "total": device.torch.mem_get_info(0)[1], "port": server.getsockname()[1]}
+        names = {
+            "device": device.name,
+            "total": device.torch.mem_get_info(0)[1],
+            "port": server.getsockname()[1],
+        }
         bare_shell.user_ns.update(torch=torch, **names)
         bare_shell.run_cell(f"%%oomguard -o report\n{POSTS}", store_history=True)
         connections = 0

@@ -250,7 +250,11 @@ GOES_BACK = {
     "backward through an earlier cell's graph", "a step after an earlier cell's graph",
     "backward to a leaf of another class",
 }  # fmt: skip
-BY_VALUES = {"backward through a sparse product", "a product on the device", "a sparse embedding's step"}
+BY_VALUES = {
+    "backward through a sparse product",
+    "a product on the device",
+    "a sparse embedding's step",
+}
 """Where kernels count elements, so that nothing is certain: on an H200 the first took 4 MiB more than was told."""
 REFUSED = {
     "what is typed": "n = int(input('How many? '))",
@@ -284,7 +288,12 @@ NEW = {
 @pytest.fixture
 def notebook(device: Any, tmp_path: Any) -> Iterator[dict[str, Any]]:
     """Return the variables of a notebook in which all of it lives."""
-    names: dict[str, Any] = {"__name__": "__main__", "DEVICE": device.name, "OTHER": device.other, "FOLDER": tmp_path}
+    names: dict[str, Any] = {
+        "__name__": "__main__",
+        "DEVICE": device.name,
+        "OTHER": device.other,
+        "FOLDER": tmp_path,
+    }
     exec(NOTEBOOK, names)
     yield names
     names["logger"].removeHandler(names["handler"])
@@ -299,7 +308,9 @@ def test_there_are_thirty_cells() -> None:
 
 
 @pytest.mark.parametrize("name", sample(CELLS, 3))
-def test_a_cell_needs_what_it_then_takes(device: Any, notebook: Any, tmp_path: Any, name: str) -> None:
+def test_a_cell_needs_what_it_then_takes(
+    device: Any, notebook: Any, tmp_path: Any, name: str
+) -> None:
     cell = textwrap.dedent(CELLS[name]).strip()
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     report = gpumagic.dry_run(cell, notebook, device=device.name)
@@ -315,26 +326,37 @@ def test_a_cell_needs_what_it_then_takes(device: Any, notebook: Any, tmp_path: A
     else:
         assert report.peak[device.name] == pytest.approx(real, rel=0.1)
         assert not report.certain
-        assert "what a backward pass takes in graphs of earlier cells besides gradients" in report.unknown
+        assert (
+            "what a backward pass takes in graphs of earlier cells besides gradients"
+            in report.unknown
+        )
 
 
 @pytest.mark.parametrize("cell", NOW.values(), ids=NOW)
-def test_a_cell_that_runs_in_a_notebook_runs_in_a_dry_run(device: Any, notebook: Any, cell: str) -> None:
+def test_a_cell_that_runs_in_a_notebook_runs_in_a_dry_run(
+    device: Any, notebook: Any, cell: str
+) -> None:
     report = gpumagic.dry_run(cell, notebook, device=device.name)
     assert (report.fits, report.error) == (True, None)
 
 
 @pytest.mark.parametrize("cell", REFUSED.values(), ids=REFUSED)
-def test_what_it_stands_for_is_said_where_it_is_really_used(device: Any, notebook: Any, cell: str) -> None:
+def test_what_it_stands_for_is_said_where_it_is_really_used(
+    device: Any, notebook: Any, cell: str
+) -> None:
     report = gpumagic.dry_run(cell, notebook, device=device.name)
     assert report.fits is None
-    assert "which cannot be sent to a dry run" in (report.error or "") or "it asks for input" in (report.error or "")
+    assert "which cannot be sent to a dry run" in (report.error or "") or "it asks for input" in (
+        report.error or ""
+    )
 
 
 def test_fake_tensors_do_not_know_what_sparse_ones_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(targets.VARIABLE, targets.FAKE)
     names = {"graph": torch.eye(64).to_sparse(), "__name__": "__main__"}
-    cell = "import torch\ny = graph @ torch.ones(64, 8)\ny = graph.cuda() @ torch.ones(64, 8).cuda()"
+    cell = (
+        "import torch\ny = graph @ torch.ones(64, 8)\ny = graph.cuda() @ torch.ones(64, 8).cuda()"
+    )
     report = gpumagic.dry_run(cell, names, device="cuda:0", capacity=1 << 30)
     assert report.error == (
         "the dry run stopped on line 3: it uses a sparse tensor on the device, and what its kernels take is not known"
@@ -342,10 +364,17 @@ def test_fake_tensors_do_not_know_what_sparse_ones_take(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("cell", NEW.values(), ids=NEW)
-def test_a_name_that_the_cell_binds_anew_may_be_on_another_device(two_devices: list[str], cell: str) -> None:
+def test_a_name_that_the_cell_binds_anew_may_be_on_another_device(
+    two_devices: list[str], cell: str
+) -> None:
     names = {"__name__": "__main__", "DEVICE": "cuda:0"}
     exec(f"import torch\nx = torch.ones(4, device={two_devices[0]!r})", names)
     assert gpumagic.dry_run(cell, names, capacity=1 << 30, device="cuda:0").fits is True
     for used in "y = x + 1", "y = torch.relu(x)", "y = x.cpu()":
-        report = gpumagic.dry_run(f"{used}\nx = torch.ones(4, device=DEVICE)", names, capacity=1 << 30, device="cuda:0")
-        assert "stopped on line 1: it uses a tensor on simgpu:0 (make it on cuda in the cell)" in report.error
+        report = gpumagic.dry_run(
+            f"{used}\nx = torch.ones(4, device=DEVICE)", names, capacity=1 << 30, device="cuda:0"
+        )
+        assert (
+            "stopped on line 1: it uses a tensor on simgpu:0 (make it on cuda in the cell)"
+            in report.error
+        )

@@ -80,7 +80,10 @@ def test_each_part_has_the_bytes_that_it_has_by_hand(names) -> None:
 
 def test_the_highest_point_is_the_peak_with_its_parts(names) -> None:
     report = gpumagic.dry_run("\n".join(LINES), names)
-    highest = max((each for each in report.timeline if each.device == report.device), key=lambda each: each.allocated)
+    highest = max(
+        (each for each in report.timeline if each.device == report.device),
+        key=lambda each: each.allocated,
+    )
     assert highest.allocated == report.peak[report.device]
     assert highest.parts == report.breakdown
     assert highest.line == report.line
@@ -97,7 +100,9 @@ def test_a_device_with_little_is_not_thinned_away_by_one_with_much() -> None:
     """Of thousands of changes some hundred points a device are told, the highest and the last among them."""
     from gpumagic.worker.fake.allocator import Allocator, FakeAccount, FakeLedger
 
-    ledger = FakeLedger([FakeAccount(allocator=Allocator(None, cuts_to_size=True)) for _ in range(2)])
+    ledger = FakeLedger(
+        [FakeAccount(allocator=Allocator(None, cuts_to_size=True)) for _ in range(2)]
+    )
     ledger.start()
     for key in range(3000):
         ledger.take(key, 0, 512)

@@ -10,7 +10,9 @@ import torch
 from gpumagic.worker.passes import Passes
 
 
-def run(source: str, names: dict[str, object] | None = None) -> tuple[list[tuple[str, int, int | None]], dict]:
+def run(
+    source: str, names: dict[str, object] | None = None
+) -> tuple[list[tuple[str, int, int | None]], dict]:
     """Return what is told of the loops when the code has ended or failed, and its names."""
     passes = Passes("<cell>", {"<cell>": source})
     names = {} if names is None else names
@@ -18,7 +20,9 @@ def run(source: str, names: dict[str, object] | None = None) -> tuple[list[tuple
     try:
         exec(passes.compiled(source, "<cell>"), names)
     except Exception as error:
-        running = [(each.filename, each.lineno) for each in traceback.extract_tb(error.__traceback__)]
+        running = [
+            (each.filename, each.lineno) for each in traceback.extract_tb(error.__traceback__)
+        ]
     return passes.counts(running), names
 
 
@@ -134,7 +138,9 @@ def test_functions_of_other_cells_are_counted_and_told_by_name() -> None:
     train.__code__ = passes.find_code(train.__code__)
     with pytest.raises(ZeroDivisionError) as failed:
         train(9)
-    running = [(each.filename, each.lineno) for each in traceback.extract_tb(failed.value.__traceback__)]
+    running = [
+        (each.filename, each.lineno) for each in traceback.extract_tb(failed.value.__traceback__)
+    ]
     assert passes.counts(running) == [("train, line 2", 3, 9)]
 
 

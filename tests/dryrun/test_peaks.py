@@ -69,5 +69,7 @@ def test_the_parts_add_up_to_the_peak(measured, names) -> None:
 @pytest.mark.parametrize("names", sample_and_all(CELLS, SPREAD))
 def test_a_cell_whose_need_is_met_to_the_segment_is_mostly_said_to_fit(measured, names) -> None:
     """Caution has a price: the dry run may say no to what fits, where segments lie better than it thinks."""
-    told = [(told["fits"], real["fits"]) for name in names for told, real in measured[name]["tight"]]
+    told = [
+        (told["fits"], real["fits"]) for name in names for told, real in measured[name]["tight"]
+    ]
     assert sum(one == other for one, other in told) >= 0.8 * len(told), told

@@ -9,8 +9,13 @@ import gpumagic
 from gpumagic.errors import DryRunUnavailable
 
 pytestmark = [
-    pytest.mark.skipif(torch.version.cuda is not None, reason="tests/cuda/test_ranks.py has what CUDA builds do"),
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch was built without torch.distributed"),
+    pytest.mark.skipif(
+        torch.version.cuda is not None, reason="tests/cuda/test_ranks.py has what CUDA builds do"
+    ),
+    pytest.mark.skipif(
+        not torch.distributed.is_available(),
+        reason="this torch was built without torch.distributed",
+    ),
 ]
 JOIN = """
 import os, torch.distributed as dist
@@ -33,5 +38,7 @@ def test_a_group_of_one_process_waits_for_nobody() -> None:
 @pytest.mark.parametrize("ranks", [8, None])
 def test_ranks_take_a_cuda_build(ranks: int | None) -> None:
     code = "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=8)"
-    with pytest.raises(DryRunUnavailable, match="that takes a CUDA build of torch, which needs no GPU"):
+    with pytest.raises(
+        DryRunUnavailable, match="that takes a CUDA build of torch, which needs no GPU"
+    ):
         gpumagic.dry_run(code, {}, gpu="T4", ranks=ranks)

@@ -17,7 +17,10 @@ def test_the_peaks_are_within_one_percent() -> None:
     pytest.importorskip("transformers")
     measured = json.loads(
         subprocess.check_output(
-            [sys.executable, str(HERE / "measure.py"), *TRANSFORMERS], cwd=HERE, text=True, stderr=subprocess.DEVNULL
+            [sys.executable, str(HERE / "measure.py"), *TRANSFORMERS],
+            cwd=HERE,
+            text=True,
+            stderr=subprocess.DEVNULL,
         )
     )
     for name, found in measured.items():

@@ -37,14 +37,20 @@ def test_a_size_that_the_device_decides_leaves_the_verdict_open(before, cell) ->
     assert report.verdict.startswith(("May not fit: it depends on line ", stopped))
 
 
-def test_a_loop_that_may_not_end_leaves_the_verdict_open_and_nothing_is_said_to_depend_on_it() -> None:
+def test_a_loop_that_may_not_end_leaves_the_verdict_open_and_nothing_is_said_to_depend_on_it() -> (
+    None
+):
     before = "x = torch.ones(2000, device='simgpu:0'); kept = []"
     cell = "while x.norm() > 1e-3:\n    x = x * 0.9\n    kept.append(torch.zeros(1 << 16, device='simgpu:0'))"
     report = dry_run(before, cell)
     assert (report.fits, report.complete) == (None, False)
     line = "line 1 (`x.norm() > 1e-3`)"
-    assert report.verdict.startswith(f"May not fit: with other values of {line} it did not run to the end; it needs ")
-    assert any(f"may depend on values on the device, read in {line}" in each for each in report.unknown)
+    assert report.verdict.startswith(
+        f"May not fit: with other values of {line} it did not run to the end; it needs "
+    )
+    assert any(
+        f"may depend on values on the device, read in {line}" in each for each in report.unknown
+    )
 
 
 def test_of_a_loop_that_only_values_end_and_that_keeps_nothing_a_few_turns_count() -> None:
@@ -88,7 +94,10 @@ def test_checks_that_a_library_makes_one_after_the_other_are_taken_to_hold() -> 
     report = dry_run("x = torch.zeros(1 << 18, device='simgpu:0')", cell)
     assert (report.error, report.fits) == (None, True), report
     assert report.devices[0].peak - report.devices[0].before >= 5 << 20
-    assert any("torch.distributions.Normal(x, x.exp())` is taken to be True" in each for each in report.assumed)
+    assert any(
+        "torch.distributions.Normal(x, x.exp())` is taken to be True" in each
+        for each in report.assumed
+    )
 
 
 def test_a_mask_is_taken_to_select_everything_which_is_the_most() -> None:

@@ -32,7 +32,9 @@ def imported(tmp_path: Path, monkeypatch) -> Any:
 
         def noted(self, request, variants):
             outcomes = ask(self, request, variants)
-            told.append([name for each in outcomes for name in each["imported"] if name == "a_package"])
+            told.append(
+                [name for each in outcomes for name in each["imported"] if name == "a_package"]
+            )
             return outcomes
 
         monkeypatch.setattr(client.Worker, "ask", noted)
@@ -56,7 +58,9 @@ def test_a_package_that_starts_a_thread_stays_out_of_the_process_that_forks(impo
     assert imported(STARTS_A_THREAD) == [["a_package"], ["a_package"]]
 
 
-def test_a_package_that_starts_a_thread_stays_out_also_where_it_would_be_preloaded(imported, monkeypatch) -> None:
+def test_a_package_that_starts_a_thread_stays_out_also_where_it_would_be_preloaded(
+    imported, monkeypatch
+) -> None:
     monkeypatch.setattr(run, "_PRELOADED", frozenset({"a_package"}))
     assert imported(STARTS_A_THREAD) == [["a_package"], ["a_package"]]
 
@@ -78,22 +82,26 @@ assert "torch._dynamo" in sys.modules
 """
 
 
-def test_a_step_of_an_optimizer_imports_no_compiler_and_what_asks_for_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_PRELOADED", frozenset())  # else what other tests have imported is there
+def test_a_step_of_an_optimizer_imports_no_compiler_and_what_asks_for_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        run, "_PRELOADED", frozenset()
+    )  # else what other tests have imported is there
     client.close()
     assert gpumagic.dry_run(TRAINS, {}, device="cuda:0", capacity=2**30).error is None
 
 
-def test_mpi_which_starts_a_daemon_or_ends_the_process_is_not_there(tmp_path: Path, monkeypatch) -> None:
+def test_mpi_which_starts_a_daemon_or_ends_the_process_is_not_there(
+    tmp_path: Path, monkeypatch
+) -> None:
     """As Lightning finds it, which looks for MPI wherever `mpi4py` is installed."""
     folder = tmp_path / "site-packages" / "mpi4py"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("", encoding="utf-8")
     (folder / "MPI.py").write_text("import os\nos._exit(1)", encoding="utf-8")
     monkeypatch.syspath_prepend(str(folder.parent))
-    code = (
-        "import torch\ntry:\n    from mpi4py import MPI\nexcept ImportError:\n    x = torch.ones(1000, device='cuda')"
-    )
+    code = "import torch\ntry:\n    from mpi4py import MPI\nexcept ImportError:\n    x = torch.ones(1000, device='cuda')"  # noqa: E501
     report = gpumagic.dry_run(code, {}, device="cuda:0", capacity=2**30)
     assert (report.error, report.peak) == (None, {"cuda:0": 4096})
 
@@ -118,8 +126,11 @@ def test_what_a_library_has_put_into_a_class_of_the_notebook_finds_the_librarys_
     monkeypatch.syspath_prepend(str(folder))
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(
-        "import torch, a_library\n@a_library.define\nclass Held:\n    size = 0\nheld = Held()\nheld.size = 1000", names
+        "import torch, a_library\n@a_library.define\nclass Held:\n    size = 0\nheld = Held()\nheld.size = 1000",
+        names,
     )
-    report = gpumagic.dry_run("x = torch.ones(held.size, device='cuda')", names, device="cuda:0", capacity=2**30)
+    report = gpumagic.dry_run(
+        "x = torch.ones(held.size, device='cuda')", names, device="cuda:0", capacity=2**30
+    )
     assert (report.error, report.peak) == (None, {"cuda:0": 4096})
     sys.modules.pop("a_library")

@@ -38,7 +38,9 @@ def torches(tmp_path_factory: pytest.TempPathFactory) -> Path:
         package = folder / cuda / "torch"
         (package / "lib").mkdir(parents=True)
         (package / "__init__.py").touch()
-        (package / "version.py").write_text(VERSION.format(cuda="None" if cuda == "none" else repr(cuda)))
+        (package / "version.py").write_text(
+            VERSION.format(cuda="None" if cuda == "none" else repr(cuda))
+        )
         if cuda != "none":
             source = folder / "asks.c"
             source.write_text(ASKS)
@@ -68,7 +70,9 @@ class Command:
             "HOME": str(cache),
         }
 
-    def __call__(self, *arguments: str, start: tuple[str, ...] = ("-m", "gpumagic.fakecuda"), **more: str):
+    def __call__(
+        self, *arguments: str, start: tuple[str, ...] = ("-m", "gpumagic.fakecuda"), **more: str
+    ):
         return subprocess.run(
             [sys.executable, *start, *arguments], env={**self.environment, **more}, capture_output=True, text=True,
             check=False, timeout=120,
@@ -107,7 +111,11 @@ def compiled(torches: Path, tmp_path_factory: pytest.TempPathFactory) -> Command
 
 
 def test_it_is_compiled_once_and_needs_no_compiler_again(compiled: Command) -> None:
-    (home,) = [path for path in Path(compiled.environment["XDG_CACHE_HOME"]).glob("*/fakecuda/*") if path.is_dir()]
+    (home,) = [
+        path
+        for path in Path(compiled.environment["XDG_CACHE_HOME"]).glob("*/fakecuda/*")
+        if path.is_dir()
+    ]
     made = sorted((path.name, path.stat().st_mtime_ns) for path in home.iterdir())
     asks = "import ctypes; print(ctypes.CDLL(None).cudaNeverWritten(), ctypes.CDLL(None).fakecuda_syncs())"
     again = compiled("--", sys.executable, "-c", asks, CC="/not/there", PATH="")
@@ -118,7 +126,9 @@ def test_it_is_compiled_once_and_needs_no_compiler_again(compiled: Command) -> N
     assert wanted <= {name for name, _ in made}
 
 
-def test_an_interrupted_compile_leaves_nothing_behind(command: Command, tmp_path: Path, tools: Path) -> None:
+def test_an_interrupted_compile_leaves_nothing_behind(
+    command: Command, tmp_path: Path, tools: Path
+) -> None:
     home = tmp_path / "cache/gpumagic/fakecuda"
     compiler = tmp_path / "compiler"
     for signal, left in (("INT", 0), ("KILL", 1)):
@@ -136,24 +146,37 @@ def test_an_interrupted_compile_leaves_nothing_behind(command: Command, tmp_path
 
 def test_without_torch(command: Command) -> None:
     told = command.refusal(start=("-c", NO_TORCH))
-    assert told == "gpumagic: fakecuda needs torch, and there is none here; install it with: pip install torch"
+    assert (
+        told
+        == "gpumagic: fakecuda needs torch, and there is none here; install it with: pip install torch"
+    )
 
 
 def test_with_a_cpu_build_of_torch(torches: Path, tmp_path: Path, tools: Path) -> None:
     told = Command(torches / "none", tmp_path / "cache", tools).refusal()
-    assert told.startswith("gpumagic: fakecuda runs torch's CUDA build, and torch 2.99.0 here is none; pip takes one")
+    assert told.startswith(
+        "gpumagic: fakecuda runs torch's CUDA build, and torch 2.99.0 here is none; pip takes one"
+    )
     assert not (tmp_path / "cache").exists()
 
 
-def test_with_a_torch_for_a_cuda_that_is_not_stood_in_for(torches: Path, tmp_path: Path, tools: Path) -> None:
+def test_with_a_torch_for_a_cuda_that_is_not_stood_in_for(
+    torches: Path, tmp_path: Path, tools: Path
+) -> None:
     told = Command(torches / "11.8", tmp_path / "cache", tools).refusal()
-    assert told == "gpumagic: fakecuda stands in for CUDA 12 and 13, and torch 2.99.0 here is built for CUDA 11.8"
+    assert (
+        told
+        == "gpumagic: fakecuda stands in for CUDA 12 and 13, and torch 2.99.0 here is built for CUDA 11.8"
+    )
 
 
 @pytest.mark.parametrize(
-    ("missing", "remedy"), [(("cc", "gcc"), "`apt install gcc`"), (("nm",), "nm; install it: `apt install binutils`")]
+    ("missing", "remedy"),
+    [(("cc", "gcc"), "`apt install gcc`"), (("nm",), "nm; install it: `apt install binutils`")],
 )
-def test_without_a_tool(command: Command, tools: Path, missing: tuple[str, ...], remedy: str) -> None:
+def test_without_a_tool(
+    command: Command, tools: Path, missing: tuple[str, ...], remedy: str
+) -> None:
     for name in missing:
         (tools / name).unlink()
     assert command.refusal().endswith(remedy)
@@ -175,11 +198,15 @@ def test_where_nothing_can_be_kept(command: Command, tmp_path: Path) -> None:
 
 
 def test_in_a_folder_whose_path_the_loader_would_split(command: Command, tmp_path: Path) -> None:
-    assert "LD_PRELOAD takes no path with a space" in command.refusal(XDG_CACHE_HOME=str(tmp_path / "a cache"))
+    assert "LD_PRELOAD takes no path with a space" in command.refusal(
+        XDG_CACHE_HOME=str(tmp_path / "a cache")
+    )
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_from_a_folder_that_others_can_write_to(request: pytest.FixtureRequest, tmp_path: Path, fresh: bool) -> None:
+def test_from_a_folder_that_others_can_write_to(
+    request: pytest.FixtureRequest, tmp_path: Path, fresh: bool
+) -> None:
     command = request.getfixturevalue("command" if fresh else "compiled")
     if not fresh:
         shutil.copytree(command.environment["XDG_CACHE_HOME"], tmp_path / "cache", symlinks=True)
@@ -193,7 +220,9 @@ def test_from_a_folder_that_others_can_write_to(request: pytest.FixtureRequest, 
     )
     home.chmod(0o700)
     home.parent.chmod(0o777)
-    assert command.refusal(XDG_CACHE_HOME=str(tmp_path / "cache")).endswith("and replace what is in it")
+    assert command.refusal(XDG_CACHE_HOME=str(tmp_path / "cache")).endswith(
+        "and replace what is in it"
+    )
 
 
 # The command
@@ -206,22 +235,35 @@ def test_from_a_folder_that_others_can_write_to(request: pytest.FixtureRequest, 
         (("--gpu", "Radeon"), "'Radeon' is not a GPU that is known here; there are T4, L4, A10G"),
         (("--devices", "17"), "17 devices are not possible; ask for 0 to 16"),
         (("--devices", "-1"), "-1 devices are not possible; ask for 0 to 16"),
-        (("--gpu", "T4", "--gpu", "L4", "--devices", "3"), "3 devices cannot be made of 2 GPUs; name one, or one for"),
-        (("--capacity", "much"), "'much' is not a size; write bytes or a unit: 4096, 100MiB, 1.5GiB"),
+        (
+            ("--gpu", "T4", "--gpu", "L4", "--devices", "3"),
+            "3 devices cannot be made of 2 GPUs; name one, or one for",
+        ),
+        (
+            ("--capacity", "much"),
+            "'much' is not a size; write bytes or a unit: 4096, 100MiB, 1.5GiB",
+        ),
         (("--others", "-3"), "'-3' is not a size"),
     ],
 )
-def test_a_wrong_argument_is_one_line(command: Command, arguments: tuple[str, ...], told: str) -> None:
+def test_a_wrong_argument_is_one_line(
+    command: Command, arguments: tuple[str, ...], told: str
+) -> None:
     assert command.refusal(*arguments, "--", "true").startswith(f"gpumagic: {told}")
 
 
 def test_a_command_that_is_not_there_is_one_line(command: Command) -> None:
-    assert command.refusal("--", "no-such-command") == "gpumagic: no-such-command: No such file or directory"
+    assert (
+        command.refusal("--", "no-such-command")
+        == "gpumagic: no-such-command: No such file or directory"
+    )
 
 
 def test_the_command_ends_as_it_would_alone(compiled: Command) -> None:
     assert compiled("--", sys.executable, "-c", "raise SystemExit(7)").returncode == 7
-    interrupted = compiled("--", sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    interrupted = compiled(
+        "--", sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    )
     assert interrupted.returncode == -2
     assert "KeyboardInterrupt" in interrupted.stderr
 

@@ -16,7 +16,9 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = None if torch.cuda.is_available() else "no CUDA device: torch.cuda.is_available() is False"
+    missing = (
+        None if torch.cuda.is_available() else "no CUDA device: torch.cuda.is_available() is False"
+    )
     for item in items:
         if HERE not in item.path.parents:
             continue
@@ -25,4 +27,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if missing:
             item.add_marker(pytest.mark.skip(reason=missing))
         elif needs and fakecuda.is_enabled():
-            item.add_marker(pytest.mark.skip(reason=f"not on the fake runtime: it has no {needs.args[0]}"))
+            item.add_marker(
+                pytest.mark.skip(reason=f"not on the fake runtime: it has no {needs.args[0]}")
+            )

@@ -48,7 +48,10 @@ def taken(run: Callable[[], object]) -> tuple[Any, int, int]:
 
 def convolution(row: Row) -> dict[str, int]:
     """Run a convolution and both gradients; `operands` and `result` are bytes of what is there besides."""
-    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = bool(row["tf32"]), bool(row["benchmark"])
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = (
+        bool(row["tf32"]),
+        bool(row["benchmark"]),
+    )
     dims, into, out, groups = row["dims"], row["into"], row["out"], row["groups"]
     made: Any = {"device": "cuda", "dtype": getattr(torch, row["dtype"])}
     x = torch.randn(row["images"], into, *[row["size"]] * dims, **made)
@@ -61,7 +64,10 @@ def convolution(row: Row) -> dict[str, int]:
     y, forward, _ = taken(lambda: torch.ops.aten.convolution(x, weight, *rest))
     found = {"forward": forward, "operands": x.nbytes + weight.nbytes, "result": y.nbytes}
     gradient = torch.randn_like(y)
-    for name, mask in (("images_gradient", [True, False, False]), ("weight_gradient", [False, True, False])):
+    for name, mask in (
+        ("images_gradient", [True, False, False]),
+        ("weight_gradient", [False, True, False]),
+    ):
         _, found[name], _ = taken(
             lambda mask=mask: torch.ops.aten.convolution_backward(gradient, x, weight, *rest, mask)  # type: ignore[misc]
         )
@@ -72,7 +78,11 @@ def recurrent(row: Row) -> dict[str, int]:
     """Run a recurrent network forward, and backward where it trains."""
     dropout = row["dropout"] if row["layers"] > 1 else 0.0
     net = getattr(nn, row["cell"])(
-        row["into"], row["hidden"], row["layers"], bidirectional=bool(row["both_ways"]), dropout=dropout
+        row["into"],
+        row["hidden"],
+        row["layers"],
+        bidirectional=bool(row["both_ways"]),
+        dropout=dropout,
     )
     net = net.cuda().to(getattr(torch, row["dtype"])).train(bool(row["training"]))
     shape = (row["steps"], row["batch"], row["into"])
@@ -90,7 +100,10 @@ RUN = {"convolutions": convolution, "recurrent": recurrent}
 def main() -> None:
     """Measure each row anew and write the tables."""
     for table, run in RUN.items():
-        found = [{**row, **{key: run(row).get(key, "") for key in MEASURED[table]}} for row in rows(table)]
+        found = [
+            {**row, **{key: run(row).get(key, "") for key in MEASURED[table]}}
+            for row in rows(table)
+        ]
         with (HERE / f"{table}.csv").open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, list(found[0]), lineterminator="\n")
             writer.writeheader()

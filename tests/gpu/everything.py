@@ -63,7 +63,10 @@ def main(arguments: list[str]) -> int:
     chosen = [each for each in arguments if "/" not in each] or list(PARTS)
     report = Report(chosen)
     room = Room(torch.cuda.get_device_properties(0).total_memory - 4 * GIB)
-    for names in ([each for each in chosen if each in ALONE], [each for each in chosen if each not in ALONE]):
+    for names in (
+        [each for each in chosen if each in ALONE],
+        [each for each in chosen if each not in ALONE],
+    ):
         jobs = [(name, job) for name in names for job in PARTS[name]()]
         with ThreadPoolExecutor(LANES if names and names[0] not in ALONE else 1) as pool:
             started = {pool.submit(_run, job, room, logs): (name, job) for name, job in jobs}
@@ -108,7 +111,9 @@ class Report:
         try:
             lines = job.read(status, said)
         except Exception as error:
-            lines = [f"FAILED {job.name}: {type(error).__name__}: {error}; it said: {' '.join(said[-2:])[:300]}"]
+            lines = [
+                f"FAILED {job.name}: {type(error).__name__}: {error}; it said: {' '.join(said[-2:])[:300]}"
+            ]
         self.failed |= any(each.startswith("FAILED") for each in lines)
         self._lines[part] = sorted([*self._lines[part], *lines])
         print(f"=== {part}: {job.name}, {seconds:.0f} s", *lines, sep="\n", flush=True)
@@ -123,24 +128,36 @@ def _write(text: str) -> None:
     if not fakecuda.is_enabled():
         page = RESULTS.read_text(encoding="utf-8")
         before, _, rest = page.partition(BEGIN)
-        RESULTS.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        RESULTS.write_text(
+            f"{before}{BEGIN}\n\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8"
+        )
 
 
 def _machine() -> str:
-    cards = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    cards = [
+        torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())
+    ]
     found = ", ".join(f"{each.name} with {each.total_memory / 2**20:.0f} MiB" for each in cards)
     driver = "none" if fakecuda.is_enabled() else subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"],
         capture_output=True, text=True, check=False,
     ).stdout.strip()  # fmt: skip
     today = dt.datetime.now(tz=dt.timezone.utc).date()
-    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}"
+    versions = (
+        f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}"
+    )
     return f"{today}: {found}; driver {driver or 'not known'}; {versions}, {platform.system()}.\n"
 
 
 def _run(job: Job, room: Room, logs: Path) -> tuple[int, list[str], float]:
     """Return the exit status of a job, the lines that it prints, and its seconds."""
-    shared = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "gpu"), str(CUDA), os.environ.get("PYTHONPATH", "")]
+    shared = [
+        str(ROOT),
+        str(ROOT / "tests"),
+        str(ROOT / "tests" / "gpu"),
+        str(CUDA),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(shared), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "2",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1", **job.environment,  # a process that forks must not have asked CUDA
@@ -163,13 +180,28 @@ def _run(job: Job, room: Room, logs: Path) -> tuple[int, list[str], float]:
 
 
 def _pytest(name: str, *arguments: str, **environment: str) -> Job:
-    return Job(name, ("-m", "pytest", "-p", "no:cacheprovider", *arguments), _told_by_pytest, environment=environment)
+    return Job(
+        name,
+        ("-m", "pytest", "-p", "no:cacheprovider", *arguments),
+        _told_by_pytest,
+        environment=environment,
+    )
 
 
 def _told_by_pytest(status: int, said: list[str]) -> list[str]:
-    last = next((line for line in reversed(said) if re.search(r"\d+ (passed|failed|skipped|error)", line)), "")
-    wrong = [line.split(" - ")[0].split(" ", 1)[1] for line in said if line.startswith(("FAILED", "ERROR"))]
-    return [f"{'FAILED' if status else 'ok'}: {last.strip('= ')}", *(f"FAILED {each}" for each in wrong)]
+    last = next(
+        (line for line in reversed(said) if re.search(r"\d+ (passed|failed|skipped|error)", line)),
+        "",
+    )
+    wrong = [
+        line.split(" - ")[0].split(" ", 1)[1]
+        for line in said
+        if line.startswith(("FAILED", "ERROR"))
+    ]
+    return [
+        f"{'FAILED' if status else 'ok'}: {last.strip('= ')}",
+        *(f"FAILED {each}" for each in wrong),
+    ]
 
 
 def _tests() -> list[Job]:
@@ -190,7 +222,16 @@ def _benchmarks() -> list[Job]:
     return [
         Job(
             f"benchmark of {name}",
-            ("-m", "pytest", "-p", "no:cacheprovider", "-m", "benchmark", "-s", f"tests/benchmarks/test_{name}.py"),
+            (
+                "-m",
+                "pytest",
+                "-p",
+                "no:cacheprovider",
+                "-m",
+                "benchmark",
+                "-s",
+                f"tests/benchmarks/test_{name}.py",
+            ),
             _told_by_benchmarks,
         )
         for name in names
@@ -198,7 +239,11 @@ def _benchmarks() -> list[Job]:
 
 
 def _told_by_benchmarks(status: int, said: list[str]) -> list[str]:
-    figures = [each for each in said if re.search(r"\d (us|ms|s)\b|\dx ", each) and not each.startswith(("E ", ">"))]
+    figures = [
+        each
+        for each in said
+        if re.search(r"\d (us|ms|s)\b|\dx ", each) and not each.startswith(("E ", ">"))
+    ]
     return [*_told_by_pytest(status, said), *(f"    {each.strip()}" for each in figures)]
 
 
@@ -236,7 +281,10 @@ MARK = "told: "
 
 def _told_of_cells(status: int, said: list[str]) -> list[str]:
     found = [json.loads(line.removeprefix(MARK)) for line in said if line.startswith(MARK)]
-    return [*(each["row"] for each in found), *([f"FAILED: {' '.join(said[-1:])}"] if status else [])]
+    return [
+        *(each["row"] for each in found),
+        *([f"FAILED: {' '.join(said[-1:])}"] if status else []),
+    ]
 
 
 # ---- Operators: this GPU, the fake runtime and fake tensors
@@ -246,7 +294,12 @@ def _operators() -> list[Job]:
     code = "import sys; from measured import operators; operators(sys.stdin.read().splitlines())"
     expressions = (CUDA / "operators.txt").read_text(encoding="utf-8").splitlines()
     return [
-        Job(f"operators {start}", ("-c", code), _told_of_cells, given="\n".join(expressions[start::6]))
+        Job(
+            f"operators {start}",
+            ("-c", code),
+            _told_of_cells,
+            given="\n".join(expressions[start::6]),
+        )
         for start in range(6)
     ]
 
@@ -262,7 +315,12 @@ def _published() -> list[Job]:
     runs = {json.dumps([row.cell, dict(row.arguments)]): row for row in rows() if runs_here(row)}
     alone = {"torchtitan", "sharded_optimizer"}  # trained by several processes
     return [
-        Job(f"published {number}", ("-c", code, run), _told_of_cells, memory=int(1.3 * row.published) + GIB)
+        Job(
+            f"published {number}",
+            ("-c", code, run),
+            _told_of_cells,
+            memory=int(1.3 * row.published) + GIB,
+        )
         for number, (run, row) in enumerate(runs.items())
         if row.cell not in alone and row.published < 60 * GIB
     ]
@@ -276,20 +334,30 @@ def _advice() -> list[Job]:
     script = str(ROOT / "tests" / "oom" / "first_advice.py")
     names = sorted(path.stem for path in (ROOT / "tests" / "oom" / "other_cells").glob("*.py"))
     return [
-        Job(f"advice {start}", (script, "cuda", *names[start::LANES]), _told_of_advice, memory=3 * GIB)
+        Job(
+            f"advice {start}",
+            (script, "cuda", *names[start::LANES]),
+            _told_of_advice,
+            memory=3 * GIB,
+        )
         for start in range(LANES)
     ]
 
 
 def _told_of_advice(status: int, said: list[str]) -> list[str]:
-    return [line for line in said if re.match(r"\| \w+ \| \d+ \|", line)] or [f"FAILED: {' '.join(said[-1:])}"]
+    return [line for line in said if re.match(r"\| \w+ \| \d+ \|", line)] or [
+        f"FAILED: {' '.join(said[-1:])}"
+    ]
 
 
 def _failures() -> list[Job]:
     """Every cell of the corpus that runs out, and ways to run out: the report's figures are the allocator's."""
     code = "import sys; from measured import failures; failures(*map(int, sys.argv[1:]))"
     starts = [str(start) for start in range(4)]
-    return [Job(f"failures {each}", ("-c", code, each, "4"), _told_of_cells, memory=2 * GIB) for each in starts]
+    return [
+        Job(f"failures {each}", ("-c", code, each, "4"), _told_of_cells, memory=2 * GIB)
+        for each in starts
+    ]
 
 
 PARTS: dict[str, Callable[[], list[Job]]] = {

@@ -59,7 +59,11 @@ def _cell(runs: Any, name: str) -> str:
         return f"FAILED {name}: {fault}".replace("\n", " ")[:400]
     verdicts = runs.verdicts(cell, need=runs.need(cell, real))
     certain = "certain" if told["certain"] else ""
-    same = "equal" if told["reserved"] == real["reserved"] else f"{told['reserved'][0]} for {real['reserved'][0]}"
+    same = (
+        "equal"
+        if told["reserved"] == real["reserved"]
+        else f"{told['reserved'][0]} for {real['reserved'][0]}"
+    )
     order = ("below", "at", "above")
     peaks = f"{told['peak'][0] / MIB:.1f} | {real['peak'][0] / MIB:.1f} | {_share(told['peak'][0], real['peak'][0])}"
     return (
@@ -101,10 +105,18 @@ def operators(expressions: list[str]) -> None:
                     tell(f"    {expression}, {dtype}: {here} here, {there} there")
                 continue
             for part in sorted(truth.keys() - {"unknown"}):
-                figures = (1, *(each.get(part) == truth[part] for each in told), bool(told[1]["unknown"]))
-                counts = {name: counts[name] + more for name, more in zip(names, figures, strict=True)}
+                figures = (
+                    1,
+                    *(each.get(part) == truth[part] for each in told),
+                    bool(told[1]["unknown"]),
+                )
+                counts = {
+                    name: counts[name] + more for name, more in zip(names, figures, strict=True)
+                }
                 if not figures[1]:
-                    shares = [_share(each[part], truth[part]) if part in each else "none" for each in told]
+                    shares = [
+                        _share(each[part], truth[part]) if part in each else "none" for each in told
+                    ]
                     unknown = ", unknown" if told[1]["unknown"] else ""
                     tell(
                         f"    {expression}, {part} in {dtype}: {truth[part]} B here, "
@@ -113,7 +125,9 @@ def operators(expressions: list[str]) -> None:
     tell("; ".join(f"{count} {name}" for name, count in counts.items()))
 
 
-def _peaks(engine: str, expressions: list[str], more: dict[str, str], gpu: str = "A100") -> dict[str, Any]:
+def _peaks(
+    engine: str, expressions: list[str], more: dict[str, str], gpu: str = "A100"
+) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, str(TESTS / "cuda" / "operator_peaks.py"), engine, gpu], input="\n".join(expressions),
         capture_output=True, text=True, check=False, env={**os.environ, **more},
@@ -139,13 +153,17 @@ def published(run: str) -> None:
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
     figures = next((line for line in done.stdout.splitlines() if line.startswith("figures: ")), "")
     if not figures:
-        tell(f"FAILED {wanted[0].name}: {' '.join((done.stdout + done.stderr).splitlines()[-1:])[:300]}")
+        tell(
+            f"FAILED {wanted[0].name}: {' '.join((done.stdout + done.stderr).splitlines()[-1:])[:300]}"
+        )
         return
     here = json.loads(figures.removeprefix("figures: "))
     table.ALIKE.update(dict.fromkeys((row.gpu for row in wanted), presets.like(0)))
     for row, fake in table.measure(wanted):
         mine, share = here[row.kind], _share(fake, here[row.kind])
-        tell(f"| {row.name} | {row.figure} {row.unit} | {mine} | {share} | {row.error(mine):+.2%} | {row.versions} |")
+        tell(
+            f"| {row.name} | {row.figure} {row.unit} | {mine} | {share} | {row.error(mine):+.2%} | {row.versions} |"
+        )
 
 
 # ---- Failures

@@ -53,7 +53,9 @@ def test_gpuinfo_reads_every_field_or_says_why() -> None:
         assert row.clock_sm_max is not None or row.reasons["clock_sm_max"]
 
 
-@pytest.mark.parametrize("cell", ["y = x * 2; z = y * 2", "y = torch.cat([x, x]); z = (y @ y.T).sum()"])
+@pytest.mark.parametrize(
+    "cell", ["y = x * 2; z = y * 2", "y = torch.cat([x, x]); z = (y @ y.T).sum()"]
+)
 def test_a_dry_run_says_whether_a_cell_fits_under_the_cap_of_this_process(cell: str) -> None:
     torch.cuda.empty_cache()
     names = {"torch": torch, "x": torch.ones(4096, 1024, device="cuda")}

@@ -21,9 +21,13 @@ def test_the_report_is_what_cupti_records(cell: CorpusCell, tmp_path: Path) -> N
     """What an operator copies within a device is no move, and CUPTI calls a copy between two devices PtoP."""
     from torch.profiler import ProfilerActivity, profile
 
-    if torch.cuda.device_count() < 2 and ("simgpu:1" in cell.code or "far" in cell.code or cell.needs):
+    if torch.cuda.device_count() < 2 and (
+        "simgpu:1" in cell.code or "far" in cell.code or cell.needs
+    ):
         pytest.skip("needs two GPUs")
-    corpus.run(cell.code, asks=cell.asks, backend="cuda")  # contexts, kernels and caches are warm before it counts
+    corpus.run(
+        cell.code, asks=cell.asks, backend="cuda"
+    )  # contexts, kernels and caches are warm before it counts
     torch.cuda.synchronize()
     recorded = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
     report = corpus.run_on_cuda(cell, recorded)

@@ -13,7 +13,8 @@ import pytest
 from nvml_stub.machine import GIB, Machine
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or shutil.which("gcc") is None, reason="the stub driver is built with gcc on Linux"
+    sys.platform != "linux" or shutil.which("gcc") is None,
+    reason="the stub driver is built with gcc on Linux",
 )
 MakeMachine = Callable[..., Machine]
 NOT_SUPPORTED, LOST, UNKNOWN = 3, 15, 999
@@ -30,7 +31,11 @@ def test_an_old_driver_is_asked_in_the_old_way(machine: MakeMachine) -> None:
     old = machine(old_driver=True)
     old.say("0.throttle 0x4", f"0.compute 4711 {GIB}")
     row = only(old.probe("everything=True"))
-    assert (row["memory_total"], row["memory_free"], row["temperature"]) == (80 * GIB, 70 * GIB, 60.0)
+    assert (row["memory_total"], row["memory_free"], row["temperature"]) == (
+        80 * GIB,
+        70 * GIB,
+        60.0,
+    )
     assert row["memory_used"] == 9 * GIB + GIB // 2
     assert row["memory_reserved"] is None
     assert row["reasons"]["memory_reserved"] == "counted in memory_used by this driver"
@@ -101,7 +106,9 @@ def test_clients_of_the_multi_process_service_are_processes_too(machine: MakeMac
     """The driver lists them apart, which is only asked where the service runs: a process in both lists counts once."""
     shared = machine()
     pipes = shared.folder / "mps"
-    shared.say(f"0.mps 51 {GIB}", f"0.mps 52 {2 * GIB}", f"0.compute 52 {2 * GIB}", f"0.compute 60 {GIB}")
+    shared.say(
+        f"0.mps 51 {GIB}", f"0.mps 52 {2 * GIB}", f"0.compute 52 {2 * GIB}", f"0.compute 60 {GIB}"
+    )
     without = shared.probe("processes=True", CUDA_MPS_PIPE_DIRECTORY=str(pipes))
     assert only(without)["other_processes"] == 3 * GIB
     pipes.mkdir()
@@ -110,7 +117,9 @@ def test_clients_of_the_multi_process_service_are_processes_too(machine: MakeMac
     assert row["other_processes"] == 4 * GIB
 
 
-@pytest.mark.parametrize(("container", "words"), [(False, "finds no GPU"), (True, "has given this container no GPU")])
+@pytest.mark.parametrize(
+    ("container", "words"), [(False, "finds no GPU"), (True, "has given this container no GPU")]
+)
 def test_a_driver_that_answers_without_a_gpu_is_not_called_missing(
     machine: MakeMachine, container: bool, words: str
 ) -> None:
@@ -131,7 +140,9 @@ def test_a_driver_that_answers_without_a_gpu_is_not_called_missing(
     ("code", "words"),
     [(18, "reboot"), (9, "not loaded"), (4, "/dev/nvidia"), (999, "nvidia-smi")],
 )
-def test_a_driver_that_does_not_start_is_named_with_a_remedy(machine: MakeMachine, code: int, words: str) -> None:
+def test_a_driver_that_does_not_start_is_named_with_a_remedy(
+    machine: MakeMachine, code: int, words: str
+) -> None:
     """Four causes, four remedies, no traceback."""
     dead = machine()
     dead.say(f"init {code}")
@@ -156,14 +167,18 @@ def test_a_name_that_cannot_be_read_costs_only_the_name(machine: MakeMachine, pr
     assert row["memory_total"] == 80 * GIB
 
 
-def test_mig_instances_are_rows_and_their_card_says_why_it_has_no_utilisation(machine: MakeMachine) -> None:
+def test_mig_instances_are_rows_and_their_card_says_why_it_has_no_utilisation(
+    machine: MakeMachine,
+) -> None:
     """CUDA uses one instance: the one named, or the first."""
     sliced = machine()
     sliced.say("0.mig")
     for number in (32, 33):
         sliced.add_card(number)
         sliced.say(f"{number}.parent 0", f"{number}.name NVIDIA A100-SXM4-80GB MIG 3g.40gb")
-        sliced.say(f"{number}.uuid MIG-{number}", f"{number}.memory {40 * GIB} 0 {30 * GIB} {10 * GIB}")
+        sliced.say(
+            f"{number}.uuid MIG-{number}", f"{number}.memory {40 * GIB} 0 {30 * GIB} {10 * GIB}"
+        )
     rows = sliced.probe(CUDA_VISIBLE_DEVICES="MIG-33")["report"]["devices"]
     assert [row["uuid"][:6] for row in rows] == ["GPU-00", "MIG-32", "MIG-33"]
     assert [row["device"] for row in rows] == [None, None, "cuda:0"]
@@ -192,7 +207,9 @@ def test_a_throttled_gpu_says_so_in_words(machine: MakeMachine) -> None:
 def test_the_kernels_own_process_is_marked_and_not_counted_as_another(machine: MakeMachine) -> None:
     """Programs are named without their arguments."""
     shared = machine()
-    shared.say(f"0.compute 4711 {2 * GIB}", f"0.compute 4712 {3 * GIB}", f"0.graphics 4712 {3 * GIB}")
+    shared.say(
+        f"0.compute 4711 {2 * GIB}", f"0.compute 4712 {3 * GIB}", f"0.graphics 4712 {3 * GIB}"
+    )
     shared.process(4711, "/usr/bin/python3 -m ipykernel_launcher -f secret.json")
     shared.process(4712, "/usr/bin/python3 -u /home/bob/train.py --key=secret")
     row = only(shared.probe("processes=True", before="import os; os.getpid = lambda: 4711"))
@@ -212,11 +229,15 @@ def test_host_pids_in_a_container_are_not_matched_to_local_processes(machine: Ma
     answer = contained.probe("processes=True")
     [outside] = only(answer)["processes"]
     assert (outside["pid"], outside["memory"]) == (None, 3 * GIB)
-    assert only(answer)["other_processes"] == 3 * GIB  # the host's whole list, and this kernel uses no CUDA
+    assert (
+        only(answer)["other_processes"] == 3 * GIB
+    )  # the host's whole list, and this kernel uses no CUDA
     assert "2 processes outside this container" in answer["text"]
 
 
-def test_a_container_that_hides_this_kernel_gives_no_figure_for_others(machine: MakeMachine) -> None:
+def test_a_container_that_hides_this_kernel_gives_no_figure_for_others(
+    machine: MakeMachine,
+) -> None:
     """This kernel uses CUDA, so one of those outside is itself."""
     contained = machine()
     contained.namespace("pid:[4026532999]")
@@ -227,7 +248,9 @@ def test_a_container_that_hides_this_kernel_gives_no_figure_for_others(machine: 
     assert row["reasons"]["other_processes"] == "this container hides whose they are"
 
 
-def test_a_container_whose_pids_are_its_own_gets_an_estimate_that_says_so(machine: MakeMachine) -> None:
+def test_a_container_whose_pids_are_its_own_gets_an_estimate_that_says_so(
+    machine: MakeMachine,
+) -> None:
     """The driver's list may then leave others out."""
     contained = machine()
     contained.namespace("pid:[4026532999]")
@@ -285,7 +308,9 @@ def test_where_there_is_no_best_device_the_command_fails_and_says_why(machine: M
         (["--processe"], "did you mean --processes?"),
     ],
 )
-def test_the_command_refuses_what_it_cannot_follow(machine: MakeMachine, arguments: list[str], words: str) -> None:
+def test_the_command_refuses_what_it_cannot_follow(
+    machine: MakeMachine, arguments: list[str], words: str
+) -> None:
     code, out, errors = command(machine(), *arguments)
     assert (code, out) == (2, "")
     assert words in errors

@@ -11,7 +11,8 @@ import pytest
 from nvml_stub.machine import GIB, Machine
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or shutil.which("gcc") is None, reason="the stub driver is built with gcc on Linux"
+    sys.platform != "linux" or shutil.which("gcc") is None,
+    reason="the stub driver is built with gcc on Linux",
 )
 MakeMachine = Callable[..., Machine]
 NOT_SUPPORTED = 3
@@ -36,7 +37,11 @@ def test_a_healthy_gpu_has_every_figure_of_the_driver(machine: MakeMachine) -> N
     }  # fmt: skip
     assert {name: row[name] for name in expected} == expected
     report = answer["report"]
-    assert (report["torch_version"], report["cuda_build"], report["driver_version"]) == ("2.13.0", "12.8", "570.86")
+    assert (report["torch_version"], report["cuda_build"], report["driver_version"]) == (
+        "2.13.0",
+        "12.8",
+        "570.86",
+    )
     assert report["best"] == "cuda:0"
     assert report["cause"] is None
 
@@ -51,14 +56,20 @@ def test_uncorrected_memory_errors_are_told_without_being_asked_for(machine: Mak
 
 
 @pytest.mark.parametrize("answers", ["refused", "the host's"])
-def test_unified_memory_is_labelled_and_the_hosts_use_is_not_the_gpus(machine: MakeMachine, answers: str) -> None:
+def test_unified_memory_is_labelled_and_the_hosts_use_is_not_the_gpus(
+    machine: MakeMachine, answers: str
+) -> None:
     """On GB10 the driver refuses, or is said to give the host's own figures (nvitop#208)."""
     spark = machine()
     total, available = 120 * GIB, 80 * GIB
     meminfo = spark.folder / "root" / "proc" / "meminfo"
     meminfo.parent.mkdir(parents=True)
     meminfo.write_text(f"MemTotal: {total // 1024} kB\nMemAvailable: {available // 1024} kB\n")
-    spark.say("0.name NVIDIA GB10", f"0.compute 4711 {2 * GIB}", f"0.memory {total} 0 {70 * GIB} {50 * GIB}")
+    spark.say(
+        "0.name NVIDIA GB10",
+        f"0.compute 4711 {2 * GIB}",
+        f"0.memory {total} 0 {70 * GIB} {50 * GIB}",
+    )
     if answers == "refused":
         spark.fail("nvmlDeviceGetMemoryInfo_v2", NOT_SUPPORTED)
         spark.fail("nvmlDeviceGetMemoryInfo", NOT_SUPPORTED)
@@ -69,7 +80,9 @@ def test_unified_memory_is_labelled_and_the_hosts_use_is_not_the_gpus(machine: M
     assert row["memory_used"] == 2 * GIB
     assert row["reasons"]["memory_reserved"] == "the host's memory, shared"
     assert "unified" in answer["text"]
-    assert "Until CUDA, which knows, is in use here, a GPU's name tells" in " ".join(answer["text"].split())
+    assert "Until CUDA, which knows, is in use here, a GPU's name tells" in " ".join(
+        answer["text"].split()
+    )
 
 
 def test_torch_is_not_imported(machine: MakeMachine) -> None:
@@ -85,20 +98,31 @@ def test_asking_for_one_device_by_name_does_not_import_torch_either(machine: Mak
 
 def test_cuda_is_not_initialised_where_torch_is_imported(machine: MakeMachine) -> None:
     """Not by asking for anything either."""
-    answer = machine().probe(before="import torch", extra="torch.cuda.is_initialized()", real_torch=True)
+    answer = machine().probe(
+        before="import torch", extra="torch.cuda.is_initialized()", real_torch=True
+    )
     assert answer["extra"] is False
     assert answer["report"]["devices"][0]["memory_total"] == 80 * GIB
 
 
 def test_no_child_process_is_started_and_nothing_sleeps(machine: MakeMachine) -> None:
     """Python's audit events tell of children; the hook sees a deliberate one, so it would see another."""
-    watched = ("subprocess.Popen", "os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.system")
+    watched = (
+        "subprocess.Popen",
+        "os.fork",
+        "os.forkpty",
+        "os.exec",
+        "os.posix_spawn",
+        "os.system",
+    )
     before = (
         f"seen = []; sys.addaudithook(lambda event, _: seen.append(event) if event in {watched} else None)\n"
         "import time; time.sleep = lambda _: seen.append('sleep')"
     )
     extra = "(list(seen), os.system('true'), len(seen))"
-    assert machine(2).probe("processes=True, everything=True", before=before, extra=extra)["extra"] == [[], 0, 1]
+    assert machine(2).probe("processes=True, everything=True", before=before, extra=extra)[
+        "extra"
+    ] == [[], 0, 1]
 
 
 def test_eight_gpus_with_twenty_processes_take_at_most_160_calls(machine: MakeMachine) -> None:
@@ -144,8 +168,13 @@ def test_equal_gpus_are_not_marked_as_predicted_but_unequal_ones_are(machine: Ma
     answer = mixed.probe()
     assert all(row["predicted"] for row in answer["report"]["devices"])
     assert "cuda:0?" in answer["text"]
-    assert not any(row["predicted"] for row in mixed.probe(CUDA_DEVICE_ORDER="PCI_BUS_ID")["report"]["devices"])
-    assert not any(row["predicted"] for row in mixed.probe(CUDA_VISIBLE_DEVICES="GPU-00000001")["report"]["devices"])
+    assert not any(
+        row["predicted"] for row in mixed.probe(CUDA_DEVICE_ORDER="PCI_BUS_ID")["report"]["devices"]
+    )
+    assert not any(
+        row["predicted"]
+        for row in mixed.probe(CUDA_VISIBLE_DEVICES="GPU-00000001")["report"]["devices"]
+    )
 
 
 @pytest.mark.parametrize("value", ["", "-1", "1,1", "7"])
@@ -165,14 +194,19 @@ def test_a_cpu_only_torch_is_named_as_the_cause_beside_the_gpu(machine: MakeMach
     assert "CPU-only build" in answer["report"]["cause"]
 
 
-def test_a_torch_whose_cuda_is_newer_than_the_driver_is_named_as_the_cause(machine: MakeMachine) -> None:
+def test_a_torch_whose_cuda_is_newer_than_the_driver_is_named_as_the_cause(
+    machine: MakeMachine,
+) -> None:
     """A later minor version is none: within a major one, older drivers do."""
     behind = machine(cuda="13.0")
     behind.say("cuda 12020")
     answer = behind.probe()
     assert only(answer)["device"] is None
     assert "needs CUDA 13.0" in answer["report"]["cause"]
-    assert "up to 12.2: update the driver, or install a torch for CUDA 12." in answer["report"]["cause"]
+    assert (
+        "up to 12.2: update the driver, or install a torch for CUDA 12."
+        in answer["report"]["cause"]
+    )
 
 
 def test_a_later_minor_version_of_cuda_is_no_hindrance(machine: MakeMachine) -> None:

@@ -36,7 +36,9 @@ def cuda_in_use(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     uuids = ["00000001", "00000000"]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    properties = [SimpleNamespace(uuid=uuid, name="NVIDIA Fake", total_memory=8 * GIB) for uuid in uuids]
+    properties = [
+        SimpleNamespace(uuid=uuid, name="NVIDIA Fake", total_memory=8 * GIB) for uuid in uuids
+    ]
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
     figures = {"cuda:0": AllocatorStats(GIB, 2 * GIB, GIB), "cuda:1": AllocatorStats(0, 0, 0)}
     monkeypatch.setattr(allocator, "device_stats", figures.get)
@@ -66,7 +68,10 @@ def test_a_changed_variable_does_not_rename_cards_in_use(
 
 def test_a_kernel_that_never_used_cuda_holds_nothing_there(library: FakeLibrary) -> None:
     """Nothing is a true figure: torch's allocator has not started, and asking must not start it."""
-    assert [(row.kernel_allocated, row.kernel_reserved) for row in probe.read_gpus()] == [(0, 0), (0, 0)]
+    assert [(row.kernel_allocated, row.kernel_reserved) for row in probe.read_gpus()] == [
+        (0, 0),
+        (0, 0),
+    ]
     assert not torch.cuda.is_initialized()
 
 
@@ -78,7 +83,9 @@ def test_cuda_devices_are_shown_by_torch_alone_where_nvml_is_missing(
     monkeypatch.setattr(nvml, "connect", lambda: nvml.NvmlFailure("no binding"))
     monkeypatch.setattr(torch_devices, "simulated_rows", list)
     asked: list[str] = []
-    monkeypatch.setattr(allocator, "mem_get_info", lambda device: asked.append(device) or (5 * GIB, 8 * GIB))
+    monkeypatch.setattr(
+        allocator, "mem_get_info", lambda device: asked.append(device) or (5 * GIB, 8 * GIB)
+    )
     first, second = probe.read_gpus()
     assert (first.device, first.memory_free, first.memory_used) == ("cuda:0", 5 * GIB, 3 * GIB)
     assert (second.memory_total, second.memory_free) == (8 * GIB, None)
@@ -89,13 +96,20 @@ def test_cuda_devices_are_shown_by_torch_alone_where_nvml_is_missing(
 
 @pytest.mark.parametrize(("integrated", "name"), [(True, b"NVIDIA Fake"), (False, b"NVIDIA GB10")])
 def test_once_in_use_cuda_knows_whether_memory_is_unified_whatever_the_name_says(
-    library: FakeLibrary, cuda_in_use: ModuleType, monkeypatch: pytest.MonkeyPatch, *, integrated: bool, name: bytes
+    library: FakeLibrary,
+    cuda_in_use: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    integrated: bool,
+    name: bytes,
 ) -> None:
     """And then nothing is judged by names."""
     for ordinal in range(2):
         cuda_in_use.get_device_properties(ordinal).is_integrated = integrated
     library.faults = {"nvmlDeviceGetMemoryInfo": 3, "nvmlDeviceGetMemoryInfo_v2": 3}
-    monkeypatch.setattr(FakeLibrary, "_nvmlDeviceGetName", lambda _, handle, to, size: setattr(to, "value", name))
+    monkeypatch.setattr(
+        FakeLibrary, "_nvmlDeviceGetName", lambda _, handle, to, size: setattr(to, "value", name)
+    )
     report = probe.read_gpus()
     assert [row.unified for row in report] == [integrated] * 2
     assert not any("judged" in note for note in report.notes)
@@ -123,9 +137,13 @@ def test_every_absent_figure_has_a_reason_and_no_other(library: FakeLibrary) -> 
         assert all(row.reasons.values())
 
 
-def row(device: str | None, free: int | None, allocated: int = 0, reserved: int = 0, **more: bool) -> GpuRow:
+def row(
+    device: str | None, free: int | None, allocated: int = 0, reserved: int = 0, **more: bool
+) -> GpuRow:
     """Return a row with room."""
-    return GpuRow(device, memory_free=free, kernel_allocated=allocated, kernel_reserved=reserved, **more)
+    return GpuRow(
+        device, memory_free=free, kernel_allocated=allocated, kernel_reserved=reserved, **more
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,7 +169,9 @@ def test_the_best_device_has_most_room(rows: list[GpuRow], best: str | None) -> 
     [([], ["cuda:0", "cuda:1"]), (["1"], ["cuda:1"]), (["gpu:1"], ["cuda:1"]), (["cuda"], ["cuda:0", "cuda:1"]),
      (["CUDA:1", "cuda:0", "1"], ["cuda:1", "cuda:0"]), (["auto"], ["cuda:0"]), (["GPU-00000001"], ["cuda:1"])],
 )  # fmt: skip
-def test_devices_are_selected_as_they_are_written(library: FakeLibrary, wanted: list[str], devices: list[str]) -> None:
+def test_devices_are_selected_as_they_are_written(
+    library: FakeLibrary, wanted: list[str], devices: list[str]
+) -> None:
     """Each device once, in the order asked for."""
     assert [row.device for row in probe.read_gpus(wanted)] == devices
 
@@ -161,7 +181,9 @@ def test_the_best_device_is_one_of_those_asked_for(library: FakeLibrary) -> None
     assert [probe.read_gpus(devices).best for devices in ([], ["cuda:1"])] == ["cuda:0", "cuda:1"]
 
 
-def test_a_device_that_is_not_here_is_an_error_that_lists_those_that_are(library: FakeLibrary) -> None:
+def test_a_device_that_is_not_here_is_an_error_that_lists_those_that_are(
+    library: FakeLibrary,
+) -> None:
     """The user sees at once what to type instead."""
     with pytest.raises(DeviceNotFound, match=r"cuda:7.*there are cuda:0, cuda:1"):
         probe.read_gpus(["cuda:7"])
@@ -193,7 +215,10 @@ def test_memory_is_the_drivers_and_the_allocators(device: Accelerator) -> None:
     # What the driver keeps for itself torch does not count: 615 MiB of an H200.
     assert (row.memory_total or 0) - (row.memory_reserved or 0) == pytest.approx(total, rel=1e-5)
     assert row.memory_free == pytest.approx(free, rel=1e-3)
-    assert (row.kernel_allocated, row.kernel_reserved) == (device.allocated(), device.torch.memory_reserved(0))
+    assert (row.kernel_allocated, row.kernel_reserved) == (
+        device.allocated(),
+        device.torch.memory_reserved(0),
+    )
     assert row.kernel_allocated >= kept.nbytes
 
 
@@ -234,7 +259,9 @@ CPU, CUDA = TorchBuild("2.13.0+cpu"), TorchBuild("2.13.0", "12.8")
         ("error", set(), "nvidia-smi"),
     ],
 )
-def test_each_cause_has_one_sentence_with_its_remedy(problem: str, here: set[str], words: str) -> None:
+def test_each_cause_has_one_sentence_with_its_remedy(
+    problem: str, here: set[str], words: str
+) -> None:
     """One sentence: it ends with its only full stop."""
     said = visibility.explain(nvml.NvmlFailure(problem, "Unknown Error"), CUDA, None, here)
     assert words in said
@@ -245,7 +272,9 @@ def test_each_cause_has_one_sentence_with_its_remedy(problem: str, here: set[str
 def test_a_colab_without_gpus_is_told_so_though_a_driver_answers() -> None:
     """The menu is the remedy there in any case."""
     empty = cards.NvmlSnapshot((), "570.86")
-    assert "Runtime > Change runtime type" in visibility.explain(empty, CUDA, None, {"colab", "container"})
+    assert "Runtime > Change runtime type" in visibility.explain(
+        empty, CUDA, None, {"colab", "container"}
+    )
 
 
 def test_a_rocm_build_is_told_how_its_gpus_appear() -> None:
@@ -279,7 +308,9 @@ def test_the_surroundings_are_read_from_the_files_of_the_machine(
 # -- which torch ------------------------------------------------------------------------------------------
 
 
-def test_the_build_is_read_without_importing_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_build_is_read_without_importing_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Importing torch takes a second and more; its version file says the same."""
     package = tmp_path / "torch"
     package.mkdir()
@@ -300,7 +331,12 @@ def test_the_build_read_from_its_file_is_the_one_imported(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("build", "label"),
-    [(CPU, None), (CUDA, "12.8"), (TorchBuild("2", hip="6.2"), "ROCm 6.2"), (TorchBuild("2", xpu="2025"), "XPU 2025")],
+    [
+        (CPU, None),
+        (CUDA, "12.8"),
+        (TorchBuild("2", hip="6.2"), "ROCm 6.2"),
+        (TorchBuild("2", xpu="2025"), "XPU 2025"),
+    ],
 )
 def test_builds_are_labelled(build: TorchBuild, label: str | None) -> None:
     """ROCm has torch.cuda too, so its label must differ from a CUDA version."""
@@ -335,7 +371,9 @@ def test_best_is_a_name_that_ondevice_takes(ask) -> None:
 
 
 @pytest.mark.parametrize("line", ["%gpuinfo", "%gpuinfo -a", "%gpuinfo -p", "%gpuinfo simgpu:1"])
-def test_the_columns_are_the_same_whatever_was_found_and_figures_are_numbers(ask, line: str) -> None:
+def test_the_columns_are_the_same_whatever_was_found_and_figures_are_numbers(
+    ask, line: str
+) -> None:
     """A column of which nothing is known is one of numbers that are not there, not of objects."""
     frame = ask(line).to_pandas()
     nothing = GPUReport(()).to_pandas()

@@ -59,7 +59,9 @@ def test_a_full_gpu_says_in_the_first_line_who_fills_it() -> None:
         "most of it PID 77 of bob (python train.py)"
     )
     unlisted = dataclasses.replace(full, processes=None)
-    assert shown(unlisted, dataclasses.replace(unlisted, device="cuda:1"), width=200).splitlines()[0] == (
+    assert shown(unlisted, dataclasses.replace(unlisted, device="cuda:1"), width=200).splitlines()[
+        0
+    ] == (
         "2 GPUs, all full: cuda:0 has most free memory, 1.0 of 48.0 GiB; other processes hold 47.0 GiB, "
         "%gpuinfo -p lists them"
     )
@@ -89,8 +91,13 @@ def test_ascii_terminals_get_ascii() -> None:
 def test_no_line_is_wider_than_the_terminal(width: int, flags: dict[str, bool]) -> None:
     """Whatever is shown."""
     second = dataclasses.replace(FIRST, device="cuda:11", nvml_index=7, predicted=True)
-    simulated = GpuRow("simgpu:0", name="Simulated GPU", memory_total=GIB, memory_used=0, simulated=True)
-    assert all(len(line) <= width for line in shown(FIRST, second, simulated, width=width, **flags).splitlines())
+    simulated = GpuRow(
+        "simgpu:0", name="Simulated GPU", memory_total=GIB, memory_used=0, simulated=True
+    )
+    assert all(
+        len(line) <= width
+        for line in shown(FIRST, second, simulated, width=width, **flags).splitlines()
+    )
 
 
 def test_nvml_indices_appear_where_they_differ() -> None:
@@ -113,7 +120,13 @@ def test_an_instance_stands_indented_under_its_card_and_says_what_mig_hides() ->
     """In the cell itself, so that no sentence need repeat it."""
     card = dataclasses.replace(FIRST, device=None, reasons={"device": "split into MIG instances"})
     lacks = {**A100, **dict.fromkeys(("utilization", "temperature"))}
-    instance = GpuRow("cuda:0", 0, "MIG-1", **lacks, reasons=dict.fromkeys(("utilization", "temperature"), "n/a (MIG)"))
+    instance = GpuRow(
+        "cuda:0",
+        0,
+        "MIG-1",
+        **lacks,
+        reasons=dict.fromkeys(("utilization", "temperature"), "n/a (MIG)"),
+    )
     lines = shown(card, instance, width=110).splitlines()
     assert lines[4].startswith("NVML 0 ")
     assert lines[5].startswith("· cuda:0 ")
@@ -132,7 +145,9 @@ def test_an_instance_is_called_by_its_slice() -> None:
 
 def test_a_cell_that_one_device_lacks_is_explained_by_name() -> None:
     """In the text as well as in the title, which only a mouse finds."""
-    lost = GpuRow("cuda:1", 1, reasons=dict.fromkeys(A100, "lost"), kernel_allocated=0, kernel_reserved=0)
+    lost = GpuRow(
+        "cuda:1", 1, reasons=dict.fromkeys(A100, "lost"), kernel_allocated=0, kernel_reserved=0
+    )
     text = shown(FIRST, lost, width=110)
     assert "Name, Memory, Others, Util, Temp, Power, Throttling of cuda:1: n/a (lost)." in text
     assert 'title="lost">n/a</td>' in to_html(report(FIRST, lost))
@@ -145,7 +160,9 @@ def test_a_gpu_torch_cannot_use_says_why() -> None:
     )
     text = shown(FIRST, hidden)
     assert "NVML 1" in text.splitlines()[5]
-    assert "Not usable in torch here: NVML 1 (not visible to CUDA in this process)." in " ".join(text.split())
+    assert "Not usable in torch here: NVML 1 (not visible to CUDA in this process)." in " ".join(
+        text.split()
+    )
 
 
 def test_throttling_is_told_in_words() -> None:
@@ -159,9 +176,13 @@ def test_throttling_is_told_in_words() -> None:
 
 def test_throttling_that_cannot_be_read_is_not_taken_for_none() -> None:
     """There is no column that would show it."""
-    unknown = dataclasses.replace(FIRST, throttle_reasons=None, reasons={"throttle_reasons": "no permission"})
+    unknown = dataclasses.replace(
+        FIRST, throttle_reasons=None, reasons={"throttle_reasons": "no permission"}
+    )
     assert "Throttling: n/a (no permission)." in shown(unknown)
-    assert "Throttling of cuda:1: n/a (no permission)." in shown(FIRST, dataclasses.replace(unknown, device="cuda:1"))
+    assert "Throttling of cuda:1: n/a (no permission)." in shown(
+        FIRST, dataclasses.replace(unknown, device="cuda:1")
+    )
 
 
 def test_simulated_devices_cannot_be_taken_for_gpus() -> None:
@@ -171,13 +192,18 @@ def test_simulated_devices_cannot_be_taken_for_gpus() -> None:
     assert lines[:2] == ["1 simulated GPU", "torch 2.13.0 (CPU-only build)"]
     assert "GPU (simulated)" in lines[4]
     both = [dataclasses.replace(row, device=f"simgpu:{n}", memory_free=n * GIB) for n in (0, 1)]
-    assert shown(*both).startswith("2 simulated GPUs: simgpu:1 has most free memory, 1.0 of 1.0 GiB")
+    assert shown(*both).startswith(
+        "2 simulated GPUs: simgpu:1 has most free memory, 1.0 of 1.0 GiB"
+    )
 
 
 def test_without_a_gpu_there_is_one_paragraph() -> None:
     """The cause with its remedy, and the facts about torch."""
     text = to_text(GPUReport((), "2.13.0+cpu", cause="This machine has no NVIDIA GPU."), 80)
-    assert text.splitlines() == ["No GPU: This machine has no NVIDIA GPU.", "torch 2.13.0+cpu (CPU-only build)"]
+    assert text.splitlines() == [
+        "No GPU: This machine has no NVIDIA GPU.",
+        "torch 2.13.0+cpu (CPU-only build)",
+    ]
     assert "torch is not installed" in to_text(GPUReport((), cause="None."), 80)
 
 
@@ -205,7 +231,9 @@ def test_no_process_and_no_list_of_processes_are_told_apart() -> None:
 
 def test_all_fields_have_a_value_or_a_reason() -> None:
     """The long form says of each field what is known."""
-    full = dataclasses.replace(FIRST, clock_sm=1410, clock_sm_max=1980, reasons={"ecc_errors": "not supported"})
+    full = dataclasses.replace(
+        FIRST, clock_sm=1410, clock_sm_max=1980, reasons={"ecc_errors": "not supported"}
+    )
     text = shown(full, show_all=True)
     assert re.search(r"^SM clock +1410 / 1980 MHz$", text, re.MULTILINE)
     assert "\nUncorrected memory errors: n/a (not supported).\n" in text
@@ -214,8 +242,14 @@ def test_all_fields_have_a_value_or_a_reason() -> None:
 
 def test_what_a_gpu_lacks_is_named_in_a_line_for_each_reason() -> None:
     """A row of n/a each would hide what is there."""
-    lacks = {"ecc_errors": "not supported", "clock_sm": "not supported", "temperature": "no permission"}
-    lines = shown(dataclasses.replace(FIRST, temperature=None, reasons=lacks), show_all=True).splitlines()
+    lacks = {
+        "ecc_errors": "not supported",
+        "clock_sm": "not supported",
+        "temperature": "no permission",
+    }
+    lines = shown(
+        dataclasses.replace(FIRST, temperature=None, reasons=lacks), show_all=True
+    ).splitlines()
     assert "SM clock; Uncorrected memory errors: n/a (not supported)." in lines
     assert "Temperature: n/a (no permission)." in lines
 
@@ -257,7 +291,9 @@ def test_html_has_the_figures_beside_the_bars() -> None:
         (2 * GIB, GIB, "2.0 / 1.0 GiB"),
     ],
 )
-def test_pairs_share_a_unit_and_never_show_something_as_nothing(part: int, whole: int | None, text: str) -> None:
+def test_pairs_share_a_unit_and_never_show_something_as_nothing(
+    part: int, whole: int | None, text: str
+) -> None:
     """Comparing them takes no arithmetic."""
     assert size_pair(part, whole) == text
 

@@ -43,7 +43,9 @@ def test_nvml_is_initialised_once_a_process(library: FakeLibrary) -> None:
     assert library.calls.count("nvmlInitWithFlags") == 1
 
 
-def test_a_forked_child_initialises_its_own(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_initialises_its_own(
+    library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The library is inherited by a fork, its connection to the driver need not be."""
     nvml.connect()
     monkeypatch.setattr(os, "getpid", lambda: 1)
@@ -53,7 +55,13 @@ def test_a_forked_child_initialises_its_own(library: FakeLibrary, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("code", "problem"),
-    [(4, "no permission"), (9, "no driver"), (12, "no library"), (18, "version mismatch"), (999, "error")],
+    [
+        (4, "no permission"),
+        (9, "no driver"),
+        (12, "no library"),
+        (18, "version mismatch"),
+        (999, "error"),
+    ],
 )
 def test_a_failed_start_is_named(library: FakeLibrary, code: int, problem: str) -> None:
     """Each cause has a remedy of its own, so they must not look alike."""
@@ -73,7 +81,9 @@ def test_a_warning_about_the_package_does_not_reach_the_user(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     """Newer packages of that name blame whoever imports the module."""
-    (tmp_path / "pynvml.py").write_text("import warnings; warnings.warn('deprecated', FutureWarning)\n")
+    (tmp_path / "pynvml.py").write_text(
+        "import warnings; warnings.warn('deprecated', FutureWarning)\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "pynvml")
     assert isinstance(nvml.connect(), NvmlFailure)
@@ -143,7 +153,9 @@ def test_free_memory_is_the_drivers_own_figure(library: FakeLibrary) -> None:
     assert only_card().memory_free == 17
 
 
-def test_memory_survives_a_binding_patched_by_gpustat(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_survives_a_binding_patched_by_gpustat(
+    library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A getter that takes no version comes from gpustat, which asks v2 itself."""
     original = pynvml.nvmlDeviceGetMemoryInfo
     patched = lambda handle: original(handle, version=pynvml.nvmlMemory_v2)  # noqa: E731
@@ -203,7 +215,11 @@ def test_without_a_fault_the_truth_is_whole() -> None:
 @given(faults=FAULTS, missing=MISSING, variable=VISIBLE)
 @example(faults={("nvmlDeviceGetHandleByIndex_v2", None): 15}, missing=set(), variable=None)
 @example(faults={}, missing=set(SYMBOLS), variable=None)
-@example(faults={("nvmlDeviceGetMemoryInfo_v2", None): 999}, missing={"nvmlDeviceGetTemperatureV"}, variable="1,0")
+@example(
+    faults={("nvmlDeviceGetMemoryInfo_v2", None): 999},
+    missing={"nvmlDeviceGetTemperatureV"},
+    variable="1,0",
+)
 def test_every_figure_is_true_or_absent_with_its_reason(
     faults: Faults, missing: set[str], variable: str | None
 ) -> None:
@@ -248,13 +264,20 @@ def test_an_instance_is_never_given_a_figure_of_its_card(
 @given(faults=FAULTS, broken=st.integers(0, CARDS - 1))
 def test_faults_of_one_card_hide_nothing_of_the_others(faults: Faults, broken: int) -> None:
     """Each card is asked on its own."""
-    on_one = {(symbol, broken): code for (symbol, _), code in faults.items() if symbol.startswith("nvmlDeviceGet")}
+    on_one = {
+        (symbol, broken): code
+        for (symbol, _), code in faults.items()
+        if symbol.startswith("nvmlDeviceGet")
+    }
     for row in read(FullLibrary(CARDS, on_one, set()), None):
         if row.nvml_index != broken:
             assert {name: getattr(row, name) for name in TRUTH} == TRUTH
 
 
-@given(code=st.integers(1, 1000), symbol=st.sampled_from(["nvmlInitWithFlags", "nvmlDeviceGetCount_v2"]))
+@given(
+    code=st.integers(1, 1000),
+    symbol=st.sampled_from(["nvmlInitWithFlags", "nvmlDeviceGetCount_v2"]),
+)
 def test_a_driver_that_does_not_answer_at_all_is_one_sentence(code: int, symbol: str) -> None:
     """Whatever its number."""
     report = read(FullLibrary(CARDS, {(symbol, None): code}, set()), None)

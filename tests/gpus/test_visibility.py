@@ -43,7 +43,9 @@ UUIDS = (A, B, C)
         (f"0,{C}", (0,)),
     ],
 )
-def test_the_variable_is_read_as_cuda_reads_it(variable: str | None, cards: tuple[int, ...]) -> None:
+def test_the_variable_is_read_as_cuda_reads_it(
+    variable: str | None, cards: tuple[int, ...]
+) -> None:
     """Numbers as by strtoul, stop at the first invalid entry, nothing at all for a duplicate."""
     assert visible_cards(variable, UUIDS).cards == cards
 
@@ -62,7 +64,9 @@ def test_what_is_wrong_with_the_variable_is_said(variable: str | None, problem: 
 def test_one_mig_instance_at_most_is_visible() -> None:
     """The first instance named counts, by a full or an abbreviated UUID, in the new form or the old one."""
     instances = ("MIG-1111", "MIG-2222", "MIG-GPU-aaaa1111/1/0")
-    assert visible_cards("MIG-2222,MIG-1111", UUIDS, instances) == Visibility(instance=1, by_uuid=True)
+    assert visible_cards("MIG-2222,MIG-1111", UUIDS, instances) == Visibility(
+        instance=1, by_uuid=True
+    )
     assert visible_cards("MIG-GPU-aaaa1111/1/0", UUIDS, instances).instance == 2
     assert visible_cards("MIG-1", UUIDS, instances).instance == 0
 
@@ -91,17 +95,23 @@ def test_numbers_agree_with_torch(variable: str, count: int) -> None:
     assert list(visible_cards(variable, [None] * count).cards) == parsed[:beyond]
 
 
-uuids = st.lists(st.text("ab", min_size=2, max_size=5).map("GPU-".__add__), min_size=1, max_size=4, unique=True)
+uuids = st.lists(
+    st.text("ab", min_size=2, max_size=5).map("GPU-".__add__), min_size=1, max_size=4, unique=True
+)
 
 
 @given(uuids, st.data())
 def test_uuids_agree_with_torch(machine: list[str], data: st.DataObject) -> None:
     """Abbreviated, ambiguous, unknown and repeated UUIDs mean what they mean to torch."""
-    wanted = data.draw(st.lists(st.one_of(st.sampled_from(machine), st.text("ab", max_size=3).map("GPU-".__add__))))
+    wanted = data.draw(
+        st.lists(st.one_of(st.sampled_from(machine), st.text("ab", max_size=3).map("GPU-".__add__)))
+    )
     variable = ",".join(wanted)
     assume(variable)
     with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": variable}):
-        parsed = torch.cuda._transform_uuid_to_ordinals(torch.cuda._parse_visible_devices(), machine)
+        parsed = torch.cuda._transform_uuid_to_ordinals(
+            torch.cuda._parse_visible_devices(), machine
+        )
     assert list(visible_cards(variable, machine).cards) == parsed
 
 
@@ -114,7 +124,8 @@ def test_any_text_yields_distinct_cards_that_exist(variable: str, count: int) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("12ab", 12), ("-3", None), ("+", None), ("", None), ("x1", None), ("²", None)]
+    ("text", "number"),
+    [("12ab", 12), ("-3", None), ("+", None), ("", None), ("x1", None), ("²", None)],
 )
 def test_strtoul_reads_the_leading_number(text: str, number: int | None) -> None:
     """A text that begins with no number, or with a negative one, is none."""

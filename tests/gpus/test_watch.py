@@ -27,7 +27,14 @@ def snapshots(limit: int = 3):
         number = next(numbers)
         if number > limit:
             raise OSError("the bus fell off")
-        row = GpuRow("cuda:0", 0, memory_total=8 * GIB, memory_used=number * GIB, kernel_allocated=0, utilization=40.0)
+        row = GpuRow(
+            "cuda:0",
+            0,
+            memory_total=8 * GIB,
+            memory_used=number * GIB,
+            kernel_allocated=0,
+            utilization=40.0,
+        )
         return GPUReport((row,), "2.13.0", "12.8")
 
     return ask
@@ -52,9 +59,17 @@ def watched(limit: int = 3) -> tuple[live.GpuWatch, list[tuple[GPUReport, bool]]
 
 def test_each_snapshot_is_shown_with_what_ends_them_and_the_last_one_again() -> None:
     watch, shown = watched()
-    assert [report.devices[0].memory_used for report, _ in shown] == [GIB, 2 * GIB, 3 * GIB, 3 * GIB]
+    assert [report.devices[0].memory_used for report, _ in shown] == [
+        GIB,
+        2 * GIB,
+        3 * GIB,
+        3 * GIB,
+    ]
     assert [is_last for _, is_last in shown] == [False, False, False, True]
-    assert to_text(shown[2][0], 80).splitlines()[-1] == "A snapshot every 0.01 s, until %gpuinfo -w off."
+    assert (
+        to_text(shown[2][0], 80).splitlines()[-1]
+        == "A snapshot every 0.01 s, until %gpuinfo -w off."
+    )
     assert watch.report == shown[3][0]
 
 
@@ -98,7 +113,11 @@ class Screen(io.StringIO):
             elif part != "\x1b[K":
                 self.lines[self.row] = part
         over = max(0, len(self.lines) - self.height)
-        self.lines, self.row, self.scrolled = self.lines[over:], self.row - over, self.scrolled + over
+        self.lines, self.row, self.scrolled = (
+            self.lines[over:],
+            self.row - over,
+            self.scrolled + over,
+        )
         return len(text)
 
 
@@ -118,7 +137,9 @@ def drawn(
     return screen, REPORTS[2]
 
 
-REPORTS = [GPUReport(snapshots()().devices * 3, notes=notes) for notes in (("long",) * 4, (), ("last",))]
+REPORTS = [
+    GPUReport(snapshots()().devices * 3, notes=notes) for notes in (("long",) * 4, (), ("last",))
+]
 
 
 def test_a_terminal_shows_the_last_report_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,17 +155,24 @@ def test_a_terminal_that_is_too_low_is_not_scrolled_and_says_what_it_does_not_sh
     lines = to_text(last, 80).splitlines()
     assert screen.scrolled == 1, "the prompt, once"
     assert screen.lines[:5] == lines[:5]
-    assert screen.lines[5:] == [f"... {len(lines) - 5} more lines in a taller terminal; Ctrl-C ends it", ""]
+    assert screen.lines[5:] == [
+        f"... {len(lines) - 5} more lines in a taller terminal; Ctrl-C ends it",
+        "",
+    ]
 
 
-def test_a_terminal_that_is_too_low_gets_the_whole_report_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_is_too_low_gets_the_whole_report_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     screen, last = drawn(7, monkeypatch, ended=True)
     lines = to_text(last, 80).splitlines()
     assert screen.lines == [*lines[-6:], ""]
     assert screen.scrolled == 1 + len(lines) - 6
 
 
-def test_a_terminal_that_knows_no_escape_sequences_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_knows_no_escape_sequences_gets_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Emacs' shell and logs that pose as a terminal show them as letters: reports stand below each other there."""
     screen, _ = drawn(100, monkeypatch, terminal="dumb")
     reports = [line for each in REPORTS for line in to_text(each, 80).splitlines()]
@@ -164,9 +192,13 @@ def shell(bare_shell, two_devices):
 
 
 def test_where_there_is_no_gpu_it_says_why_and_watches_nothing(bare_shell, monkeypatch) -> None:
-    monkeypatch.setattr("gpumagic.api.gpuinfo", lambda **_: GPUReport((), "2.13.0", None, cause="no driver"))
+    monkeypatch.setattr(
+        "gpumagic.api.gpuinfo", lambda **_: GPUReport((), "2.13.0", None, cause="no driver")
+    )
     bare_shell.run_line_magic("load_ext", "gpumagic")
-    assert bare_shell.run_cell("%gpuinfo -w").result.cause == "no driver"  # in a terminal it would wait for Ctrl-C
+    assert (
+        bare_shell.run_cell("%gpuinfo -w").result.cause == "no driver"
+    )  # in a terminal it would wait for Ctrl-C
     bare_shell.run_line_magic("unload_ext", "gpumagic")
 
 

@@ -14,9 +14,12 @@ from kernels import PATIENCE, ROOT, environment
 from nvml_stub.machine import GIB, Machine
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or shutil.which("gcc") is None, reason="the stub driver is built with gcc on Linux"
+    sys.platform != "linux" or shutil.which("gcc") is None,
+    reason="the stub driver is built with gcc on Linux",
 )
-THREADS = "import threading; [each.name for each in threading.enumerate() if 'gpumagic' in each.name]"
+THREADS = (
+    "import threading; [each.name for each in threading.enumerate() if 'gpumagic' in each.name]"
+)
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +74,17 @@ def test_the_table_is_refreshed_in_place_while_another_cell_runs(kernel, tmp_pat
     assert kernel.collect([message])[0].value == "'read'"
     kernel.client.execute("%gpuinfo -w off")
     assert "every 0.1 s; stopped." in updates(kernel, ended("stopped"))[-1]
-    assert kernel.value("[(row.device, row.utilization) for row in watch.report][0]") == "('cuda:0', 30.0)"
+    assert (
+        kernel.value("[(row.device, row.utilization) for row in watch.report][0]")
+        == "('cuda:0', 30.0)"
+    )
 
 
 def test_an_error_or_an_interrupt_of_another_cell_does_not_stop_it(kernel):
     kernel.run("watch = %gpuinfo -w 0.1")
-    [cell] = kernel.interrupt("import time\nprint('ready', flush=True)\nwhile True: time.sleep(0.01)")
+    [cell] = kernel.interrupt(
+        "import time\nprint('ready', flush=True)\nwhile True: time.sleep(0.01)"
+    )
     assert cell.ename == "KeyboardInterrupt"
     assert kernel.run("1 / 0").ename == "ZeroDivisionError"
     assert kernel.run("1 +").ename == "SyntaxError"
@@ -87,7 +95,9 @@ def test_an_error_or_an_interrupt_of_another_cell_does_not_stop_it(kernel):
 def test_an_interrupt_while_it_ends_leaves_nothing(kernel):
     """Who presses the button twice interrupts the wait for the thread; the table still says that it has ended."""
     kernel.run("import signal; watch = %gpuinfo -w 0.1")
-    kernel.run("join = watch._thread.join; watch._thread.join = lambda _: (join(), signal.raise_signal(signal.SIGINT))")
+    kernel.run(
+        "join = watch._thread.join; watch._thread.join = lambda _: (join(), signal.raise_signal(signal.SIGINT))"
+    )
     assert kernel.run("%gpuinfo -w off").ename == "KeyboardInterrupt"
     assert kernel.value("watch.ended") == "'stopped'"
 
@@ -96,7 +106,9 @@ def test_an_interrupt_while_it_starts_leaves_nothing(kernel):
     """No thread of it, which the fixture looks for."""
     kernel.run("import signal, threading\nstart = threading.Thread.start")
     kernel.run("def pressed(self):\n    start(self)\n    signal.raise_signal(signal.SIGINT)")
-    assert kernel.run("threading.Thread.start = pressed\n%gpuinfo -w 0.1").ename == "KeyboardInterrupt"
+    assert (
+        kernel.run("threading.Thread.start = pressed\n%gpuinfo -w 0.1").ename == "KeyboardInterrupt"
+    )
     kernel.run("threading.Thread.start = start")
 
 
@@ -234,7 +246,9 @@ def test_ctrl_c_ends_the_wait_for_a_driver_that_hangs(hung_kernel, hanging):
     assert "did not answer in" in hung_kernel.value("%gpuinfo")
 
 
-def test_a_driver_that_hangs_does_not_keep_a_kernel_that_watches_from_shutting_down(hung_kernel, hanging):
+def test_a_driver_that_hangs_does_not_keep_a_kernel_that_watches_from_shutting_down(
+    hung_kernel, hanging
+):
     hung_kernel.run("%gpuinfo -w 0.1;")
     hanging.touch()
     assert "ready" in hung_kernel.run(f"{HANGS}\nwait_until_it_hangs()").stdout

@@ -161,7 +161,9 @@ def hooked(tensor):
     """Return a parameter whose hook has a tensor for its default."""
     parameter = torch.nn.Parameter(torch.ones(1))
     parameter.register_hook(lambda gradient, t=tensor: None)
-    parameter._backward_hooks = collections.OrderedDict(enumerate(parameter._backward_hooks.values()))
+    parameter._backward_hooks = collections.OrderedDict(
+        enumerate(parameter._backward_hooks.values())
+    )
     return parameter
 
 

@@ -148,7 +148,11 @@ def built(layouts):
 
 def address_of(value):
     """Return the storage under a tensor, or a storage itself."""
-    storage = value if isinstance(value, torch.UntypedStorage) else torch._C.TensorBase.untyped_storage(value)
+    storage = (
+        value
+        if isinstance(value, torch.UntypedStorage)
+        else torch._C.TensorBase.untyped_storage(value)
+    )
     return storage._cdata
 
 
@@ -165,7 +169,9 @@ def test_every_name_evaluates_to_its_storage_and_nothing_raises(layouts) -> None
     for row in report:
         for name in row.names:
             if "sparse" not in (row.note or "") and row.kind != "gradient":
-                addresses.setdefault(str(row.numbers), set()).add(address_of(eval(name, dict(variables))))
+                addresses.setdefault(str(row.numbers), set()).add(
+                    address_of(eval(name, dict(variables)))
+                )
             else:
                 eval(name, dict(variables))
         assert row.variable is None or row.variable in variables

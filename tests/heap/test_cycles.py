@@ -66,7 +66,9 @@ def of_a_module(tensor):
 
 
 def of_its_class(tensor):
-    linear = parametrizations.weight_norm(torch.nn.Linear(1, 1))  # gets a class of its own, which keeps it
+    linear = parametrizations.weight_norm(
+        torch.nn.Linear(1, 1)
+    )  # gets a class of its own, which keeps it
     linear.mean = tensor
 
 

@@ -35,7 +35,12 @@ def named(report, name):
 @pytest.fixture
 def model(two_devices):
     """A small network on the first device."""
-    layers = [torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.LayerNorm(256), torch.nn.Linear(256, 1)]
+    layers = [
+        torch.nn.Linear(64, 256),
+        torch.nn.GELU(),
+        torch.nn.LayerNorm(256),
+        torch.nn.Linear(256, 1),
+    ]
     return torch.nn.Sequential(*layers).to(two_devices[0])
 
 
@@ -84,13 +89,19 @@ def with_a_leaf_that_has_a_gradient():
 LINES = {
     "loss = loss.detach()": lambda model: {"loss": on_the_way(model)},
     "y = y.detach()": lambda _: {"y": with_a_leaf_that_has_a_gradient()},
-    "losses[:] = [each.detach() for each in losses]": lambda model: {"losses": [on_the_way(model) for _ in range(5)]},
+    "losses[:] = [each.detach() for each in losses]": lambda model: {
+        "losses": [on_the_way(model) for _ in range(5)]
+    },
     "history['loss'][:] = [each.detach() for each in history['loss']]": lambda model: {
         "history": {"loss": [on_the_way(model), on_the_way(model)]}
     },
     "mixed[1] = mixed[1].detach()": lambda model: {"mixed": ["first", on_the_way(model)]},
-    "run.best = run.best.detach()": lambda model: {"run": types.SimpleNamespace(best=on_the_way(model))},
-    "best = best.detach(); loss = loss.detach()": lambda model: dict.fromkeys(["best", "loss"], on_the_way(model)),
+    "run.best = run.best.detach()": lambda model: {
+        "run": types.SimpleNamespace(best=on_the_way(model))
+    },
+    "best = best.detach(); loss = loss.detach()": lambda model: dict.fromkeys(
+        ["best", "loss"], on_the_way(model)
+    ),
 }
 
 
@@ -106,7 +117,9 @@ def test_the_line_given_for_a_graph_frees_what_it_says_to_the_byte(model, line) 
 @pytest.mark.parametrize("kept", [lambda loss: {"pair": (loss, 0)}, lambda loss: {"some": {loss}}])
 def test_no_line_is_given_for_a_graph_where_none_is_known(model, kept) -> None:
     rows = [
-        row for row in scan({"model": model, **kept(on_the_way(model))}).leaks() if "graph of" in (row.holder or "")
+        row
+        for row in scan({"model": model, **kept(on_the_way(model))}).leaks()
+        if "graph of" in (row.holder or "")
     ]
     assert {row.frees for row in rows} == {None}
 
@@ -116,7 +129,11 @@ def test_a_result_that_an_output_keeps_too_is_not_freed_by_detaching_its_name(mo
     namespace["_oh"] = {4: namespace["loss"]}
     shell = types.SimpleNamespace(user_ns_hidden={"_oh": namespace["_oh"]})
     report = scan(namespace, shell=shell)
-    graph = {(row.holder, row.frees, row.releasable) for row in report if row.in_graph and row.device == "simgpu:0"}
+    graph = {
+        (row.holder, row.frees, row.releasable)
+        for row in report
+        if row.in_graph and row.device == "simgpu:0"
+    }
     assert graph == {("graph of loss and Out[4]", None, False)}
 
 
@@ -143,7 +160,9 @@ def test_rows_of_a_graph_say_whose_it_is(model) -> None:
     namespace = {"model": model, "loss": model(batch()).sum()}
     rows = [row for row in scan(namespace) if row.holder == "graph of loss"]
     assert sum(row.nbytes for row in rows) == named(scan(namespace), "loss").graph_nbytes > 0
-    assert {(row.kind, row.in_graph, row.releasable) for row in rows} == {("activation", True, False)}
+    assert {(row.kind, row.in_graph, row.releasable) for row in rows} == {
+        ("activation", True, False)
+    }
 
 
 def test_backward_leaves_nothing_in_the_graph(model) -> None:
@@ -157,7 +176,10 @@ def test_backward_leaves_nothing_in_the_graph(model) -> None:
 def test_weights_that_only_a_graph_keeps_are_its() -> None:
     namespace = {"loss": torch.nn.Linear(64, 64).to("simgpu:0")(batch()).sum()}
     rows = [row for row in scan(namespace) if row.holder == "graph of loss"]
-    assert {(row.kind, row.shape) for row in rows} >= {("parameter", (64,)), ("activation", (32, 64))}
+    assert {(row.kind, row.shape) for row in rows} >= {
+        ("parameter", (64,)),
+        ("activation", (32, 64)),
+    }
 
 
 def test_looking_twice_says_the_same(model) -> None:

@@ -61,7 +61,11 @@ HOLDERS = {
 
 def held(shape, namespace, shell=None):
     """Return who keeps the tensors of a shape that no variable reaches, where there, and whether they let go of it."""
-    return [(row.holder, row.place, row.releasable) for row in scan(namespace, shell=shell) if row.shape == shape]
+    return [
+        (row.holder, row.place, row.releasable)
+        for row in scan(namespace, shell=shell)
+        if row.shape == shape
+    ]
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
@@ -131,9 +135,16 @@ def test_only_what_the_session_lets_go_of_is_releasable() -> None:
     shell = shell_with(namespace, {"_oh": {3: [alone], 4: [shared]}})
     shapes = [alone.shape, shared.shape]
     del alone
-    rows = {row.shape: (row.holder, row.releasable) for row in scan(namespace, shell=shell) if row.shape in shapes}
+    rows = {
+        row.shape: (row.holder, row.releasable)
+        for row in scan(namespace, shell=shell)
+        if row.shape in shapes
+    }
     assert rows[shapes[0]] == ("Out[3]", True)
-    assert rows[shapes[1]] == ("running test_only_what_the_session_lets_go_of_is_releasable()", False)
+    assert rows[shapes[1]] == (
+        "running test_only_what_the_session_lets_go_of_is_releasable()",
+        False,
+    )
 
 
 # -- what else keeps tensors ------------------------------------------------------------------------------
@@ -218,7 +229,9 @@ def test_a_generator_that_nothing_names_holds_its_variables() -> None:
 
 
 def test_a_module_of_the_user_holds_its_variables(tmp_path, monkeypatch) -> None:
-    (tmp_path / "my_notebook_module.py").write_text("import torch\ncache = {'k': torch.ones(3, 1234)}\n")
+    (tmp_path / "my_notebook_module.py").write_text(
+        "import torch\ncache = {'k': torch.ones(3, 1234)}\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("my_notebook_module")
     name = "module my_notebook_module"
@@ -226,7 +239,9 @@ def test_a_module_of_the_user_holds_its_variables(tmp_path, monkeypatch) -> None
     del sys.modules["my_notebook_module"]
 
 
-def test_the_loader_of_a_module_is_not_followed_for_it_may_lead_to_all_that_runs(tmp_path, monkeypatch) -> None:
+def test_the_loader_of_a_module_is_not_followed_for_it_may_lead_to_all_that_runs(
+    tmp_path, monkeypatch
+) -> None:
     (tmp_path / "my_loaded_module.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("my_loaded_module")

@@ -66,8 +66,14 @@ def test_torch_calls_no_python_while_it_reads_gradients() -> None:
 
     def profile(frame, event, _):
         # `local_of` is called by Python, before torch is.
-        if event == "call" and frame.f_code.co_filename != kinds.__file__ and frame.f_code.co_name != "local_of":
-            calls.append(frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name)
+        if (
+            event == "call"
+            and frame.f_code.co_filename != kinds.__file__
+            and frame.f_code.co_name != "local_of"
+        ):
+            calls.append(
+                frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
+            )
 
     before = sys.getprofile()
     sys.setprofile(profile)

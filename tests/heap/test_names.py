@@ -96,7 +96,9 @@ WAYS = {
     "head[0].weight": lambda t: {
         "head": torch.nn.Sequential(module(), module(), module(weight=torch.nn.Parameter(t)))[2:]
     },
-    "net._modules['0'].weight": lambda t: {"net": module(**{"0": module(weight=torch.nn.Parameter(t))})},
+    "net._modules['0'].weight": lambda t: {
+        "net": module(**{"0": module(weight=torch.nn.Parameter(t))})
+    },
     "net._parameters['shadowed']": lambda t: {"net": Shadowing(t)},
     "frame['emb'].iloc[1]": lambda t: {"frame": pd.DataFrame({"n": [1, 2], "emb": [None, t]})},
     "frame[3].iloc[0]['k']": lambda t: {"frame": pd.DataFrame({3: [{"k": t}]})},
@@ -119,13 +121,18 @@ def test_a_tensor_is_named_as_one_would_type_it(name) -> None:
 
 def test_what_a_property_or_an_iterator_holds_is_named_by_a_variable_that_reaches_it_too() -> None:
     shared = [torch.ones(3)]
-    assert names_of(shared[0], {"it": iter(shared), "deep": {"k": [shared]}}) == ("deep['k'][0][0]",)
+    assert names_of(shared[0], {"it": iter(shared), "deep": {"k": [shared]}}) == (
+        "deep['k'][0][0]",
+    )
 
 
 def test_weak_references_hold_nothing() -> None:
     tensor = torch.ones(3)
     weak = weakref.WeakValueDictionary(k=tensor)
-    assert names_of(tensor, {"weak": weak, "ref": weakref.ref(tensor), "proxy": weakref.proxy(tensor)}) == ()
+    assert (
+        names_of(tensor, {"weak": weak, "ref": weakref.ref(tensor), "proxy": weakref.proxy(tensor)})
+        == ()
+    )
 
 
 def test_optimizer_states_are_named_by_their_parameter() -> None:
@@ -134,7 +141,9 @@ def test_optimizer_states_are_named_by_their_parameter() -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     momentum = optimizer.state[model.weight]["momentum_buffer"]
-    assert names_of(momentum, {"opt": optimizer, "model": model}) == ("opt.state[model.weight]['momentum_buffer']",)
+    assert names_of(momentum, {"opt": optimizer, "model": model}) == (
+        "opt.state[model.weight]['momentum_buffer']",
+    )
     alone = "opt.state[opt.param_groups[0]['params'][0]]['momentum_buffer']"
     assert names_of(momentum, {"opt": optimizer}) == (alone,)
 
@@ -153,11 +162,23 @@ def test_a_gradient_is_named_by_its_owner() -> None:
     assert row.name == "cfg['w'].grad"
 
 
-WORDS = st.one_of(st.text(max_size=5), st.sampled_from(["ﬁ", "class", "a b", "²", "0", "𝔞", "ª", "µm", "\ud800", "é"]))
-ATOMS = st.one_of(WORDS, st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False), st.binary(max_size=5))
+WORDS = st.one_of(
+    st.text(max_size=5),
+    st.sampled_from(["ﬁ", "class", "a b", "²", "0", "𝔞", "ª", "µm", "\ud800", "é"]),
+)
+ATOMS = st.one_of(
+    WORDS,
+    st.integers(),
+    st.booleans(),
+    st.none(),
+    st.floats(allow_nan=False),
+    st.binary(max_size=5),
+)
 KEYS = st.one_of(ATOMS, st.lists(ATOMS, max_size=2).map(tuple))
 STEPS = st.one_of(
-    st.tuples(st.just("list"), st.integers(0, 3)), st.tuples(st.just("dict"), KEYS), st.tuples(st.just("object"), WORDS)
+    st.tuples(st.just("list"), st.integers(0, 3)),
+    st.tuples(st.just("dict"), KEYS),
+    st.tuples(st.just("object"), WORDS),
 )
 
 
@@ -207,7 +228,13 @@ def test_no_number_of_names_hides_another_variable() -> None:
 
 @pytest.mark.parametrize(
     ("name", "root"),
-    [("x", "x"), ("model.fc.weight", "model"), ("batch[0].x", "batch"), ("cfg['a.b']", "cfg"), ("[*s][0]", "s")],
+    [
+        ("x", "x"),
+        ("model.fc.weight", "model"),
+        ("batch[0].x", "batch"),
+        ("cfg['a.b']", "cfg"),
+        ("[*s][0]", "s"),
+    ],
 )
 def test_the_root_of_a_name_is_its_variable(name, root) -> None:
     assert root_of(name) == root

@@ -21,7 +21,9 @@ from gpumagic.memory import devices
         (" 0 ", "simgpu:0"),
     ],
 )  # fmt: skip
-def test_every_way_of_writing_a_device_means_the_same(two_devices: list[str], name: str, device: str) -> None:
+def test_every_way_of_writing_a_device_means_the_same(
+    two_devices: list[str], name: str, device: str
+) -> None:
     assert devices.resolve(name) == device
 
 
@@ -56,7 +58,9 @@ def test_a_bare_backend_is_its_current_device(two_devices: list[str]) -> None:
         ("cuda:{i}", "is the variable in it defined?"),
     ],
 )
-def test_a_device_that_is_not_here_is_refused_with_those_that_are(two_devices: list[str], name: str, said: str) -> None:
+def test_a_device_that_is_not_here_is_refused_with_those_that_are(
+    two_devices: list[str], name: str, said: str
+) -> None:
     with pytest.raises(DeviceNotFound) as caught:
         devices.resolve(name)
     assert said in str(caught.value)
@@ -85,10 +89,15 @@ def test_any_text_is_a_device_or_one_line(name: str) -> None:
 def test_a_simulated_device_that_is_not_on_says_how_to_turn_it_on() -> None:
     code = "import gpumagic\ntry: gpumagic.ondevice('simgpu:0')\nexcept gpumagic.DeviceNotFound as error: print(error)"
     said = subprocess.check_output([sys.executable, "-c", code], text=True)
-    assert said == "'simgpu:0' is not here: gpumagic.simgpu.enable() adds simulated GPUs; there are cpu, meta\n"
+    assert (
+        said
+        == "'simgpu:0' is not here: gpumagic.simgpu.enable() adds simulated GPUs; there are cpu, meta\n"
+    )
 
 
 def test_completion_does_not_import_torch() -> None:
-    code = "import sys, gpumagic.memory.devices as d; print(d.completions(), 'torch' in sys.modules)"
+    code = (
+        "import sys, gpumagic.memory.devices as d; print(d.completions(), 'torch' in sys.modules)"
+    )
     said = subprocess.check_output([sys.executable, "-c", code], text=True)
     assert said == "['cuda', 'auto', 'cpu', 'meta'] False\n"

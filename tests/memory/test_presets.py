@@ -31,7 +31,9 @@ def test_a_gpu_is_known_by_its_name_however_that_is_written(name: str) -> None:
 
 
 def test_a_gpu_is_known_by_the_name_that_torch_has_for_it() -> None:
-    assert [name for name, gpu in GPUS.items() if presets.name_of(gpu.name) != name] == ["RTX 4060 Ti 16GB"]
+    assert [name for name, gpu in GPUS.items() if presets.name_of(gpu.name) != name] == [
+        "RTX 4060 Ti 16GB"
+    ]
 
 
 def test_no_two_gpus_are_written_alike() -> None:

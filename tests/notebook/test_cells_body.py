@@ -14,14 +14,22 @@ RETRY = "%%oomguard --retry 2\n"
 
 def lines_of(error):
     """Return the line numbers of the frames of user code, the innermost last."""
-    return [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
+    return [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.name == "<module>"
+    ]
 
 
 def test_the_last_value_is_the_cells_value(shell, events):
     """And enters Out and _."""
     assert shell.run_cell(RETRY + "x = 20\nx + 1", store_history=True).result == 21
     assert shell.run_cell("_").result == 21
-    assert events == ["open oomguard --retry 2", "close oomguard --retry 2 NoneType", "finish oomguard --retry 2"]
+    assert events == [
+        "open oomguard --retry 2",
+        "close oomguard --retry 2 NoneType",
+        "finish oomguard --retry 2",
+    ]
 
 
 def test_a_semicolon_hides_the_value(shell):
@@ -74,7 +82,9 @@ def test_a_syntax_error_runs_nothing(shell, events):
 
 def test_a_failing_body_runs_again_until_it_succeeds(shell, events):
     """Opened and closed each time, and finished once."""
-    result = shell.run_cell(RETRY + "tries = globals().get('tries', 0) + 1\nassert tries == 3\n'done'")
+    result = shell.run_cell(
+        RETRY + "tries = globals().get('tries', 0) + 1\nassert tries == 3\n'done'"
+    )
     assert result.result == "done"
     assert [event.split()[0] for event in events] == [
         "open", "close", "retry", "open", "close", "retry", "open", "close", "finish",
@@ -83,7 +93,9 @@ def test_a_failing_body_runs_again_until_it_succeeds(shell, events):
 
 def test_a_body_that_never_succeeds_fails_with_its_last_error(shell, events):
     """After the number of retries asked for."""
-    result = shell.run_cell(RETRY + "tries = globals().get('tries', 0) + 1\nraise ValueError(tries)")
+    result = shell.run_cell(
+        RETRY + "tries = globals().get('tries', 0) + 1\nraise ValueError(tries)"
+    )
     assert str(result.error_in_exec) == "3"
     assert [event for event in events if event.startswith("retry")] == ["retry ValueError"] * 2
 
@@ -92,7 +104,9 @@ def test_a_failed_try_keeps_nothing_alive_in_the_next(shell):
     """Else the memory that ran out would be short again."""
     refs = []
     shell.user_ns.update(refs=refs, weakref=weakref)
-    shell.run_cell("class Big: pass\ndef work():\n    big = Big()\n    refs.append(weakref.ref(big))\n    1 / 0")
+    shell.run_cell(
+        "class Big: pass\ndef work():\n    big = Big()\n    refs.append(weakref.ref(big))\n    1 / 0"
+    )
     gc.disable()
     try:
         shell.run_cell(RETRY + "alive = [ref() for ref in refs]\nwork() if not alive else None")
@@ -131,7 +145,9 @@ def test_a_body_without_statements_is_fine(shell, shown, body):
 
 def test_the_source_of_a_function_can_be_had(shell):
     """The body is cached under a file name, as a cell is."""
-    source = shell.run_cell(RETRY + "import inspect\ndef f():\n    return 1\ninspect.getsource(f)").result
+    source = shell.run_cell(
+        RETRY + "import inspect\ndef f():\n    return 1\ninspect.getsource(f)"
+    ).result
     assert source == "def f():\n    return 1\n"
 
 
@@ -166,7 +182,9 @@ def test_the_lines_of_a_call_count_from_the_magic(shell):
 
 def test_each_of_several_calls_in_a_cell_shows_its_report_at_once(shell, shown):
     """As in a script run by `%run`, where the reports belong between its prints."""
-    shell.run_cell("for device in 'ab':\n    get_ipython().run_cell_magic('ondevice', device, '1')\nseen = 1")
+    shell.run_cell(
+        "for device in 'ab':\n    get_ipython().run_cell_magic('ondevice', device, '1')\nseen = 1"
+    )
     assert shown() == ["<report of ondevice a>", "<report of ondevice b>"]
 
 
@@ -176,7 +194,9 @@ def test_timeit_over_a_body_that_is_run_shows_one_report(shell, shown):
     assert shown() == ["<report of oomguard --retry 1>"]
 
 
-@pytest.mark.parametrize("cell", [RETRY + "1", "x = get_ipython().run_cell_magic('ondevice', 'cuda', '1')"])
+@pytest.mark.parametrize(
+    "cell", [RETRY + "1", "x = get_ipython().run_cell_magic('ondevice', 'cuda', '1')"]
+)
 def test_a_silent_cell_shows_nothing(shell, shown, cell):
     """`%run notebook.ipynb` shows no reports."""
     shell.run_cell(cell, silent=True)

@@ -6,21 +6,30 @@ import pytest
 
 # Many short sleeps: a signal that comes just before a long one begins is only heard when that ends, in either cell.
 PRESS = "import time\nprint('ready', flush=True)\nfor _ in range(6000): time.sleep(0.01)"
-PRESS_AWAITING = "import asyncio\nprint('ready', flush=True)\nfor _ in range(600): await asyncio.sleep(0.1)"
+PRESS_AWAITING = (
+    "import asyncio\nprint('ready', flush=True)\nfor _ in range(600): await asyncio.sleep(0.1)"
+)
 REPORT = "<report of ondevice cuda>"
 
 
 def test_the_value_comes_before_the_report(kernel):
     """As the output of the cell, with its number."""
     cell = kernel.run("%%ondevice cuda\nprint('printed')\nx = 20\nx + 1")
-    assert cell.seen == [("stdout", "printed\n"), ("execute_result", "21"), ("display_data", REPORT)]
+    assert cell.seen == [
+        ("stdout", "printed\n"),
+        ("execute_result", "21"),
+        ("display_data", REPORT),
+    ]
     assert kernel.value(f"Out[{cell.count}], _") == "(21, 21)"
 
 
 def test_the_value_of_a_body_that_the_magic_runs_comes_before_the_report(kernel):
     """As if IPython had run it."""
     cell = kernel.run("%%oomguard --retry 1\n20 + 1")
-    assert cell.seen == [("execute_result", "21"), ("display_data", "<report of oomguard --retry 1>")]
+    assert cell.seen == [
+        ("execute_result", "21"),
+        ("display_data", "<report of oomguard --retry 1>"),
+    ]
 
 
 def test_a_semicolon_hides_the_value(kernel):
@@ -30,7 +39,10 @@ def test_a_semicolon_hides_the_value(kernel):
 
 def test_a_figure_comes_before_the_report(kernel):
     """matplotlib's inline figures are flushed by an event after the cell, ours comes later still."""
-    kernel.run("def flush():\n    display('figure')\nget_ipython().events.register('post_execute', flush)", silent=True)
+    kernel.run(
+        "def flush():\n    display('figure')\nget_ipython().events.register('post_execute', flush)",
+        silent=True,
+    )
     cell = kernel.run("%%ondevice cuda\n1")
     kernel.run("get_ipython().events.unregister('post_execute', flush)", silent=True)
     assert cell.reports == ["'figure'", REPORT]
@@ -38,7 +50,9 @@ def test_a_figure_comes_before_the_report(kernel):
 
 def test_await_works_in_the_notebooks_event_loop(kernel):
     """Before and after it, the mode is there."""
-    cell = kernel.run("%%ondevice cuda\nimport asyncio\na = modes()[:]\nawait asyncio.sleep(0)\na, modes()[:]")
+    cell = kernel.run(
+        "%%ondevice cuda\nimport asyncio\na = modes()[:]\nawait asyncio.sleep(0)\na, modes()[:]"
+    )
     assert cell.value == "(['ondevice cuda'], ['ondevice cuda'])"
     assert cell.reports == [REPORT]
 
@@ -77,7 +91,9 @@ def test_a_function_of_the_cell_has_the_file_a_debugger_knows(kernel, form):
 
 
 @pytest.mark.parametrize("form", ["%%ondevice cuda", "%%oomguard --retry 0"])
-@pytest.mark.parametrize("failure", ["1 / 0", "x = = 1", "raise KeyboardInterrupt", "import sys; sys.exit(3)"])
+@pytest.mark.parametrize(
+    "failure", ["1 / 0", "x = = 1", "raise KeyboardInterrupt", "import sys; sys.exit(3)"]
+)
 def test_run_all_stops_at_a_cell_that_fails(kernel, form, failure):
     """Whatever it fails with, and however its body is run."""
     first, second = kernel.run_all(f"{form}\n{failure}", "after = 1")
@@ -181,8 +197,15 @@ def test_subshells_do_not_mix(kernel, first):
         first: "opened.wait(30)\n",
         second: f"import time\nwhile 'finish ondevice {first}' not in events: time.sleep(0.01)\n",
     }
-    sent = [kernel.client.execute(f"%%ondevice main\nprint('ready', flush=True)\n{bodies['main']}modes()[:]")]
+    sent = [
+        kernel.client.execute(
+            f"%%ondevice main\nprint('ready', flush=True)\n{bodies['main']}modes()[:]"
+        )
+    ]
     code = f"%%ondevice sub\nopened.set()\n{bodies['sub']}modes()[:]"
     cells = kernel.collect(sent, on_ready=lambda: sent.append(kernel.send_to(subshell, code)))
     assert [cell.value for cell in cells] == ["['ondevice main']", "['ondevice sub']"]
-    assert [cell.reports for cell in cells] == [["<report of ondevice main>"], ["<report of ondevice sub>"]]
+    assert [cell.reports for cell in cells] == [
+        ["<report of ondevice main>"],
+        ["<report of ondevice sub>"],
+    ]

@@ -93,7 +93,9 @@ def test_a_syntax_error_runs_nothing(shell, events, shown):
 
 
 @pytest.mark.filterwarnings("ignore:To exit")
-@pytest.mark.parametrize("statement", ["raise SystemExit(3)", "raise KeyboardInterrupt", "raise BaseException('b')"])
+@pytest.mark.parametrize(
+    "statement", ["raise SystemExit(3)", "raise KeyboardInterrupt", "raise BaseException('b')"]
+)
 def test_the_guard_is_closed_on_every_way_out(shell, events, statement):
     """Whatever is raised."""
     result = shell.run_cell(f"%%ondevice cuda\n{statement}")
@@ -114,7 +116,11 @@ def test_ctrl_c_between_two_statements_is_how_the_cell_ended(shell, events, monk
     monkeypatch.setattr(shell.compile, "extra_flags", press_at_the_third)
     assert not shell.run_cell("%%ondevice cuda\nx = 1\ny = 2").success
     assert "y" not in shell.user_ns
-    assert events == ["open ondevice cuda", "close ondevice cuda KeyboardInterrupt", "finish ondevice cuda"]
+    assert events == [
+        "open ondevice cuda",
+        "close ondevice cuda KeyboardInterrupt",
+        "finish ondevice cuda",
+    ]
 
 
 def test_await_works(shell):
@@ -145,11 +151,17 @@ def breaking_loop(shell):
 def test_ctrl_c_that_breaks_the_event_loop_closes_the_guard(shell, events):
     """Though IPython makes up another result for the cell then."""
     shell.run_cell("%%ondevice cuda\nawait Pause()", store_history=True)
-    assert events == ["open ondevice cuda", "close ondevice cuda KeyboardInterrupt", "finish ondevice cuda"]
+    assert events == [
+        "open ondevice cuda",
+        "close ondevice cuda KeyboardInterrupt",
+        "finish ondevice cuda",
+    ]
 
 
 @pytest.mark.usefixtures("breaking_loop")
-def test_ctrl_c_that_breaks_a_silent_cell_leaves_the_mode_no_longer_than_the_cell_around_it(shell, events, shown):
+def test_ctrl_c_that_breaks_a_silent_cell_leaves_the_mode_no_longer_than_the_cell_around_it(
+    shell, events, shown
+):
     """No event tells of the silent one."""
     shell.run_cell("get_ipython().run_cell('%%ondevice cuda\\nawait Pause()', silent=True)")
     assert events == ["open ondevice cuda", "close ondevice cuda NoneType"]
@@ -180,7 +192,11 @@ def test_a_second_guard_of_a_name_replaces_the_first(shell, events, shown):
     """One mode at a time, one report."""
     result = shell.run_cell("%ondevice cuda:0\n%ondevice cuda:1\nmodes()[:]")
     assert result.result == ["ondevice cuda:1"]
-    assert events[:3] == ["open ondevice cuda:0", "close ondevice cuda:0 NoneType", "open ondevice cuda:1"]
+    assert events[:3] == [
+        "open ondevice cuda:0",
+        "close ondevice cuda:0 NoneType",
+        "open ondevice cuda:1",
+    ]
     assert shown() == ["<report of ondevice cuda:1>"]
 
 
@@ -237,7 +253,9 @@ def test_future_imports_work_and_last(shell):
 def test_the_source_of_a_function_can_be_had(shell):
     """inspect and debuggers find the user's lines."""
     shell.run_cell("%%ondevice cuda\ndef f():\n    return 1", store_history=True)
-    source = shell.run_cell("import inspect\ninspect.getsource(f), f.__code__.co_firstlineno").result
+    source = shell.run_cell(
+        "import inspect\ninspect.getsource(f), f.__code__.co_firstlineno"
+    ).result
     assert source == ("def f():\n    return 1\n", 2)
 
 
@@ -258,7 +276,11 @@ def test_variables_in_the_line_are_expanded(shell, shown, device):
 
 @pytest.mark.parametrize(
     "cell",
-    ["%%ondevice cuda\n%%time\nmodes()[:]", "%%time\n%%ondevice cuda\nmodes()[:]", "%%ondevice cuda\n%time modes()[:]"],
+    [
+        "%%ondevice cuda\n%%time\nmodes()[:]",
+        "%%time\n%%ondevice cuda\nmodes()[:]",
+        "%%ondevice cuda\n%time modes()[:]",
+    ],
 )
 def test_time_nests_either_way(shell, shown, cell, capsys):
     """The value, the time and one report."""
@@ -279,12 +301,18 @@ def test_a_guard_over_capture_reports_outside_of_it(shell, shown):
 def test_capture_over_a_guard_captures_the_report(shell, shown):
     """It is the inner cell's output."""
     shell.run_cell("%%capture kept\n%%ondevice cuda\nmodes()[:]")
-    assert [output.data["text/plain"] for output in shell.user_ns["kept"].outputs][-1] == "<report of ondevice cuda>"
+    assert [output.data["text/plain"] for output in shell.user_ns["kept"].outputs][
+        -1
+    ] == "<report of ondevice cuda>"
     assert shown() == []
 
 
 @pytest.mark.parametrize(
-    "cell", ["%%ondevice cuda\n%%timeit -n 3 -r 2 -q\nrun()", "%%timeit -n 3 -r 2 -q\n%ondevice cuda\nrun()"]
+    "cell",
+    [
+        "%%ondevice cuda\n%%timeit -n 3 -r 2 -q\nrun()",
+        "%%timeit -n 3 -r 2 -q\n%ondevice cuda\nrun()",
+    ],
 )
 def test_timeit_nests_either_way(shell, shown, cell):
     """Every run has the mode, once, and there is one report."""
@@ -365,7 +393,9 @@ def test_outside_of_a_cell_the_line_form_says_so(shell):
     """There is no rest of a cell to act on."""
     from IPython.core.error import UsageError
 
-    with pytest.raises(UsageError, match=r"here is none; in a script write `with gpumagic\.ondevice"):
+    with pytest.raises(
+        UsageError, match=r"here is none; in a script write `with gpumagic\.ondevice"
+    ):
         shell.run_line_magic("ondevice", "cuda")
 
 
@@ -403,7 +433,9 @@ def test_nothing_keeps_the_error_alive(shell):
     import gc
     import weakref
 
-    shell.run_cell("class Big: pass\ndef work():\n    big = Big()\n    refs.append(weakref.ref(big))\n    1 / 0")
+    shell.run_cell(
+        "class Big: pass\ndef work():\n    big = Big()\n    refs.append(weakref.ref(big))\n    1 / 0"
+    )
     refs = []
     shell.user_ns.update(refs=refs, weakref=weakref)
     result = shell.run_cell("%%ondevice cuda\nwork()")
@@ -418,7 +450,9 @@ def test_nothing_keeps_the_error_alive(shell):
 
 
 @pytest.mark.parametrize("silent", [False, True])
-@pytest.mark.parametrize("cell", ["%%ondevice cuda\n1 / 0", "%ondevice a\n%ondevice b", "%%oomguard --retry 1\n1"])
+@pytest.mark.parametrize(
+    "cell", ["%%ondevice cuda\n1 / 0", "%ondevice a\n%ondevice b", "%%oomguard --retry 1\n1"]
+)
 def test_no_guard_outlives_its_cell(shell, cell, silent):
     """It may hold what the user wants freed."""
     import gc

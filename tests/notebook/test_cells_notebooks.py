@@ -21,12 +21,23 @@ CELLS = [
 def write(path, cells):
     """Write a notebook of code cells."""
     sources = [
-        {"cell_type": "code", "source": cell, "metadata": {}, "outputs": [], "execution_count": None, "id": f"c{place}"}
+        {
+            "cell_type": "code",
+            "source": cell,
+            "metadata": {},
+            "outputs": [],
+            "execution_count": None,
+            "id": f"c{place}",
+        }
         for place, cell in enumerate(cells)
     ]
     metadata = {
         "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
-        "language_info": {"name": "python", "file_extension": ".py", "nbconvert_exporter": "python"},
+        "language_info": {
+            "name": "python",
+            "file_extension": ".py",
+            "nbconvert_exporter": "python",
+        },
     }
     notebook = {"cells": sources, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
     path.write_text(json.dumps(notebook))
@@ -50,17 +61,27 @@ def python(tmp_path):
 def test_nbconvert_executes_a_notebook(tmp_path, python):
     """Outputs are stored in order: what was printed, the value, the report."""
     write(tmp_path / "good.ipynb", CELLS)
-    code, said = python("nbconvert", "--execute", "--to", "notebook", "--output", "done", "good.ipynb")
+    code, said = python(
+        "nbconvert", "--execute", "--to", "notebook", "--output", "done", "good.ipynb"
+    )
     assert code == 0, said
     outputs = json.loads((tmp_path / "done.ipynb").read_text())["cells"][1]["outputs"]
-    assert [output["output_type"] for output in outputs] == ["stream", "execute_result", "display_data"]
+    assert [output["output_type"] for output in outputs] == [
+        "stream",
+        "execute_result",
+        "display_data",
+    ]
 
 
-@pytest.mark.parametrize("form", ["%%ondevice cuda", pytest.param("%%oomguard --retry 1", marks=pytest.mark.deep)])
+@pytest.mark.parametrize(
+    "form", ["%%ondevice cuda", pytest.param("%%oomguard --retry 1", marks=pytest.mark.deep)]
+)
 def test_nbconvert_fails_where_a_cell_fails(tmp_path, python, form):
     """With the user's error, before the next cell."""
     write(tmp_path / "bad.ipynb", [CELLS[0], f"{form}\n1 / 0", "open('after', 'w').close()"])
-    code, said = python("nbconvert", "--execute", "--to", "notebook", "--output", "done", "bad.ipynb")
+    code, said = python(
+        "nbconvert", "--execute", "--to", "notebook", "--output", "done", "bad.ipynb"
+    )
     assert code != 0
     assert "ZeroDivisionError: division by zero" in said
     assert not (tmp_path / "after").exists()
@@ -93,7 +114,11 @@ def test_an_exported_script_fails_where_a_cell_fails(tmp_path, python):
 
 def test_a_notebook_run_by_a_cell_leaks_nothing(tmp_path, kernel):
     """Its cells have the mode, and show no reports, as IPython runs them silently."""
-    inner = ["%%ondevice cuda\ninner = modes()[:]", "%ondevice meta\nlate = modes()[:]", "after = modes()[:]"]
+    inner = [
+        "%%ondevice cuda\ninner = modes()[:]",
+        "%ondevice meta\nlate = modes()[:]",
+        "after = modes()[:]",
+    ]
     path = write(tmp_path / "inner.ipynb", inner)
     cell = kernel.run(f"%run {path}\ninner, late, after, modes()")
     assert cell.value == "(['ondevice cuda'], ['ondevice meta'], [], [])"
@@ -102,7 +127,9 @@ def test_a_notebook_run_by_a_cell_leaks_nothing(tmp_path, kernel):
 
 def test_a_notebook_run_under_a_guard_is_inside_of_it(tmp_path, kernel):
     """The outer guard lasts until the outer cell ends."""
-    path = write(tmp_path / "inner.ipynb", ["%%ondevice cuda\ninner = modes()[:]", "between = modes()[:]"])
+    path = write(
+        tmp_path / "inner.ipynb", ["%%ondevice cuda\ninner = modes()[:]", "between = modes()[:]"]
+    )
     cell = kernel.run(f"%%ondevice cpu\n%run {path}\ninner, between, modes()")
     assert cell.value == "(['ondevice cpu', 'ondevice cuda'], ['ondevice cpu'], ['ondevice cpu'])"
     assert cell.reports == ["<report of ondevice cpu>"]
@@ -118,7 +145,9 @@ def test_a_notebook_that_fails_stops_the_cell_that_runs_it(tmp_path, kernel):
 def test_a_script_run_by_a_cell_shows_its_reports_where_they_belong(tmp_path, kernel):
     """Between its prints."""
     path = tmp_path / "script.ipy"
-    path.write_text("print('a')\nget_ipython().run_cell_magic('ondevice', 'cuda', 'x = 1\\n')\nprint('b')\n")
+    path.write_text(
+        "print('a')\nget_ipython().run_cell_magic('ondevice', 'cuda', 'x = 1\\n')\nprint('b')\n"
+    )
     script = tmp_path / "script.py"
     script.write_text("from IPython import get_ipython\n" + path.read_text())
     kinds = [kind for kind, _ in kernel.run(f"%run {script}").seen]

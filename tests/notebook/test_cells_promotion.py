@@ -38,7 +38,16 @@ def test_every_other_cell_is_left_as_it_is(cell):
 
 
 @pytest.mark.parametrize(
-    "header", ["--retry 3", "--retry=3", "-o r --retry 3", "--shrink batch", "--help", "-h", "--keep --help # why"]
+    "header",
+    [
+        "--retry 3",
+        "--retry=3",
+        "-o r --retry 3",
+        "--shrink batch",
+        "--help",
+        "-h",
+        "--keep --help # why",
+    ],
 )
 def test_an_option_that_needs_the_body_keeps_the_cell_magic(header):
     """A body that is to run twice, or not at all, is handed to the magic."""
@@ -85,14 +94,24 @@ def test_strings_and_tabs_of_the_body_stay_as_they_are():
     assert promoted("%%ondevice cuda\n" + body) == "%ondevice cuda\n" + body
 
 
-@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="%\r\n\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"))))
+@given(
+    st.lists(
+        st.text(
+            st.characters(
+                codec="utf-8", exclude_characters="%\r\n\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
+            )
+        )
+    )
+)
 def test_no_line_moves_whatever_the_body(lines):
     """A traceback's line is the user's line."""
     cell = ["%%ondevice cuda\n", *(line + "\n" for line in lines)]
     assert len(promote(cell)) == len(cell)
 
 
-@given(st.lists(st.text() | st.sampled_from(["%%ondevice", "%%oomguard --retry", "%%time", "\n", " "])))
+@given(
+    st.lists(st.text() | st.sampled_from(["%%ondevice", "%%oomguard --retry", "%%time", "\n", " "]))
+)
 def test_it_never_raises(lines):
     """A transformer that raises would break every cell of the session."""
     promote(lines)

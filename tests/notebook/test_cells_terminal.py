@@ -33,7 +33,14 @@ class Terminal:
 
 
 def spawn(home, *options, **extra):
-    arguments = ["-m", "IPython", *options, "--no-banner", "--no-confirm-exit", "--ext=probe_magics"]
+    arguments = [
+        "-m",
+        "IPython",
+        *options,
+        "--no-banner",
+        "--no-confirm-exit",
+        "--ext=probe_magics",
+    ]
     child = pexpect.spawn(
         sys.executable, [*arguments, "--HistoryManager.enabled=False"], env=environment(home, **extra),
         encoding="utf-8", timeout=60, dimensions=(50, 200),
@@ -74,7 +81,9 @@ def test_await_works(terminal):
     """In the native form and in the form whose body the magic runs."""
     shown = terminal.type("%%ondevice cuda", "import asyncio", "await asyncio.sleep(0, 'awaited')")
     assert "'awaited'" in shown
-    shown = terminal.type("%%oomguard --retry 1", "import asyncio", "await asyncio.sleep(0, 'awaited')")
+    shown = terminal.type(
+        "%%oomguard --retry 1", "import asyncio", "await asyncio.sleep(0, 'awaited')"
+    )
     assert "'awaited'" in shown
 
 

@@ -102,7 +102,12 @@ def test_devices_with_an_index_are_completed_past_the_colon(loaded, monkeypatch)
         "import gpumagic.memory.devices as n\nold = n.BUILTIN_DEVICES\nn.BUILTIN_DEVICES = ('simgpu:0', 'simgpu:1')"
     )
     try:
-        for line in ("%ondevice simgpu:", "%ondevice simgpu:1", "%ondevice sim", "%%ondevice simgpu:"):
+        for line in (
+            "%ondevice simgpu:",
+            "%ondevice simgpu:1",
+            "%ondevice sim",
+            "%%ondevice simgpu:",
+        ):
             assert completed(loaded, line) >= {line.split()[0] + " simgpu:1"}
     finally:
         loaded.run("n.BUILTIN_DEVICES = old")
@@ -130,7 +135,9 @@ def test_variables_are_offered_where_one_is_asked_for(loaded, is_new):
     assert "r = %devices --why=model_b" in completed(loaded, "r = %devices --why=mo")
     line = "%%ondevice cpu --move "
     if is_new:
-        assert not completed(loaded, line) & {line + name for name in ("In", "Out", "exit", "open", "_hidden")}
+        assert not completed(loaded, line) & {
+            line + name for name in ("In", "Out", "exit", "open", "_hidden")
+        }
         assert line + "model_a,model_b" in completed(loaded, line + "model_a,mo")
 
 
@@ -139,5 +146,7 @@ def test_the_numbers_of_the_variables_and_of_the_cell_are_offered_to_be_fitted(l
     below = "\nbatch_size = 64\nfor step in range(10):\n    pass"
     assert "%%dryrun --fit model_a" in completed(loaded, "%%dryrun --fit ", below)
     if is_new:
-        assert completed(loaded, "%%oomguard --shrink b", below) == {"%%oomguard --shrink batch_size"}
+        assert completed(loaded, "%%oomguard --shrink b", below) == {
+            "%%oomguard --shrink batch_size"
+        }
         assert "%%dryrun --fit exit" not in completed(loaded, "%%dryrun --fit ", below)

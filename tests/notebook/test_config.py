@@ -23,11 +23,15 @@ def run(shell, cell):
 def test_it_is_listed_with_a_sentence_for_each(loaded, capsys) -> None:
     loaded.run_line_magic("config", "GPUMagic")
     said = capsys.readouterr().out
-    assert all(f"GPUMagic.{name}" in said for name in ("keep_going", "advice_seconds", "engine_timeout"))
+    assert all(
+        f"GPUMagic.{name}" in said for name in ("keep_going", "advice_seconds", "engine_timeout")
+    )
 
 
 def test_an_option_that_is_none_is_told_with_the_nearest(loaded) -> None:
-    with pytest.warns(UserWarning, match="`keep_goin` not recognized by `GPUMagic`.  Did you mean `keep_going`"):
+    with pytest.warns(
+        UserWarning, match="`keep_goin` not recognized by `GPUMagic`.  Did you mean `keep_going`"
+    ):
         loaded.run_cell("%config GPUMagic.keep_goin = True")
 
 

@@ -28,7 +28,9 @@ def patience(tmp_path: Path, monkeypatch) -> None:
     """How busy this machine is does not decide what is advised."""
     profile = tmp_path / "ipython" / "profile_default"
     profile.mkdir(parents=True)
-    (profile / "ipython_config.py").write_text("get_config().GPUMagic.advice_seconds = 120.0\n", encoding="utf-8")
+    (profile / "ipython_config.py").write_text(
+        "get_config().GPUMagic.advice_seconds = 120.0\n", encoding="utf-8"
+    )
     monkeypatch.setenv("IPYTHONDIR", str(profile.parent))
 
 
@@ -49,15 +51,21 @@ def test_the_demo_runs_the_tour_and_says_what_it_showed_and_where(tmp_path: Path
     tour = nbformat.read(executed, as_version=4)
     assert_only_cells_marked_so_failed(tour)
     (check,) = (cell for cell in tour.cells if "check" in cell.metadata.get("tags", ()))
-    assert check.outputs[0]["text"].startswith("Not yet: 8 copies"), "the exercise is open as it stands"
+    assert check.outputs[0]["text"].startswith("Not yet: 8 copies"), (
+        "the exercise is open as it stands"
+    )
     assert_what_the_report_says_is_what_is_run_next(tour)
     assert_begins_as_committed(tour, NOTEBOOKS[0].with_name("tour.ipynb"))
 
 
 def assert_what_the_report_says_is_what_is_run_next(tour: nbformat.NotebookNode) -> None:
     code = [cell for cell in tour.cells if cell.cell_type == "code"]
-    failed = next(number for number, cell in enumerate(code) if cell.source.startswith("%%oomguard"))
-    report = "\n".join(output["data"].get("text/plain", "") for output in code[failed].outputs if "data" in output)
+    failed = next(
+        number for number, cell in enumerate(code) if cell.source.startswith("%%oomguard")
+    )
+    report = "\n".join(
+        output["data"].get("text/plain", "") for output in code[failed].outputs if "data" in output
+    )
     first, line = re.findall(r"^ *(?:first|\d+) \| (.*)$", report, re.MULTILINE)[:2]
     assert code[failed + 1].source == first
     assert line in code[failed + 2].source
@@ -76,9 +84,19 @@ def first_sentences(notebook: nbformat.NotebookNode) -> list[tuple[str, list[str
     What engines print (`[stdout:2] ...`) is left out, for it comes in any order.
     """
     cells = [cell for cell in notebook.cells if cell.cell_type == "code" and "%" in cell.source]
-    said = [[output["data"].get("text/plain", "") for output in cell.outputs if "data" in output] for cell in cells]
+    said = [
+        [output["data"].get("text/plain", "") for output in cell.outputs if "data" in output]
+        for cell in cells
+    ]
     return [
-        (cell.source, [comparable(re.split(r"\n(?! )", text)[0]) for text in texts if text and text[0] != "["])
+        (
+            cell.source,
+            [
+                comparable(re.split(r"\n(?! )", text)[0])
+                for text in texts
+                if text and text[0] != "["
+            ],
+        )
         for cell, texts in zip(cells, said, strict=True)
     ]
 
@@ -95,7 +113,9 @@ def test_a_notebook_runs_and_only_cells_marked_so_fail(path: Path, patience) -> 
     assert_begins_as_committed(nbformat.v4.new_notebook(cells=notebook.cells[:committed]), path)
     assert_only_cells_marked_so_failed(notebook)
     said = [check.outputs[0]["text"].split()[0].strip(".:") for check in checks]
-    assert said == ["Not", "Done"][: len(checks)], "the exercise is open as it stands, and done by its solution"
+    assert said == ["Not", "Done"][: len(checks)], (
+        "the exercise is open as it stands, and done by its solution"
+    )
 
 
 def append_solution(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
@@ -114,12 +134,21 @@ def test_a_notebook_is_committed_with_its_outputs(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in code)
-    text = "".join(output["data"].get("text/html", "") for cell in code for output in cell.outputs if "data" in output)
+    text = "".join(
+        output["data"].get("text/html", "")
+        for cell in code
+        for output in cell.outputs
+        if "data" in output
+    )
     assert "simgpu" in text or "NVIDIA" in text  # says on what it ran
 
 
-@pytest.mark.parametrize("path", [path for path in SUBJECTS if path.stem != "many_engines"], ids=lambda path: path.stem)
-def test_a_lesson_ends_with_three_exercises_and_runs_on_torch_without_an_accelerator_module(path: Path) -> None:
+@pytest.mark.parametrize(
+    "path", [path for path in SUBJECTS if path.stem != "many_engines"], ids=lambda path: path.stem
+)
+def test_a_lesson_ends_with_three_exercises_and_runs_on_torch_without_an_accelerator_module(
+    path: Path,
+) -> None:
     notebook = nbformat.read(path, as_version=4)
     exercises = "\n".join(cell.source for cell in notebook.cells).partition("## Three exercises")[2]
     assert re.findall(r"^\*\*(\d)\.\*\* ", exercises, re.MULTILINE)[:3] == ["1", "2", "3"]
@@ -128,13 +157,19 @@ def test_a_lesson_ends_with_three_exercises_and_runs_on_torch_without_an_acceler
 
 
 def test_each_topic_is_taught_in_the_section_that_the_list_names() -> None:
-    text = {path.stem: "\n".join(cell.source for cell in nbformat.read(path, 4).cells) for path in NOTEBOOKS}
+    text = {
+        path.stem: "\n".join(cell.source for cell in nbformat.read(path, 4).cells)
+        for path in NOTEBOOKS
+    }
     listed = re.findall(r"^\| (.+?) \| (\[.+) \|$", text["basics"], re.MULTILINE)
     assert len(listed) > 15
     for topic, places in listed:
         found = re.findall(r"\[(\w+)\]\(\w+\.ipynb\): ([^;|]+)", places)
         assert found, topic
-        sections = [text[name].partition(f"\n## {title.strip()}\n")[2].partition("\n## ")[0] for name, title in found]
+        sections = [
+            text[name].partition(f"\n## {title.strip()}\n")[2].partition("\n## ")[0]
+            for name, title in found
+        ]
         assert all(sections), topic
         assert all(term in "".join(sections) for term in re.findall(r"`([^`]+)`", topic)), topic
 
@@ -142,7 +177,9 @@ def test_each_topic_is_taught_in_the_section_that_the_list_names() -> None:
 def test_the_notebooks_outputs_name_no_path_of_the_machine_that_made_them() -> None:
     for path in NOTEBOOKS:
         text = path.read_text(encoding="utf-8")
-        assert not any(place in text for place in ("/home/", "/root/", "/Users/", "site-packages")), path
+        assert not any(
+            place in text for place in ("/home/", "/root/", "/Users/", "site-packages")
+        ), path
 
 
 def test_a_demo_that_is_not_there_is_one_line_with_those_that_are(capsys) -> None:
@@ -177,7 +214,10 @@ def test_gpuinfo_runs_in_a_terminal_without_ipython() -> None:
 
 def test_a_wrong_device_on_the_command_line_is_one_line() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "gpumagic", "gpuinfo", "gpux"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "gpumagic", "gpuinfo", "gpux"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1

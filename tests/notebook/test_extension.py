@@ -38,7 +38,9 @@ def state(shell):
 
 def test_unloading_is_the_exact_inverse_of_loading(bare_shell):
     """Nothing is left in any table, list or name space."""
-    bare_shell.run_line_magic("load_ext", "probe_magics")  # IPython 9 fills in its own lazy magics at their first use
+    bare_shell.run_line_magic(
+        "load_ext", "probe_magics"
+    )  # IPython 9 fills in its own lazy magics at their first use
     bare_shell.run_line_magic("unload_ext", "probe_magics")
     before = state(bare_shell)
     bare_shell.run_line_magic("load_ext", "gpumagic")
@@ -132,7 +134,9 @@ def test_a_simulated_gpu_that_cannot_be_had_is_one_warning(bare_shell, monkeypat
     assert bare_shell.find_line_magic("gpuinfo") is not None
 
 
-def test_an_interrupt_while_the_simulated_gpu_is_compiled_leaves_nothing_loaded(bare_shell, monkeypatch):
+def test_an_interrupt_while_the_simulated_gpu_is_compiled_leaves_nothing_loaded(
+    bare_shell, monkeypatch
+):
     """IPython takes the extension for not loaded, and so must we."""
     from gpumagic import simgpu
 
@@ -175,7 +179,9 @@ def test_a_cell_may_load_and_use_it_at_once(start_kernel):
     assert "usage: %%ondevice" in cell.stdout
 
 
-@pytest.mark.parametrize("first", ["%%ondevice cpu\n40 + 2", "%ondevice cpu\n40 + 2", "%%oomguard\n40 + 2"])
+@pytest.mark.parametrize(
+    "first", ["%%ondevice cpu\n40 + 2", "%ondevice cpu\n40 + 2", "%%oomguard\n40 + 2"]
+)
 def test_a_lazy_magic_loads_the_extension_when_it_is_first_used(bare_shell, first):
     """And its cell runs, although nothing has prepared it."""
     bare_shell.magics_manager.lazy_magics = dict.fromkeys(NAMES, "gpumagic")
@@ -188,14 +194,25 @@ def test_a_lazy_magic_loads_the_extension_when_it_is_first_used(bare_shell, firs
 def test_a_profile_can_load_it_always(tmp_path):
     profile = tmp_path / "profile_default"
     profile.mkdir()
-    (profile / "ipython_config.py").write_text('get_config().InteractiveShellApp.extensions = ["gpumagic"]\n')
+    (profile / "ipython_config.py").write_text(
+        'get_config().InteractiveShellApp.extensions = ["gpumagic"]\n'
+    )
     code = "print(get_ipython().find_magic('devices'))"
     command = [sys.executable, "-m", "IPython", "--quiet", "-c", code]
-    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env=environment(tmp_path), capture_output=True, text=True, check=True
+    )
     assert "GPUMagic" in done.stdout, done.stderr
 
 
-PARTS = ("extension.py", "cells.py", "completion.py", "notebook/__init__.py", "live.py", "_compat.py")
+PARTS = (
+    "extension.py",
+    "cells.py",
+    "completion.py",
+    "notebook/__init__.py",
+    "live.py",
+    "_compat.py",
+)
 
 
 class Interrupt:
@@ -225,7 +242,9 @@ class Interrupt:
         pytest.param("reload_ext", "run_cell", marks=pytest.mark.deep),
     ],
 )
-def test_an_interrupted_load_or_unload_is_finished_by_the_next(bare_shell, two_devices, command, run):
+def test_an_interrupted_load_or_unload_is_finished_by_the_next(
+    bare_shell, two_devices, command, run
+):
     """Ctrl-C at any line of it leaves nothing twice, and nothing for good."""
     for probe in ("load_ext", "unload_ext"):
         bare_shell.run_line_magic(probe, "probe_magics")
@@ -252,7 +271,13 @@ def test_an_interrupted_load_or_unload_is_finished_by_the_next(bare_shell, two_d
         for calls in state(bare_shell)["events"].values():
             names = [each.__qualname__ for each in calls]
             assert len(set(names)) == len(names), interrupt.where
-        assert sum(isinstance(each, PromoteCellMagics) for each in bare_shell.input_transformers_cleanup) == 1
+        assert (
+            sum(
+                isinstance(each, PromoteCellMagics)
+                for each in bare_shell.input_transformers_cleanup
+            )
+            == 1
+        )
         extension.unload(bare_shell)
         bare_shell.extension_manager.loaded.discard("gpumagic")
         assert state(bare_shell) == before, interrupt.where

@@ -89,7 +89,9 @@ def test_the_value_comes_first_then_the_report(kernel) -> None:
 
 
 def test_the_report_of_an_exported_script_names_the_lines_of_the_body(kernel) -> None:
-    cell = kernel.run("get_ipython().run_cell_magic('ondevice', '0', 'a = 1\\ny = torch.ones(9).cpu()')")
+    cell = kernel.run(
+        "get_ipython().run_cell_magic('ondevice', '0', 'a = 1\\ny = torch.ones(9).cpu()')"
+    )
     row = next(line for line in cell.reports[0].splitlines() if "y = torch.ones(9).cpu()" in line)
     assert row.split()[0] in {"2", "3"}
 
@@ -113,7 +115,9 @@ def test_out_of_memory_is_reported_freed_and_stops_run_all(kernel) -> None:
 
 
 def test_keep_going_lets_run_all_go_on(kernel) -> None:
-    cell, later = kernel.run_all(f"%%oomguard --keep-going\ntorch.empty(2**40, device='{BACKEND}:0')", "later = 2")
+    cell, later = kernel.run_all(
+        f"%%oomguard --keep-going\ntorch.empty(2**40, device='{BACKEND}:0')", "later = 2"
+    )
     assert (cell.status, later.status) == ("ok", "ok")
     assert kernel.run("del later").status == "ok"
 

@@ -28,7 +28,19 @@ NOT_RECORDED = {
     "__subclasses__", "__class_getitem__",
     "__getnewargs__", "__orig_bases__", "__parameters__", "__annotate__", "__annotations_cache__",
 }  # fmt: skip
-KINDS = (object, int, str, list, dict, set, type, torch.Tensor, torch.nn.Module, torch.optim.SGD, BaseException)
+KINDS = (
+    object,
+    int,
+    str,
+    list,
+    dict,
+    set,
+    type,
+    torch.Tensor,
+    torch.nn.Module,
+    torch.optim.SGD,
+    BaseException,
+)
 SPECIAL = {
     name for kind in KINDS for name in dir(kind) if name.startswith("__") and callable(getattr(kind, name, None))
 } - NOT_RECORDED | {"__getattr__", "__bool__", "__index__", "__call__", "__iter__", "__next__", "__missing__",
@@ -63,7 +75,11 @@ def recorder(owner: str, name: str, given: Any) -> Any:
     def method(self, *args, **kwargs):
         record(f"{owner}.{name}{tuple(each for each in args if isinstance(each, str))}")
         if given is None:
-            raise AttributeError(name) if name == "__getattr__" else TypeError(f"{owner} has no {name}")
+            raise (
+                AttributeError(name)
+                if name == "__getattr__"
+                else TypeError(f"{owner} has no {name}")
+            )
         return given(self, *args, **kwargs)
 
     return method
@@ -88,7 +104,9 @@ class Meta(type):
 
 def recording(name: str, base: type, *more: str, like: Any = None, meta: type | None = None) -> Any:
     """Return a subclass that records each special method, and more of its base's."""
-    own = {each: recorder(name, each, getattr(base, each, None)) for each in (*_special(base), *more)}
+    own = {
+        each: recorder(name, each, getattr(base, each, None)) for each in (*_special(base), *more)
+    }
     own["computed"] = property(lambda self: record(f"{name}.computed"))
     own["__class__"] = property(lambda self: (record(f"{name}.__class__"), like or type(self))[1])
     return (meta or Meta)(name, (base,), own)
@@ -96,7 +114,9 @@ def recording(name: str, base: type, *more: str, like: Any = None, meta: type | 
 
 def _special(base: type) -> list[str]:
     missing = {"__getattr__", "__missing__"}
-    return sorted(each for each in SPECIAL if hasattr(base, each) or (base is object) or each in missing)
+    return sorted(
+        each for each in SPECIAL if hasattr(base, each) or (base is object) or each in missing
+    )
 
 
 def _objects() -> dict[str, Any]:
@@ -112,16 +132,27 @@ def _objects() -> dict[str, Any]:
     module_proxy = recording("ModuleProxy", object, like=torch.nn.Module)
     module = recording("MyModule", torch.nn.Module, *module_methods)
     linear = recording("MyLinear", torch.nn.Linear, *module_methods)
-    optimizer = recording("MyOptimizer", torch.optim.SGD, "state_dict", "step", "zero_grad", "add_param_group")
+    optimizer = recording(
+        "MyOptimizer", torch.optim.SGD, "state_dict", "step", "zero_grad", "add_param_group"
+    )
     tensor = recording(
         "MyTensor", torch.Tensor, "shape", "device", "dtype", "size", "numel", "data_ptr", "untyped_storage", "grad",
         "data", "requires_grad", "grad_fn", "is_leaf", "layout", "element_size", "storage_offset", "stride", "nbytes",
         "_base", "to", "is_cuda", "detach", "clone", "cpu", "item", "tolist",
         meta=type("TensorMeta", (Meta, type(torch.Tensor)), {}),
     )  # fmt: skip
-    made_dict, made_list = recording("MyDict", dict, *mapping_methods), recording("MyList", list, "append", "copy")
-    made_tuple, made_set = recording("MyTuple", tuple, "count", "index"), recording("MySet", set, "copy")
-    text, number = recording("MyStr", str, "startswith", "split"), recording("MyInt", int, "bit_length")
+    made_dict, made_list = (
+        recording("MyDict", dict, *mapping_methods),
+        recording("MyList", list, "append", "copy"),
+    )
+    made_tuple, made_set = (
+        recording("MyTuple", tuple, "count", "index"),
+        recording("MySet", set, "copy"),
+    )
+    text, number = (
+        recording("MyStr", str, "startswith", "split"),
+        recording("MyInt", int, "bit_length"),
+    )
     mapping = _mapping()
     far = {"device": "simgpu:0"}
     holder = thing()
@@ -231,7 +262,9 @@ def test_no_code_of_the_users_runs(shell, warm_worker, cell) -> None:
 
 
 @pytest.mark.parametrize("cell", sample(DRY, 4))
-def test_a_dry_run_runs_none_of_objects_that_the_cell_does_not_use(shell, warm_worker, cell) -> None:
+def test_a_dry_run_runs_none_of_objects_that_the_cell_does_not_use(
+    shell, warm_worker, cell
+) -> None:
     """What holds tensors is copied as pickle does it, by the `__reduce__` of its class; the rest is left alone."""
     for name in ("whole", "wide", "optimizer", "tensor", "host", "table", "row", "pair", "by_key"):
         del shell.user_ns[name]
@@ -244,7 +277,13 @@ def test_what_cannot_be_moved_is_refused_without_it(shell) -> None:
         assert called(shell, f"%%ondevice 1 --move {name}\ny = 1") == []
 
 
-LINES = ("%devices --why ", "%%ondevice 0 --move ", "%%ondevice ", "%%oomguard --shrink ", "%%dryrun --fit ")
+LINES = (
+    "%devices --why ",
+    "%%ondevice 0 --move ",
+    "%%ondevice ",
+    "%%oomguard --shrink ",
+    "%%dryrun --fit ",
+)
 
 
 @pytest.mark.filterwarnings("ignore:.Completer.complete")

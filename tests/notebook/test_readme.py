@@ -27,13 +27,19 @@ def test_each_option_is_in_the_magics_heading_and_no_other(magic) -> None:
     heading = re.search(rf"^\*\*`%+{magic} ?(.*?)`\*\*", page, re.MULTILINE | re.DOTALL)
     assert heading is not None, f"the page of {magic} does not begin with how to write it"
     said = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", heading[1]))
-    declared = [set(action.option_strings) for action in options.PARSERS[magic]._actions if action.option_strings]
+    declared = [
+        set(action.option_strings)
+        for action in options.PARSERS[magic]._actions
+        if action.option_strings
+    ]
     known = set().union(*declared)
     assert said <= known, f"{magic} has no {said - known}"
     unsaid = [sorted(names) for names in declared if not names & said and "--help" not in names]
     assert not unsaid, f"the page does not say {unsaid}"
     unexplained = [names for names in declared if not any(f"`{name}" in page for name in names)]
-    assert all(names & {"--help"} for names in unexplained), f"the page does not explain {unexplained}"
+    assert all(names & {"--help"} for names in unexplained), (
+        f"the page does not explain {unexplained}"
+    )
 
 
 @pytest.mark.parametrize("magic", ROWS)
@@ -47,11 +53,15 @@ def test_each_column_is_in_the_magics_page_and_no_other(magic) -> None:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_what_it_links_to_is_there(name) -> None:
-    for path, anchor in re.findall(r"(?:\]\(|src(?:set)?=\")(?!https?:)([^)\"#]*)#?([^)\"]*)", TEXTS[name]):
+    for path, anchor in re.findall(
+        r"(?:\]\(|src(?:set)?=\")(?!https?:)([^)\"#]*)#?([^)\"]*)", TEXTS[name]
+    ):
         target = FILES[name].parent / path.strip() if path else FILES[name]
         assert target.exists(), f"{path} is not there"
         if anchor and target.suffix == ".ipynb":
-            assert f"# {anchor.replace('-', ' ')}" in target.read_text(encoding="utf-8")  # as Jupyter calls sections
+            assert f"# {anchor.replace('-', ' ')}" in target.read_text(
+                encoding="utf-8"
+            )  # as Jupyter calls sections
         elif anchor:
             assert anchor in anchors(TEXTS[target.name]), f"{target.name} has no section {anchor}"
 

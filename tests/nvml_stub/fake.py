@@ -115,7 +115,11 @@ class FullLibrary(FakeLibrary):
     """
 
     def __init__(
-        self, cards: int, faults: dict[tuple[str, int | None], int], missing: set[str], mig: Collection[int] = ()
+        self,
+        cards: int,
+        faults: dict[tuple[str, int | None], int],
+        missing: set[str],
+        mig: Collection[int] = (),
     ) -> None:
         super().__init__(cards)
         self.faults_of, self.missing, self.mig = faults, missing, mig
@@ -125,7 +129,9 @@ class FullLibrary(FakeLibrary):
         if symbol in self.missing:
             raise AttributeError(symbol)
         if symbol in NUMBERS:
-            return lambda *arguments: self._refusal(symbol, arguments) or _give(arguments[-1], NUMBERS[symbol])
+            return lambda *arguments: (
+                self._refusal(symbol, arguments) or _give(arguments[-1], NUMBERS[symbol])
+            )
         method = super().__getattr__(symbol)
         return lambda *arguments: self._refusal(symbol, arguments) or method(*arguments)
 
@@ -133,7 +139,11 @@ class FullLibrary(FakeLibrary):
         if symbol == "nvmlDeviceGetHandleByIndex_v2":
             card = arguments[0].value
         else:
-            card = _number(arguments[0]) if symbol.startswith("nvmlDeviceGet") and "Count" not in symbol else None
+            card = (
+                _number(arguments[0])
+                if symbol.startswith("nvmlDeviceGet") and "Count" not in symbol
+                else None
+            )
         return self.faults_of.get((symbol, card)) or self.faults_of.get((symbol, None)) or 0
 
     def _nvmlSystemGetDriverVersion(self, version: Any, size: Any) -> None:  # noqa: N802
@@ -168,7 +178,9 @@ class FullLibrary(FakeLibrary):
 
     _nvmlDeviceGetComputeRunningProcesses_v2 = _nvmlDeviceGetComputeRunningProcesses_v3  # noqa: N815
 
-    def _nvmlDeviceGetGraphicsRunningProcesses_v3(self, handle: Any, size: Any, found: Any) -> None: ...  # noqa: N802
+    def _nvmlDeviceGetGraphicsRunningProcesses_v3(  # noqa: N802
+        self, handle: Any, size: Any, found: Any
+    ) -> None: ...
 
     _nvmlDeviceGetGraphicsRunningProcesses_v2 = _nvmlDeviceGetGraphicsRunningProcesses_v3  # noqa: N815
 

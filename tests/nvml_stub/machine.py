@@ -35,7 +35,17 @@ def library(*, old_driver: bool = False) -> Path:
     folder = Path(mkdtemp(prefix="nvml_stub_"))
     flags = ["-DOLD_DRIVER"] if old_driver else []
     target = folder / "libnvidia-ml.so.1"
-    command = ["gcc", "-shared", "-fPIC", "-w", "-Wl,-soname,libnvidia-ml.so.1", *flags, str(SOURCE), "-o", str(target)]
+    command = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-w",
+        "-Wl,-soname,libnvidia-ml.so.1",
+        *flags,
+        str(SOURCE),
+        "-o",
+        str(target),
+    ]
     subprocess.run(command, check=True)
     return folder
 
@@ -58,7 +68,9 @@ class Machine:
         package = self.folder / "site" / "torch"
         package.mkdir(parents=True)
         (package / "__init__.py").write_text("raise RuntimeError('torch was imported')")
-        (package / "version.py").write_text(f"__version__ = '2.13.0'\ncuda = {self.cuda!r}\nhip = None\n")
+        (package / "version.py").write_text(
+            f"__version__ = '2.13.0'\ncuda = {self.cuda!r}\nhip = None\n"
+        )
         # The host's own pid namespace, where the driver's pids are ours; a test may move the process out of it.
         (self.folder / "proc/self/ns").mkdir(parents=True)
         self.namespace("pid:[4026531836]")
@@ -102,7 +114,9 @@ class Machine:
         **environment: str,
     ) -> dict[str, Any]:
         """Return the report as JSON, its text, the NVML calls it took and which heavy modules were imported."""
-        setup = f"from pathlib import Path; cards.PROC = Path({str(self.folder / 'proc')!r})\n{before}"
+        setup = (
+            f"from pathlib import Path; cards.PROC = Path({str(self.folder / 'proc')!r})\n{before}"
+        )
         code = PROBE.format(arguments=arguments, before=setup, extra=extra)
         result = subprocess.run(
             [sys.executable, "-c", code],

@@ -53,13 +53,22 @@ TOLERANCE, LOOSE = 1e-3, 0.1
 
 def cases() -> dict[str, Case]:
     """Return the cells of both corpora that can run here; those of others are written for `simgpu`."""
-    found = {each.name: replace(each, cell=each.cell.partition("\n")[2]) for each in oom_corpus.cases()}
+    found = {
+        each.name: replace(each, cell=each.cell.partition("\n")[2]) for each in oom_corpus.cases()
+    }
     for path in sorted(OTHERS.glob("*.py")):
-        head, *parts = re.split(r"^# %%.*\n", path.read_text("utf-8").replace("cuda", "simgpu"), flags=re.MULTILINE)
+        head, *parts = re.split(
+            r"^# %%.*\n", path.read_text("utf-8").replace("cuda", "simgpu"), flags=re.MULTILINE
+        )
         fields = dict(re.findall(r"^# (needs|device): (.+)$", head, re.MULTILINE))
-        if all(map(importlib.util.find_spec, fields.get("needs", "").split())) and "device" not in fields:
+        if (
+            all(map(importlib.util.find_spec, fields.get("needs", "").split()))
+            and "device" not in fields
+        ):
             *setup, cell = [each.strip("\n") for each in parts]
-            found[f"{path.stem}, another's"] = Case(path.stem, "", "", tuple(setup), cell, memory="")
+            found[f"{path.stem}, another's"] = Case(
+                path.stem, "", "", tuple(setup), cell, memory=""
+            )
     return {name: case for name, case in found.items() if name not in CANNOT_RUN}
 
 
@@ -97,9 +106,13 @@ class Left:
 def rules() -> Iterator[tuple[str, int, advising.Rule]]:
     """Yield every rule with its name and its tier."""
     modules = [
-        value for value in vars(advising).values() if getattr(value, "__package__", "") == "gpumagic.advice.rules"
+        value
+        for value in vars(advising).values()
+        if getattr(value, "__package__", "") == "gpumagic.advice.rules"
     ]
-    for tier, each in ((tier, rule) for tier, several in enumerate(advising.TIERS) for rule in several):
+    for tier, each in (
+        (tier, rule) for tier, several in enumerate(advising.TIERS) for rule in several
+    ):
         names = (f"{one.__name__.rpartition('.')[2]}.{name}" for one in modules for name, it in vars(one).items()
                  if it is each)  # fmt: skip
         yield next(names), tier, each
@@ -110,7 +123,11 @@ def proposed(facts: Facts) -> Iterator[Proposed]:
     for name, tier, rule in rules():
         for each in rule(facts):
             if isinstance(each, Choice):
-                yield Proposed(name, advising.OTHER_RESULT if each.changes_result else tier, each.make(each.guess))
+                yield Proposed(
+                    name,
+                    advising.OTHER_RESULT if each.changes_result else tier,
+                    each.make(each.guess),
+                )
                 better = each.finish(each.guess) if each.finish is not None else None
                 if better is not None:
                     yield Proposed(f"{name}, finished", tier, better)
@@ -165,17 +182,26 @@ def left(case: Case, advice: Advice | None = None) -> Left:
                     shell.run_cell(advice.first).raise_error()
                 seed()
             code = f"%%oomguard\n{case.cell}"
-            shell.run_cell(code if advice is None else advice.apply(code), store_history=True).raise_error()
+            shell.run_cell(
+                code if advice is None else advice.apply(code), store_history=True
+            ).raise_error()
         except Exception as error:  # an edit that breaks the cell
             return Left({}, f"{type(error).__name__}: {error}"[:300])
         values = variables(shell)
-    return Left({**values, "what it printed": re.sub(r"\x1b\[[\d;]*m|Out\[\d+\]: |simgpu:\d", "", shown.stdout)})
+    return Left(
+        {
+            **values,
+            "what it printed": re.sub(r"\x1b\[[\d;]*m|Out\[\d+\]: |simgpu:\d", "", shown.stdout),
+        }
+    )
 
 
 def variables(shell) -> dict[str, Any]:
     """Return what the variables of a notebook consist of; it keeps nothing on the device alive."""
     hidden = {*shell.user_ns_hidden, "In", "Out", "torch", "nn", "F"}
-    named = {name: each for name, each in shell.user_ns.items() if name not in hidden and name[0] != "_"}
+    named = {
+        name: each for name, each in shell.user_ns.items() if name not in hidden and name[0] != "_"
+    }
     return dict(flat(named, "", {}))
 
 
@@ -220,7 +246,9 @@ def differences(before: Left, after: Left, tolerance: float = TOLERANCE) -> dict
         return {"fails": [after.error]}
     found: dict[str, list[str]] = {}
     for path, old in before.values.items():
-        if path.removeprefix("requires_grad of ") not in after.values and path.startswith("requires"):
+        if path.removeprefix("requires_grad of ") not in after.values and path.startswith(
+            "requires"
+        ):
             continue  # it is gone
         kind = _difference(old, after.values[path], tolerance) if path in after.values else "gone"
         kind = "graph" if kind and path.startswith("requires_grad") else kind
@@ -241,7 +269,9 @@ DECLARED = {
 """What a suggestion's title or cost has to say where an edit changes so."""
 PASSES = re.compile(r"more passes|^(Lower|Take|Make|Raise)")
 """What says that a loop has more passes than before, and that the last of them leaves something else."""
-LEFT = re.compile(r"the old values of (.*) are gone$|; (.*) of the last part is left|^(.*) (?:is|are) gone after")
+LEFT = re.compile(
+    r"the old values of (.*) are gone$|; (.*) of the last part is left|^(.*) (?:is|are) gone after"
+)
 
 
 MISSING = "NameError: "
@@ -257,15 +287,27 @@ def undeclared(cell: str, each: Proposed, differs: Mapping[str, list[str]]) -> d
     }  # fmt: skip
     numbers = set(re.findall(r"\w+", f"{each.advice.title} {each.advice.first}"))
     excused = in_loops | numbers if PASSES.search(said) else set()
-    excused |= {name for found in LEFT.findall(each.advice.cost) for part in found for name in part.split(", ")}
+    excused |= {
+        name
+        for found in LEFT.findall(each.advice.cost)
+        for part in found
+        for name in part.split(", ")
+    }
     excused |= set(re.findall(r"(?m)^(\w+) = [\"\d]", each.advice.first or ""))
     excused |= {"what it printed"} if re.search("digits|graph|of the last part", said) else set()
-    is_random = re.search(r"rand|shuffle|sample|Dropout", f"{cell}{each.advice.edit}") and "same gradient" in said
+    is_random = (
+        re.search(r"rand|shuffle|sample|Dropout", f"{cell}{each.advice.edit}")
+        and "same gradient" in said
+    )
     found = {}
     for kind, paths in differs.items():
         if (is_random and kind == "values") or (kind == "fails" and paths[0].startswith(MISSING)):
             continue
-        rest = [path for path in paths if path.removeprefix("requires_grad of ").partition(".")[0] not in excused]
+        rest = [
+            path
+            for path in paths
+            if path.removeprefix("requires_grad of ").partition(".")[0] not in excused
+        ]
         if rest and not (kind in DECLARED and re.search(DECLARED[kind], said, re.MULTILINE)):
             found[kind] = rest
     return found
@@ -275,19 +317,31 @@ def _difference(old: Any, new: Any, tolerance: float) -> str:
     if isinstance(old, OfDevice) and isinstance(new, OfDevice):
         if old.tensor.shape != new.tensor.shape or not _is_close(old.tensor, new.tensor, tolerance):
             return "values"
-        return "dtype" if old.tensor.dtype != new.tensor.dtype else "device" if old.device != new.device else ""
+        return (
+            "dtype"
+            if old.tensor.dtype != new.tensor.dtype
+            else "device"
+            if old.device != new.device
+            else ""
+        )
     if isinstance(old, str) and isinstance(new, str):
         words, others = (re.split(r"(-?\d+\.?\d*(?:e[-+]\d+)?)", each) for each in (old, new))
         pairs = list(zip(words, others, strict=False))
         is_like = len(words) == len(others) and all(
-            abs(float(one) - float(other)) <= 10 * tolerance * max(1, abs(float(one))) if i % 2 else one == other
+            abs(float(one) - float(other)) <= 10 * tolerance * max(1, abs(float(one)))
+            if i % 2
+            else one == other
             for i, (one, other) in enumerate(pairs)
         )
         return "" if is_like else "values"
     if isinstance(old, OfDevice) and isinstance(new, int | float) and not old.tensor.shape:
         return _difference(old.tensor.item(), new, tolerance) or "number"
-    if isinstance(old, bool | int | float | complex) and isinstance(new, bool | int | float | complex):
-        is_same = abs(old - new) <= tolerance * max(1e-6, abs(old)) or str(old) == str(new)  # not a number, say
+    if isinstance(old, bool | int | float | complex) and isinstance(
+        new, bool | int | float | complex
+    ):
+        is_same = abs(old - new) <= tolerance * max(1e-6, abs(old)) or str(old) == str(
+            new
+        )  # not a number, say
         return "" if is_same else "values"
     return "" if type(old) is type(new) and old == new else "values"
 
@@ -328,7 +382,9 @@ def _too_small(case: Case, shares: Sequence[int]) -> list[int]:
     return [max(before + (peak - before) * share // 100, least + (1 << 20)) for share in shares]
 
 
-def outcome(case: Case, shares: Sequence[int] = SHARES) -> list[tuple[Proposed, dict[str, list[str]]]]:
+def outcome(
+    case: Case, shares: Sequence[int] = SHARES
+) -> list[tuple[Proposed, dict[str, list[str]]]]:
     """Return the edits of a cell and how what they leave differs, except where two runs of the cell itself do."""
     before = left(case)
     assert not before.error, before.error
@@ -338,8 +394,13 @@ def outcome(case: Case, shares: Sequence[int] = SHARES) -> list[tuple[Proposed, 
         tolerance = loose if "bfloat16" in f"{each.advice.title} {case.cell}" else TOLERANCE
         differs = differences(before, left(case, each.advice), tolerance)
         if differs and unsteady is None:
-            unsteady = {path for paths in differences(before, left(case)).values() for path in paths}
-        rest = {kind: [path for path in paths if path not in (unsteady or ())] for kind, paths in differs.items()}
+            unsteady = {
+                path for paths in differences(before, left(case)).values() for path in paths
+            }
+        rest = {
+            kind: [path for path in paths if path not in (unsteady or ())]
+            for kind, paths in differs.items()
+        }
         found.append((each, {kind: paths for kind, paths in rest.items() if paths}))
     return found
 

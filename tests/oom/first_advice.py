@@ -24,8 +24,14 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "128"}  # read when torch comes
-sys.path += [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / each) for each in (".", "cuda"))]
+os.environ |= {
+    "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+    "CUBLASLT_WORKSPACE_SIZE": "128",
+}  # read when torch comes
+sys.path += [
+    str(Path(__file__).parent),
+    *(str(Path(__file__).parents[1] / each) for each in (".", "cuda")),
+]
 
 import oom_corpus
 import torch
@@ -61,7 +67,9 @@ class Row(NamedTuple):
 
 
 SHOWN = "| {} | {} | {} | {} | {} | {} | {} | {:.1f} | {} |"
-NUMBER = re.compile(r"^(?!.* accumulate )(?:Lower .* from \d+ to|Compute line \d+ with|Map over|Take) ([\d,]+)\b")
+NUMBER = re.compile(
+    r"^(?!.* accumulate )(?:Lower .* from \d+ to|Compute line \d+ with|Map over|Take) ([\d,]+)\b"
+)
 TOTAL = """
 {} of {} pass with the first suggestion; the first that fits after {:.1f} s, the report after {:.1f} s in the median, \
 {:.1f} at worst; {:.1f} dry runs of each"""
@@ -88,14 +96,19 @@ def notebook(backend: str, case: Case, room: int, seconds: float):
     if backend == "cuda":
         import oom_corpus_followed
 
-        with oom_corpus_followed.notebook(Case(case.name, "", "", case.setup, "", f"{room}B"), seconds) as found:
+        with oom_corpus_followed.notebook(
+            Case(case.name, "", "", case.setup, "", f"{room}B"), seconds
+        ) as found:
             yield found
         return
     from gpumagic import simgpu
 
     simgpu.enable(devices=2, memory=room)
     with oom_corpus._notebook(seconds) as shell:
-        yield shell, [oom_corpus._ran(shell, text) for text in (oom_corpus.PRELUDE, *case.setup)][1:]
+        yield (
+            shell,
+            [oom_corpus._ran(shell, text) for text in (oom_corpus.PRELUDE, *case.setup)][1:],
+        )
 
 
 def needs(backend: str, case: Case) -> tuple[int, int, int]:
@@ -141,7 +154,10 @@ def timed():
         fits.append(time.monotonic())
         known(text)
 
-    with mock.patch.multiple(Trials, _run=noted, of=tried, choose=chosen), mock.patch.object(progress, "known", shown):
+    with (
+        mock.patch.multiple(Trials, _run=noted, of=tried, choose=chosen),
+        mock.patch.object(progress, "known", shown),
+    ):
         yield ends, fits
 
 
@@ -175,15 +191,23 @@ def measure(
         if first.covers is None and first.trial is not None and first.trial.needs is not None:
             said = "open"
         if first.gpu or first.title.startswith("Use a larger GPU"):
-            return Row(case.name, share, first.title, said, "a larger GPU", "", first_fit, took, runs), texts
+            return Row(
+                case.name, share, first.title, said, "a larger GPU", "", first_fit, took, runs
+            ), texts
         shell.run_line_magic("config", "GPUMagic.advice_seconds = 0")
         followed = oom_corpus._follow(shell, failing, first, numbers)
-        outcome = "passes" if followed["passes"] else f"fails: {followed['why']}"[:120].replace("\n", " ")
+        outcome = (
+            "passes" if followed["passes"] else f"fails: {followed['why']}"[:120].replace("\n", " ")
+        )
     larger, more = with_more(first) if followed["passes"] else None, ""
     if larger is not None:
         with notebook(backend, case, room, 0.0) as (shell, numbers):
             oom_corpus._run(shell, guarded)
-            more = "passes" if oom_corpus._follow(shell, failing, larger, numbers)["passes"] else "fails"
+            more = (
+                "passes"
+                if oom_corpus._follow(shell, failing, larger, numbers)["passes"]
+                else "fails"
+            )
     return Row(case.name, share, first.title, said, outcome, more, first_fit, took, runs), texts
 
 
@@ -210,13 +234,19 @@ def main(backend: str, *options: str) -> None:
         try:
             needed = needs(backend, case)
         except Exception as error:  # one broken case must not hide the others
-            print(f"{name}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr, flush=True)
+            print(
+                f"{name}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr, flush=True
+            )
             continue
         for share in shares:
             try:
                 row, texts = measure(backend, case, share, needed, float(named.get("seconds", 8)))
             except Exception as error:
-                print(f"{name} at {share}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr, flush=True)
+                print(
+                    f"{name} at {share}: {type(error).__name__}: {str(error)[:300]}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 continue
             rows.append(row)
             first = "" if row.first is None else f"{row.first:.1f}"
@@ -230,7 +260,14 @@ def main(backend: str, *options: str) -> None:
     firsts = [row.first for row in rows if row.first is not None]
     runs = statistics.mean(row.runs for row in rows)
     print(
-        TOTAL.format(len(good), len(rows), statistics.median(firsts or [0]), statistics.median(took), max(took), runs)
+        TOTAL.format(
+            len(good),
+            len(rows),
+            statistics.median(firsts or [0]),
+            statistics.median(took),
+            max(took),
+            runs,
+        )
     )
 
 

@@ -46,7 +46,9 @@ class Case:
 
 def read(path: Path) -> Case:
     head, *cells = re.split(r"^# %%.*\n", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    fields = dict(re.findall(r"^# (verdict|advice|memory|strangers|alike|tight): (.+)$", head, re.MULTILINE))
+    fields = dict(
+        re.findall(r"^# (verdict|advice|memory|strangers|alike|tight): (.+)$", head, re.MULTILINE)
+    )
     *setup, cell = [each.strip("\n") for each in cells]
     return Case(path.stem, setup=tuple(setup), cell=f"%%oomguard -o report\n{cell}", **fields)
 
@@ -66,7 +68,9 @@ def run(case: Case) -> dict[str, object]:
     seen["untrue"] = [found for each in advice for found in _untrue(case, each)]
     if case.tight and seen.get("passes"):
         with _notebook(seconds=0) as shell:
-            seen["passes with more"] = _with_more(shell, case, str(seen["cell"]), str(seen["evidence"]), seen["first"])
+            seen["passes with more"] = _with_more(
+                shell, case, str(seen["cell"]), str(seen["evidence"]), seen["first"]
+            )
     return seen
 
 
@@ -92,12 +96,16 @@ def _with_more(shell, case: Case, cell: str, evidence: str, first: str | None) -
     if first is not None:
         _ran(shell, first)
     old_lines = case.cell.splitlines()
-    line = next(new for new in cell.splitlines() if new not in old_lines and re.search(r"\d\d", new))
+    line = next(
+        new for new in cell.splitlines() if new not in old_lines and re.search(r"\d\d", new)
+    )
     said = re.search(r"up to (\d+) fits", evidence)
     more = re.sub(r"\d+", lambda number: str(int(said[1] if said else number[0]) * 11 // 10), line)
     if said is None:
         return _run(shell, cell.replace(line, more)).success
-    old = case.cell.splitlines()[cell.splitlines().index(line)]  # the batch alone, without passes that accumulate
+    old = case.cell.splitlines()[
+        cell.splitlines().index(line)
+    ]  # the batch alone, without passes that accumulate
     return _run(shell, case.cell.replace(old, more)).success
 
 
@@ -134,7 +142,9 @@ def _on_a_fuller_device(shell, cell: str, memory: str) -> list[str]:
     room = parse_size(memory) - max(int(0.75 * needs), torch.simgpu.memory_allocated(0))
     ballast = []
     with suppress(torch.OutOfMemoryError):
-        ballast += (torch.empty(1 << 20, dtype=torch.uint8, device="simgpu:0") for _ in range(room >> 20))
+        ballast += (
+            torch.empty(1 << 20, dtype=torch.uint8, device="simgpu:0") for _ in range(room >> 20)
+        )
     shell.user_ns["report"] = None
     shell.run_line_magic("config", "GPUMagic.advice_seconds = 0")
     _run(shell, cell)
@@ -161,21 +171,37 @@ def contradictions(report) -> list[str]:
     """Return what of a report's figures does not agree with the others."""
     found, need = [], report.need
     if need is None:
-        return [f"tried without a need: {each.title}" for each in report.advice if each.trial and each.trial.needs]
+        return [
+            f"tried without a need: {each.title}"
+            for each in report.advice
+            if each.trial and each.trial.needs
+        ]
     if need.missing and need.fits:
         found.append("it fits with memory missing")
-    if report.cause == "shortage" and need.missing and f"{size(need.missing)} missing" not in report.verdict:
+    if (
+        report.cause == "shortage"
+        and need.missing
+        and f"{size(need.missing)} missing" not in report.verdict
+    ):
         found.append(f"{report.verdict}: not {size(need.missing)}")
     for each in report.advice:
         trial = each.trial
         if trial is None or trial.needs is None:
-            found += [f"{each.title}: covers {each.covers}, not tried"] if each.covers is not None else []
+            found += (
+                [f"{each.title}: covers {each.covers}, not tried"]
+                if each.covers is not None
+                else []
+            )
             continue
         if each.covers is not trial.fits or (trial.fits and trial.needs > trial.had):
             found.append(f"{each.title}: {each.covers}, {trial}")
         if trial.saves is not None and each.frees != trial.saves:
             found.append(f"{each.title}: saves {each.frees}, {trial}")
-        if trial.fits is False and trial.saves is not None and need.needed - trial.saves != trial.needs:
+        if (
+            trial.fits is False
+            and trial.saves is not None
+            and need.needed - trial.saves != trial.needs
+        ):
             found.append(f"{each.title}: {need.needed} less {trial.saves} is not {trial.needs}")
     return found
 
@@ -190,7 +216,9 @@ def _untrue(case: Case, advice) -> list[str]:
         followed = _follow(shell, case, advice, numbers[1:])
     if followed["passes"] is advice.covers:
         return []
-    return [f"{advice.title}: said to {'fit' if advice.covers else 'fail'}; {followed['why'] or 'it passes'}"]
+    return [
+        f"{advice.title}: said to {'fit' if advice.covers else 'fail'}; {followed['why'] or 'it passes'}"
+    ]
 
 
 def _follow(shell, case: Case, advice, numbers: list[int]) -> dict[str, object]:
@@ -205,12 +233,18 @@ def _follow(shell, case: Case, advice, numbers: list[int]) -> dict[str, object]:
         text = advice.apply(case.cell)
     except ValueError as error:
         return {"passes": False, "why": str(error)}
-    is_changed = text != case.cell or advice.first is not None or any(each.cell for each in advice.changes)
+    is_changed = (
+        text != case.cell or advice.first is not None or any(each.cell for each in advice.changes)
+    )
     if not is_changed and advice.title != AGAIN:
         return {"passes": False, "why": "no change"}
     result = _run(shell, text)
     error = result.error_in_exec or result.error_before_exec
-    return {"passes": result.success, "why": "" if error is None else f"{type(error).__name__}: {error}", "cell": text}
+    return {
+        "passes": result.success,
+        "why": "" if error is None else f"{type(error).__name__}: {error}",
+        "cell": text,
+    }
 
 
 def _run(shell, text: str):
@@ -259,7 +293,9 @@ def _stranger(size: str):
     stack.callback(block.clear)
     stack.enter_context(mock.patch.object(allocator, "_read_stats", without))
     stack.enter_context(mock.patch.object(recognition, "read_numbers", said))
-    stack.enter_context(mock.patch.object(evidence, "other_devices", lambda device: (others(device)[0], nbytes)))
+    stack.enter_context(
+        mock.patch.object(evidence, "other_devices", lambda device: (others(device)[0], nbytes))
+    )
     return stack
 
 

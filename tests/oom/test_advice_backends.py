@@ -28,7 +28,9 @@ def one(rule, facts):
 def failing(source, tensors, **changes):
     """Return facts of a cell of one line that failed, with these tensors at work."""
     at = text.parse(source, line=1)
-    return replace(SHORTAGE, cell=cell_code.read_cell(source), failing=at, tensors=tensors, **changes)
+    return replace(
+        SHORTAGE, cell=cell_code.read_cell(source), failing=at, tensors=tensors, **changes
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,12 +46,16 @@ def test_attention_has_the_same_values_fused_and_in_parts(code, fused) -> None:
     q, k, v = torch.randn(3, 2, 2, 300, 16).double()
     fact = TensorFact((2, 2, 300, 16), "float64", q.nbytes, "cuda:0")
     asked = 2 * 2 * 300 * 300 * 8
-    facts = failing(f"out = {code}", {"q": fact, "k": fact, "v": fact}, requested=asked, fused_attention=fused)
+    facts = failing(
+        f"out = {code}", {"q": fact, "k": fact, "v": fact}, requested=asked, fused_attention=fused
+    )
     advice = one(expressions.rewritten, facts)
     assert ("scaled_dot_product_attention" in advice.edit) is fused
     names = {"torch": torch, "F": torch.nn.functional, "q": q, "k": k, "v": v}
     edited = advice.apply(f"out = {code}")
-    assert not list(expressions.rewritten(failing(edited, {"q": fact, "k": fact, "v": fact}))), "it was done"
+    assert not list(expressions.rewritten(failing(edited, {"q": fact, "k": fact, "v": fact}))), (
+        "it was done"
+    )
     exec(edited, names)
     torch.testing.assert_close(names["out"], eval(code, names))
 
@@ -58,7 +64,9 @@ def test_attention_that_is_masked_by_hand_is_masked_where_it_is_fused() -> None:
     q, k, v = torch.randn(3, 2, 2, 300, 16)
     fact = TensorFact((2, 2, 300, 16), "float32", q.nbytes, "cuda:0")
     code = 'out = ((q @ k.mT) / 4).masked_fill(past == 0, float("-inf")).softmax(-1) @ v'
-    facts = failing(code, {"q": fact, "k": fact, "v": fact}, requested=4 * 4 * 300 * 300, fused_attention=True)
+    facts = failing(
+        code, {"q": fact, "k": fact, "v": fact}, requested=4 * 4 * 300 * 300, fused_attention=True
+    )
     names = {"torch": torch, "q": q, "k": k, "v": v, "past": torch.ones(300, 300).tril()}
     outs = []
     for text_ in (code, one(expressions.rewritten, facts).apply(code)):
@@ -74,10 +82,14 @@ def test_attention_without_a_dimension_of_heads_has_no_fused_kernel_and_goes_in_
     assert one(expressions.rewritten, facts).title == "Attend with 128 queries at a time"
 
 
-@pytest.mark.parametrize("code", ["(q @ k.transpose(-2, -1)).softmax(0) @ v", "(q @ k).softmax(-1) @ v", "q @ k @ v"])
+@pytest.mark.parametrize(
+    "code", ["(q @ k.transpose(-2, -1)).softmax(0) @ v", "(q @ k).softmax(-1) @ v", "q @ k @ v"]
+)
 def test_what_only_looks_like_attention_is_left_alone(code) -> None:
     fact = TensorFact((2, 2, 300, 16), "float32", 4 * 2 * 2 * 300 * 16, "cuda:0")
-    facts = failing(f"out = {code}", {"q": fact, "k": fact, "v": fact}, requested=4 * 2 * 2 * 300 * 300)
+    facts = failing(
+        f"out = {code}", {"q": fact, "k": fact, "v": fact}, requested=4 * 2 * 2 * 300 * 300
+    )
     assert not list(expressions.rewritten(facts))
 
 
@@ -99,11 +111,19 @@ def test_the_loss_in_parts_is_the_loss(trains) -> None:
     (choice,) = parts.by_rows(facts)
     advice = choice.make(7)
     assert ("checkpoint" in advice.edit) is trains
-    names = {"torch": torch, "F": torch.nn.functional, "hidden": hidden, "table": table, "labels": labels}
+    names = {
+        "torch": torch,
+        "F": torch.nn.functional,
+        "hidden": hidden,
+        "table": table,
+        "labels": labels,
+    }
     exec("import torch.utils.checkpoint\n" + advice.apply(source), names)
     expected = torch.nn.functional.cross_entropy(hidden @ table, labels)
     torch.testing.assert_close(names["loss"], expected)
-    torch.testing.assert_close(*(torch.autograd.grad(each, table)[0] for each in (names["loss"], expected)))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(each, table)[0] for each in (names["loss"], expected))
+    )
 
 
 def test_a_cap_on_the_process_is_lifted_not_worked_around() -> None:
@@ -113,7 +133,9 @@ def test_a_cap_on_the_process_is_lifted_not_worked_around() -> None:
 
 
 def test_several_devices_take_parts_of_a_model_that_is_too_large_alone() -> None:
-    facts = replace(SHORTAGE, cell=cell_code.read_cell("net(x).backward()"), free_elsewhere={"cuda:1": GIB})
+    facts = replace(
+        SHORTAGE, cell=cell_code.read_cell("net(x).backward()"), free_elsewhere={"cuda:1": GIB}
+    )
     assert not list(limits.divided(facts))
     stepping = replace(facts, functions=frozenset({"_multi_tensor_adamw"}))
     assert "fully_shard" in one(limits.divided, stepping).title
@@ -129,6 +151,8 @@ def test_workers_are_blamed_only_for_what_failed_in_them() -> None:
 
 
 def test_a_smaller_batch_is_denied_where_the_step_failed() -> None:
-    facts = replace(SHORTAGE, functions=frozenset({"_single_tensor_adam"}), loaders=(Loader("l", 8),))
+    facts = replace(
+        SHORTAGE, functions=frozenset({"_single_tensor_adam"}), loaders=(Loader("l", 8),)
+    )
     assert any("A smaller batch cannot help" in each for each in verdict.sentences(facts))
     assert not any("A smaller batch" in each for each in verdict.sentences(SHORTAGE))

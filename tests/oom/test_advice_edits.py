@@ -36,7 +36,9 @@ def indented(code: str, by: str) -> str:
 
 
 def compound(blocks: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    heads = st.sampled_from(["for i in range(3):", "if ok:", "with open(p) as f:", "def g(x, batch_size=256):", "try:"])
+    heads = st.sampled_from(
+        ["for i in range(3):", "if ok:", "with open(p) as f:", "def g(x, batch_size=256):", "try:"]
+    )
     return st.builds(
         lambda head, block, by: f"{head}\n{indented(block, by)}"
         + ("\nfinally:\n    pass" if head == "try:" else ""),
@@ -81,7 +83,9 @@ def test_statements_are_wrapped_by_two_suggestions(before) -> None:
     (statement,) = [each for each in found.nodes() if isinstance(each, ast.Assign)]
     changes = [*found.wrap([statement], "with A:"), *found.wrap([statement], "with B:")]
     (outer,) = [
-        node for node in ast.walk(ast.parse(text.apply_changes(changes, found.source))) if isinstance(node, ast.With)
+        node
+        for node in ast.walk(ast.parse(text.apply_changes(changes, found.source)))
+        if isinstance(node, ast.With)
     ][:1]
     assert ast.unparse(outer) == "with A:\n    with B:\n        y = f(x)"
 
@@ -116,7 +120,9 @@ def test_wrapping_statements_changes_nothing_but_their_place(source, data) -> No
 @given(CELLS, st.data())
 def test_inserted_lines_are_all_that_an_insertion_adds(source, data) -> None:
     found = parsed(source)
-    statement = data.draw(st.sampled_from([node for node in found.nodes() if isinstance(node, ast.stmt)]))
+    statement = data.draw(
+        st.sampled_from([node for node in found.nodes() if isinstance(node, ast.stmt)])
+    )
     insert = data.draw(st.sampled_from([found.insert, found.insert_after]))
     changes = insert(statement, "ADDED()")
     changed = Advice("", None, None, changes=changes).apply(source)
@@ -140,7 +146,11 @@ def test_an_argument_is_added_to_the_call_and_to_nothing_else(source, data) -> N
 @given(CELLS, st.data())
 def test_an_expression_is_replaced_where_it_stands(source, data) -> None:
     found = parsed(source)
-    names = [node for node in found.nodes() if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    names = [
+        node
+        for node in found.nodes()
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    ]
     if names:
         name = data.draw(st.sampled_from(names))
         changed = Advice("", None, None, changes=(found.replace(name, "REPLACED"),)).apply(source)

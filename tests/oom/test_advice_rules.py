@@ -78,13 +78,19 @@ def test_what_is_missing_for_the_whole_cell_counts_before_what_one_request_lacke
 
 
 def test_memory_that_an_earlier_failure_kept_is_blamed_where_the_cell_fits_without_it() -> None:
-    known = replace(SHORTAGE, need=Need(6 * GIB, 8 * GIB, fits=True, certain=True), after=figures(GIB))
+    known = replace(
+        SHORTAGE, need=Need(6 * GIB, 8 * GIB, fits=True, certain=True), after=figures(GIB)
+    )
     assert explain(known).cause == "earlier failure"
-    assert explain(known).sentence.startswith("2.0 GiB of cuda:0 was kept by the traceback of an earlier failure")
+    assert explain(known).sentence.startswith(
+        "2.0 GiB of cuda:0 was kept by the traceback of an earlier failure"
+    )
 
 
 def test_a_plain_shortage_is_told_with_its_numbers() -> None:
-    assert explain(SHORTAGE).sentence == ("Not enough memory on cuda:0: 2.0 GiB requested, 1.0 GiB free.")
+    assert explain(SHORTAGE).sentence == (
+        "Not enough memory on cuda:0: 2.0 GiB requested, 1.0 GiB free."
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,9 +102,15 @@ def test_a_plain_shortage_is_told_with_its_numbers() -> None:
         ({"requested": 9 * GIB}, "One request of 9.0 GiB is larger than all of cuda:0 (8.0 GiB)"),
         ({"kind": "memory fraction"}, "cuda:0 did not run out: this process is capped"),
         ({"other_processes": 4 * GIB}, "Other processes hold 4.0 GiB of the 8.0 GiB of cuda:0"),
-        ({"leftovers": (Ownership(frozenset({"a"}), GIB),)}, "Earlier cells left 1.0 GiB on cuda:0"),
+        (
+            {"leftovers": (Ownership(frozenset({"a"}), GIB),)},
+            "Earlier cells left 1.0 GiB on cuda:0",
+        ),
         ({"segments_can_expand": True, "unallocated": 3 * GIB}, "Fragmentation: 3.0 GiB of cuda:0"),
-        ({"requested": None, "kind": "cublas"}, "cuda:0 ran out of memory in cublas: 1.0 GiB of 8.0 GiB was free"),
+        (
+            {"requested": None, "kind": "cublas"},
+            "cuda:0 ran out of memory in cublas: 1.0 GiB of 8.0 GiB was free",
+        ),
         ({"free": None}, "Not enough memory: a request of 2.0 GiB did not fit on cuda:0."),
     ],
 )
@@ -107,7 +119,9 @@ def test_the_most_particular_explanation_is_the_verdict(changes, beginning) -> N
 
 
 def test_other_processes_that_hold_less_than_was_missing_are_not_blamed() -> None:
-    assert explain(replace(SHORTAGE, other_processes=GIB - 1)).sentence.startswith("Not enough memory")
+    assert explain(replace(SHORTAGE, other_processes=GIB - 1)).sentence.startswith(
+        "Not enough memory"
+    )
 
 
 def test_leftovers_are_deleted_together_and_priced_together() -> None:
@@ -126,11 +140,16 @@ def test_a_displayed_leftover_is_deleted_by_ipythons_own_magic() -> None:
         Ownership(frozenset({"Out[6]", "x"}), GIB),
         Ownership(frozenset({"y"}), GIB),
     )
-    assert one(kept.leftovers, replace(SHORTAGE, leftovers=claims)).edit == "del x, y\n%xdel _5\n%xdel _6"
+    assert (
+        one(kept.leftovers, replace(SHORTAGE, leftovers=claims)).edit
+        == "del x, y\n%xdel _5\n%xdel _6"
+    )
 
 
 def test_small_leftovers_are_not_mentioned() -> None:
-    assert not list(kept.leftovers(replace(SHORTAGE, leftovers=(Ownership(frozenset({"a"}), 512),))))
+    assert not list(
+        kept.leftovers(replace(SHORTAGE, leftovers=(Ownership(frozenset({"a"}), 512),)))
+    )
 
 
 def test_an_old_value_about_to_be_replaced_is_deleted_first() -> None:
@@ -168,13 +187,17 @@ def test_graphs_that_pile_up_are_cut_where_they_are_collected(line, facts, edit)
 
 
 def test_lists_in_a_dict_are_collected_in_the_hosts_memory() -> None:
-    cell = cell_code.read_cell("for name in names:\n    history.setdefault(name, []).append(p.grad.clone())")
+    cell = cell_code.read_cell(
+        "for name in names:\n    history.setdefault(name, []).append(p.grad.clone())"
+    )
     lists = {"history": Collection(9, GIB)}
     advice = one(collected.results, replace(SHORTAGE, cell=cell, collections=lists))
     assert advice.edit == "history.setdefault(name, []).append(p.grad.clone().cpu())"
 
 
-@pytest.mark.parametrize("line", ["y = total.add(loss)", "y = meter.call(loss, 64)", "print(total)"])
+@pytest.mark.parametrize(
+    "line", ["y = total.add(loss)", "y = meter.call(loss, 64)", "print(total)"]
+)
 def test_what_only_computes_collects_nothing(line) -> None:
     cell = cell_code.read_cell(f"for x in y:\n    {line}")
     facts = replace(METER, cell=cell, tensors={**METER.tensors, **SUM.tensors})
@@ -197,7 +220,10 @@ def test_evaluation_with_a_graph_is_put_under_no_grad() -> None:
         replace(EVALUATING, cell=cell_code.read_cell("net(x).sum().backward()")),
         replace(EVALUATING, cell=None),
         replace(
-            EVALUATING, failing=texts.parse("def f(x):\n    with torch.no_grad():\n        return net(x)", "In [2]", 3)
+            EVALUATING,
+            failing=texts.parse(
+                "def f(x):\n    with torch.no_grad():\n        return net(x)", "In [2]", 3
+            ),
         ),
     ],
 )
@@ -217,12 +243,17 @@ def test_no_grad_is_not_advised_where_a_graph_is_needed_or_already_off(facts) ->
 )  # fmt: skip
 def test_a_batch_is_lowered_where_it_is_written(cell, found, edit) -> None:
     running = frozenset({"forward"})
-    advice = half(batch.smaller, replace(SHORTAGE, cell=cell_code.read_cell(cell), batches=(found,), functions=running))
+    advice = half(
+        batch.smaller,
+        replace(SHORTAGE, cell=cell_code.read_cell(cell), batches=(found,), functions=running),
+    )
     assert (advice.edit, advice.frees, advice.covers) == (edit, None, None)
 
 
 def test_a_batch_is_not_blamed_for_what_does_not_depend_on_it() -> None:
-    stepping = replace(SHORTAGE, batches=(BatchSize("bs", 64),), functions=frozenset({"_multi_tensor_adamw"}))
+    stepping = replace(
+        SHORTAGE, batches=(BatchSize("bs", 64),), functions=frozenset({"_multi_tensor_adamw"})
+    )
     assert not list(batch.smaller(stepping))
 
 
@@ -238,11 +269,17 @@ def test_mixed_precision_is_advised_to_float32_models_only_and_once() -> None:
     assert one(training.mixed, TRAINING).edit == f"{header}\n    loss = net(x)"
     half = Model("net", GIB, 0, training=True, checkpoints=None)
     assert not list(training.mixed(replace(TRAINING, models=(half,))))
-    assert not list(training.mixed(replace(TRAINING, cell=cell_code.read_cell("with torch.autocast('cuda'): net(x)"))))
+    assert not list(
+        training.mixed(
+            replace(TRAINING, cell=cell_code.read_cell("with torch.autocast('cuda'): net(x)"))
+        )
+    )
     assert not list(training.mixed(replace(TRAINING, functions=frozenset({"step"}))))
 
 
-def test_what_a_function_calls_its_model_is_computed_in_mixed_precision_and_not_backward_alone() -> None:
+def test_what_a_function_calls_its_model_is_computed_in_mixed_precision_and_not_backward_alone() -> (
+    None
+):
     code = "x = x.to(device)\nout = model(x)\nloss = criterion(out)\nloss.backward()"
     facts = replace(
         TRAINING, cell=cell_code.read_cell(code), line=4, functions=frozenset({"_engine_run_backward"}),
@@ -261,7 +298,12 @@ def test_checkpointing_is_advised_where_activations_came_free() -> None:
     assert "4.0 GiB of what was in use was held by graphs" in advice.evidence
     assert "for b in net.children():" in advice.first
     switch = replace(
-        TRAINING, models=(replace(TRAINING.models[0], checkpoints=False, methods=("gradient_checkpointing_enable",)),)
+        TRAINING,
+        models=(
+            replace(
+                TRAINING.models[0], checkpoints=False, methods=("gradient_checkpointing_enable",)
+            ),
+        ),
     )
     assert one(training.checkpoint, switch).edit == "net.gradient_checkpointing_enable()"
 
@@ -286,7 +328,10 @@ def test_the_device_with_most_room_is_named_where_that_is_more_than_here() -> No
 
 def test_expandable_segments_are_advised_where_much_was_unallocated() -> None:
     some = replace(SHORTAGE, segments_can_expand=True, unallocated=3 * GIB)
-    assert one(limits.expandable_segments, some).edit == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    assert (
+        one(limits.expandable_segments, some).edit
+        == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    )
     none = replace(SHORTAGE, segments_can_expand=True, unallocated=200 * MIB)
     assert not list(limits.expandable_segments(none))
     assert not list(limits.expandable_segments(replace(some, segments_can_expand=False)))
@@ -398,13 +443,19 @@ def test_nothing_is_advised_on_no_facts() -> None:
             "g = vmap(grad(f), in_dims=(None, 0))(w, x)",
             "with torch.no_grad():\n    g = vmap(grad(f), in_dims=(None, 0), chunk_size=16)(w, x)",
         ),
-        ("y = torch.vmap(f)(x, other)", "with torch.no_grad():\n    y = torch.vmap(f, chunk_size=16)(x, other)"),
+        (
+            "y = torch.vmap(f)(x, other)",
+            "with torch.no_grad():\n    y = torch.vmap(f, chunk_size=16)(x, other)",
+        ),
         ("y = vmap(f, chunk_size=8)(x)", None),
         ("y = vmap(f)(len(x))", None),
     ],
 )
 def test_vmap_maps_over_some_rows_at_a_time(cell, edited) -> None:
-    there = {"w": TensorFact((7, 3), "float32", 84, "cuda:0"), "x": TensorFact((64, 3), "float32", 768, "cuda:0")}
+    there = {
+        "w": TensorFact((7, 3), "float32", 84, "cuda:0"),
+        "x": TensorFact((64, 3), "float32", 768, "cuda:0"),
+    }
     facts = replace(
         SHORTAGE, cell=cell_code.read_cell(cell), line=1, functions=frozenset({"vmap_impl"}),
         tensors=there,

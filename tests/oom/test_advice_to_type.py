@@ -29,7 +29,9 @@ MIB = 2**20
 
 def facts(code: str, line: int, **more) -> Facts:
     """Return the facts of a cell that failed on a line, with `net` and an optimizer over it."""
-    net, other = (Model(name, 8 * MIB, 8 * MIB, training=True, checkpoints=None) for name in ("net", "other"))
+    net, other = (
+        Model(name, 8 * MIB, 8 * MIB, training=True, checkpoints=None) for name in ("net", "other")
+    )
     optimizer = Optimizer("opt", "SGD", 8 * MIB, models=frozenset({"net"}))
     return Facts(
         "cuda allocator", device="cpu", requested=64 * MIB, line=line, source=code, calls_backward=True,
@@ -54,7 +56,8 @@ STEPS = """    opt.zero_grad()
     opt.step()
 """
 LOOPS = {
-    "slices": "for start in range(0, len(data), batch_size):\n    x = data[start : start + batch_size]\n" + STEPS,
+    "slices": "for start in range(0, len(data), batch_size):\n    x = data[start : start + batch_size]\n"
+    + STEPS,
     "split": "for x in data.split(batch_size):\n" + STEPS,
     "split, zero_grad last": "for x in data.split(batch_size):\n    loss = net(x).square().mean()\n"
     "    loss.backward()\n    opt.step()\n    opt.zero_grad()\n",
@@ -64,7 +67,8 @@ LOOPS = {
     "batch_size=batch_size)\nfor (x,) in loader:\n" + STEPS,
     "a fixed number of steps": "rest = data\nfor step in range(2):\n"
     "    x, rest = rest[:batch_size], rest[batch_size:]\n" + STEPS,
-    "a mean beside a sum": "positive = 0\nfor x in data.split(batch_size):\n    positive += (x > 0).sum()\n" + STEPS,
+    "a mean beside a sum": "positive = 0\nfor x in data.split(batch_size):\n    positive += (x > 0).sum()\n"
+    + STEPS,
     "a sum": "for x in data.split(batch_size):\n" + STEPS.replace("mean()", "sum()"),
 }
 
@@ -95,7 +99,11 @@ def trained(code: str) -> list[torch.Tensor]:
     """Return the weights after a cell, from the same start and on the same data each time."""
     torch.manual_seed(0)
     net = torch.nn.Linear(4, 3).double()
-    names = {"torch": torch, "net": net, "opt": torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)}
+    names = {
+        "torch": torch,
+        "net": net,
+        "opt": torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+    }
     names["data"] = torch.randn(16, 4, dtype=torch.double)
     exec(code, names)
     return [each.detach() for each in net.parameters()]
@@ -133,7 +141,11 @@ def test_where_it_is_unclear_how_passes_add_up_the_batch_is_only_lowered(code) -
 
 def test_a_loader_that_an_earlier_cell_made_is_told_and_accumulates() -> None:
     code = "for (x,) in loader:\n" + STEPS
-    found = replace(facts(code, 3), batches=(BatchSize("loader", 8, loader=True),), loaders=(Loader("loader", 8),))
+    found = replace(
+        facts(code, 3),
+        batches=(BatchSize("loader", 8, loader=True),),
+        loaders=(Loader("loader", 8),),
+    )
     advice = only(batch.smaller(found)).finish(4)
     assert advice.first == "loader.batch_sampler.batch_size = 4"
     assert "for i, (x,) in enumerate(loader):" in advice.edit
@@ -162,7 +174,9 @@ BY_ROWS = [
 
 def tensor_facts(**graph: bool) -> dict[str, TensorFact]:
     return {
-        name: TensorFact(tuple(each.shape), "float32", each.nbytes, "cpu", requires_grad=graph.get(name, False))
+        name: TensorFact(
+            tuple(each.shape), "float32", each.nbytes, "cpu", requires_grad=graph.get(name, False)
+        )
         for name, each in TENSORS.items()
     }
 
@@ -200,11 +214,16 @@ def test_what_is_true_of_all_rows_is_counted_a_part_at_a_time_beside_them() -> N
 
 
 def test_layers_in_place_are_told_not_to_be_where_their_input_is_needed_again() -> None:
-    net = torch.nn.Sequential(*(layer for _ in range(3) for layer in (torch.nn.Linear(4, 4), torch.nn.ReLU(True))))
+    net = torch.nn.Sequential(
+        *(layer for _ in range(3) for layer in (torch.nn.Linear(4, 4), torch.nn.ReLU(True)))
+    )
     (model,), _ = ownership.find_models_and_optimizers([("net", net, False)], "cpu")
     code = "net(x).sum().backward()"
     found = replace(facts(code, 1), models=(model,))
-    exec(edited(code, only(training.checkpoint(found))), {"net": net, "torch": torch, "x": torch.ones(2, 4)})
+    exec(
+        edited(code, only(training.checkpoint(found))),
+        {"net": net, "torch": torch, "x": torch.ones(2, 4)},
+    )
     assert net[0].weight.grad is not None
 
 
@@ -217,7 +236,9 @@ def test_a_name_that_is_bound_twice_and_read_twice_after_that_keeps_its_statemen
 def test_blocks_are_named_as_the_modules_that_they_are_in_take_it() -> None:
     """Torchvision's backbones for segmentation are a `ModuleDict` with numbers for keys."""
     blocks = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(3)))
-    net = torch.nn.ModuleDict({"backbone": torch.nn.ModuleDict({"4": torch.nn.ModuleList([blocks])})})
+    net = torch.nn.ModuleDict(
+        {"backbone": torch.nn.ModuleDict({"4": torch.nn.ModuleList([blocks])})}
+    )
     (model,), _ = ownership.find_models_and_optimizers([("net", net, False)], "cpu")
     assert model.blocks is not None
     assert eval(model.blocks) is blocks
@@ -237,7 +258,8 @@ def test_blocks_are_named_as_the_modules_that_they_are_in_take_it() -> None:
 )
 def test_rows_that_depend_on_one_another_are_left_alone(code) -> None:
     found = replace(
-        facts(code, 1, tensors=tensor_facts()), requested=400 if code == "out = q.topk(3).indices" else 64 * MIB
+        facts(code, 1, tensors=tensor_facts()),
+        requested=400 if code == "out = q.topk(3).indices" else 64 * MIB,
     )
     assert not list(parts.by_rows(found))
 
@@ -246,7 +268,10 @@ def test_rows_that_depend_on_one_another_are_left_alone(code) -> None:
 def test_what_a_graph_network_trains_on_is_not_divided(dtype, number) -> None:
     """Its edges are of all nodes; a hidden state beside the data is no obstacle."""
     code = "loss = net(x, other_input).square().mean()\nloss.backward()\nopt.step()"
-    there = {"x": TensorFact((64, 4), "float32", MIB, "cpu"), "other_input": TensorFact((2, 512), dtype, MIB, "cpu")}
+    there = {
+        "x": TensorFact((64, 4), "float32", MIB, "cpu"),
+        "other_input": TensorFact((2, 512), dtype, MIB, "cpu"),
+    }
     assert len(list(batch.accumulate(facts(code, 1, tensors=there)))) == number
 
 
@@ -271,8 +296,13 @@ def test_the_gradient_is_the_same_whatever_the_loss_or_nothing_is_offered(loss) 
     there = {"x": TensorFact((16, 4), "float64", MIB, "cpu")}
     loop = f"batch_size = 8\n{LOOPS['split'].replace('net(x).square().mean()', loss)}"
     found = replace(facts(loop, 4), batches=(BatchSize("batch_size", 8, 1),))
-    offered = [(whole, each.make(each.now - 1)) for each in batch.accumulate(facts(whole, 3, tensors=there))]
-    offered += [(loop, better) for each in batch.smaller(found) if (better := each.finish(4)) is not None]
+    offered = [
+        (whole, each.make(each.now - 1))
+        for each in batch.accumulate(facts(whole, 3, tensors=there))
+    ]
+    offered += [
+        (loop, better) for each in batch.smaller(found) if (better := each.finish(4)) is not None
+    ]
     for code, advice in offered:
         assert all(map(torch.allclose, trained(code), trained(edited(code, advice)))), advice.edit
     plain = ("net(x).square().mean()", "net(x).square().sum()", "-net(x).mean()")
@@ -302,7 +332,10 @@ LARGE_ONES = "a = torch.ones(1024, 1024)\n"
             "b = torch.arange(1024)[:, None] * a * 0.5\nout = b.sum(0)",
             "b = a.mul_(torch.arange(1024)[:, None]).mul_(0.5)",
         ),
-        ("b = torch.exp(-a / 2)\nb = b + 1\nout = b.sum(0)", "b = a.neg_().div_(2).exp_()\nb = b.add_(1)"),
+        (
+            "b = torch.exp(-a / 2)\nb = b + 1\nout = b.sum(0)",
+            "b = a.neg_().div_(2).exp_()\nb = b.add_(1)",
+        ),
         ("b = a * 2\nout = b.sum(0) + a[0]", None),  # it is read once more
     ],
 )
@@ -351,13 +384,22 @@ def test_a_second_name_of_a_tensor_is_not_written_over() -> None:
 def test_what_would_have_a_wider_type_is_not_computed_in_place() -> None:
     code = "a = torch.ones(1024, 1024, dtype=torch.float16)\nb = a * wide\nout = b.sum(0)"
     half = TensorFact((1024, 1024), "float16", 2 * MIB, "cpu")
-    found = facts(code, 2, tensors={"a": half, "wide": TensorFact((1024, 1), "float32", 4096, "cpu")})
+    found = facts(
+        code, 2, tensors={"a": half, "wide": TensorFact((1024, 1), "float32", 4096, "cpu")}
+    )
     assert not list(kept.update_in_place(found))
-    assert list(kept.update_in_place(replace(found, tensors={"a": half, "wide": replace(half, shape=(1024, 1))})))
+    assert list(
+        kept.update_in_place(
+            replace(found, tensors={"a": half, "wide": replace(half, shape=(1024, 1))})
+        )
+    )
 
 
 def test_the_statements_that_follow_are_computed_in_place_as_well() -> None:
-    code = LARGE_ONES + "b = a * 2\nc = b + 3 * torch.eye(1024)\nd = b.T\nout = torch.linalg.norm(c + 1, dim=0)"
+    code = (
+        LARGE_ONES
+        + "b = a * 2\nc = b + 3 * torch.eye(1024)\nd = b.T\nout = torch.linalg.norm(c + 1, dim=0)"
+    )
     found = facts(code, 2, tensors={"a": TensorFact((1024, 1024), "float32", 4 * MIB, "cpu")})
     (advice,) = kept.update_in_place(found)
     assert advice.edit.splitlines() == [
@@ -372,7 +414,9 @@ def test_the_statements_that_follow_are_computed_in_place_as_well() -> None:
 
 def test_data_of_which_a_loop_takes_parts_stay_on_the_host() -> None:
     code = "x = x.to('cuda')\nx = x[order]\nfor i in range(0, len(x), 8):\n    net(x[i : i + 8]).sum().backward()"
-    (advice,) = collected.stays(facts(code, 1, tensors={"x": TensorFact((64, 4), "float32", 4 * MIB, "cpu")}))
+    (advice,) = collected.stays(
+        facts(code, 1, tensors={"x": TensorFact((64, 4), "float32", 4 * MIB, "cpu")})
+    )
     assert edited(code, advice) == (
         "x = x.cpu()\nx = x[order.cpu()]\nfor i in range(0, len(x), 8):\n"
         "    net(x[i : i + 8].to('cuda')).sum().backward()"
@@ -386,8 +430,12 @@ def test_what_is_read_no_more_is_deleted_before_the_line_that_failed() -> None:
     assert edited(code, advice).splitlines()[2] == "del a"
     assert not list(kept.unread(facts(code.replace("b + c", "a + b + c"), 3, tensors=there)))
     within = f"{LARGE_ONES}with torch.no_grad():\n    b = a * 2\n    c = torch.linalg.solve(b, b)\nd = b + c"
-    assert "    del a\n    c =" in edited(within, only(kept.unread(facts(within, 4, tensors=there))))
-    assert not list(kept.unread(facts(code.removeprefix(LARGE_ONES), 2, tensors=there))), "of an earlier cell"
+    assert "    del a\n    c =" in edited(
+        within, only(kept.unread(facts(within, 4, tensors=there)))
+    )
+    assert not list(kept.unread(facts(code.removeprefix(LARGE_ONES), 2, tensors=there))), (
+        "of an earlier cell"
+    )
 
 
 def test_a_model_that_no_optimizer_updates_is_frozen() -> None:
@@ -398,28 +446,40 @@ def test_a_model_that_no_optimizer_updates_is_frozen() -> None:
     assert only(kept.of_a_frozen_model(beside)).first, "no line of its own makes it"
     both = replace(found.optimizers[0], models=frozenset({"net", "other"}))
     assert not list(kept.of_a_frozen_model(replace(found, optimizers_there=(both,))))
-    assert not list(kept.of_a_frozen_model(replace(found, optimizers_there=()))), "who knows what trains here"
+    assert not list(kept.of_a_frozen_model(replace(found, optimizers_there=()))), (
+        "who knows what trains here"
+    )
     there = tuple(replace(each, frozen=True) for each in found.models)
     assert not list(kept.of_a_frozen_model(replace(found, models=there))), "it is frozen"
 
 
-@pytest.mark.parametrize("added", ["saved.append(copy.deepcopy(net))", "saved[epoch] = copy.deepcopy(net)"])
+@pytest.mark.parametrize(
+    "added", ["saved.append(copy.deepcopy(net))", "saved[epoch] = copy.deepcopy(net)"]
+)
 def test_models_that_a_loop_keeps_are_collected_in_the_hosts_memory(two_devices, added) -> None:
     net = torch.nn.Linear(1024, 1024, device=two_devices[0])
-    collections = failure._collections({"saved": {0: net} if "=" in added else [net]}, two_devices[0])
+    collections = failure._collections(
+        {"saved": {0: net} if "=" in added else [net]}, two_devices[0]
+    )
     assert (collections["saved"].tensors, collections["saved"].nbytes) == (2, 4 * 1024 * 1025)
     code = f"for epoch in range(9):\n    {added}"
     advice = only(collected.results(facts(code, 2, collections=collections)))
     assert advice.edit == added.replace("deepcopy(net)", "deepcopy(net).cpu()")
 
 
-def test_the_state_of_optimizers_in_a_list_counts_and_has_no_method_that_moves_it(two_devices) -> None:
+def test_the_state_of_optimizers_in_a_list_counts_and_has_no_method_that_moves_it(
+    two_devices,
+) -> None:
     opt = torch.optim.Adam([torch.nn.Parameter(torch.ones(MIB, device=two_devices[0]))])
     opt.param_groups[0]["params"][0].grad = torch.ones(MIB, device=two_devices[0])
     opt.step()
     collections = failure._collections({"runs": [opt]}, two_devices[0])
     assert collections["runs"].nbytes == 8 * MIB
-    assert not list(collected.results(facts("for lr in rates:\n    runs.append(opt)", 2, collections=collections)))
+    assert not list(
+        collected.results(
+            facts("for lr in rates:\n    runs.append(opt)", 2, collections=collections)
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -430,9 +490,13 @@ def test_the_state_of_optimizers_in_a_list_counts_and_has_no_method_that_moves_i
         ("def step(x):\n    outs = []\n    outs.append(net(x))\n    return outs", "outs", False),
     ],
 )
-def test_what_a_function_adds_to_and_does_not_make_itself_grows_with_each_call(function, target, grows) -> None:
+def test_what_a_function_adds_to_and_does_not_make_itself_grows_with_each_call(
+    function, target, grows
+) -> None:
     there = {target: Collection(9, 64 * MIB)}
-    found = replace(facts("step(x)", 1, collections=there), failing=texts.parse(function, "In [2]", 2))
+    found = replace(
+        facts("step(x)", 1, collections=there), failing=texts.parse(function, "In [2]", 2)
+    )
     advised = list(collected.results(found))
     assert [(each.edit, each.frees) for each in advised] == (
         [(f"{target}.append(net(x).cpu())", None)] if grows else []
@@ -452,7 +516,9 @@ def test_a_sum_of_losses_is_one_however_it_is_written() -> None:
 def test_what_a_function_returns_keeps_its_graph_where_its_caller_trains() -> None:
     dense = "def forward(self, x):\n    feats = [x]\n    for layer in self.layers:\n        feats.append(layer(x))"
     dense += "\n    return torch.cat(feats, 1)"
-    found = facts("net(x).sum().backward()", 1, collections={"feats": Collection(9, 64 * MIB, graphs=8)})
+    found = facts(
+        "net(x).sum().backward()", 1, collections={"feats": Collection(9, 64 * MIB, graphs=8)}
+    )
     inside = replace(found, failing=texts.parse(dense, "In [2]", 4))
     assert not list(collected.graphs(inside))
     evaluating = replace(inside, cell=cell_code.read_cell("net(x).sum()"), calls_backward=False)
@@ -463,12 +529,19 @@ def test_what_a_function_returns_keeps_its_graph_where_its_caller_trains() -> No
 def test_a_tensor_that_gets_longer_is_collected_in_the_hosts_memory(dim) -> None:
     code = f"for x in data:\n    feats = torch.cat((feats, net(x)){dim})"
     found = facts(code, 2, tensors={"feats": TensorFact((9, 4), "float32", 64 * MIB, "cpu")})
-    assert only(collected.results(found)).edit == f"feats = torch.cat((feats.cpu(), net(x).cpu()){dim})"
+    assert (
+        only(collected.results(found)).edit
+        == f"feats = torch.cat((feats.cpu(), net(x).cpu()){dim})"
+    )
 
 
-def test_a_list_that_is_joined_is_collected_in_the_hosts_memory_with_or_without_what_is_joined() -> None:
+def test_a_list_that_is_joined_is_collected_in_the_hosts_memory_with_or_without_what_is_joined() -> (
+    None
+):
     code = "outs = [net(x) for x in data]\nall = torch.cat(outs)"
-    joined, not_joined = collected.results(facts(code, 2, collections={"outs": Collection(9, 64 * MIB)}))
+    joined, not_joined = collected.results(
+        facts(code, 2, collections={"outs": Collection(9, 64 * MIB)})
+    )
     assert joined.edit == 'outs = [net(x).cpu() for x in data]\nall = torch.cat(outs).to("cpu")'
     assert not_joined.edit == "outs = [net(x).cpu() for x in data]"
 
@@ -482,7 +555,13 @@ def test_copies_of_a_model_go_to_the_host_once() -> None:
 def test_what_helps_an_optimizers_step_comes_in_the_order_of_what_it_changes() -> None:
     code = "opt = torch.optim.AdamW(net.parameters(), lr=1e-3)\nopt.step()"
     adam = Optimizer("opt", "AdamW", 8 * MIB, state=4 * MIB, models=frozenset({"net"}))
-    found = replace(facts(code, 2), device="cuda:0", optimizers=(adam,), line=2, functions=frozenset({"_init_group"}))
+    found = replace(
+        facts(code, 2),
+        device="cuda:0",
+        optimizers=(adam,),
+        line=2,
+        functions=frozenset({"_init_group"}),
+    )
     titles = [each.title for each in training.leaner(found)]
     assert titles == ["Replace AdamW by Adafactor", "Replace AdamW by SGD"]
 
@@ -500,16 +579,22 @@ class Pair(NamedTuple):
         lambda x: [torch.nn.ParameterList([x])],
     ],
 )  # fmt: skip
-def test_what_a_collection_holds_already_goes_to_the_host_and_stays_what_it_was(two_devices, make) -> None:
+def test_what_a_collection_holds_already_goes_to_the_host_and_stays_what_it_was(
+    two_devices, make
+) -> None:
     device = two_devices[0]
     kept = make(torch.ones(MIB, device=device))
     collections = failure._collections({"kept": kept}, device)
     code = "for step in range(3):\n    batch = torch.stack([each[0] for each in random.sample(kept, 2)])"
     found = replace(
-        facts(code, 2, collections=collections, kept=(Holder("kept", device, 8 * MIB, "list"),)), device=device
+        facts(code, 2, collections=collections, kept=(Holder("kept", device, 8 * MIB, "list"),)),
+        device=device,
     )
     names = {"kept": kept, "torch": torch}
     exec(only(collected.results(found)).first, names)
     expected = make(torch.ones(MIB))
-    assert (type(kept), getattr(kept, "maxlen", None)) == (type(expected), getattr(expected, "maxlen", None))
+    assert (type(kept), getattr(kept, "maxlen", None)) == (
+        type(expected),
+        getattr(expected, "maxlen", None),
+    )
     assert str(kept) == str(expected)

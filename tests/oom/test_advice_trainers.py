@@ -12,7 +12,9 @@ from gpumagic.oom.evidence import find_trainer
 from gpumagic.source import cell_code
 from gpumagic.source.cell_code import BatchSize
 
-SHORTAGE = Facts(kind="cuda allocator", device="cuda:0", line=1, functions=frozenset({"_inner_training_loop"}))
+SHORTAGE = Facts(
+    kind="cuda allocator", device="cuda:0", line=1, functions=frozenset({"_inner_training_loop"})
+)
 ARGUMENTS = type("TrainingArguments", (), {"__module__": "transformers.training_args"})
 TRAINER = type("Trainer", (), {"__module__": "transformers.trainer"})
 FITS = type("Trainer", (), {"__module__": "lightning.pytorch.trainer.trainer"})
@@ -32,7 +34,9 @@ def notebook() -> dict[str, object]:
 def facts(cell: str, history: list[str], names: dict[str, object], **more: object) -> Facts:
     read = cell_code.read_cell(cell)
     used = read.names & names.keys()
-    return replace(SHORTAGE, cell=read, trainer=find_trainer(used, names, read.text, history), **more)
+    return replace(
+        SHORTAGE, cell=read, trainer=find_trainer(used, names, read.text, history), **more
+    )
 
 
 def titles(known: Facts) -> list[str]:
@@ -44,7 +48,10 @@ def test_the_statements_of_earlier_cells_are_to_be_run_again_with_another_batch(
     (choice,) = loops.batch(facts("trainer.train()", HISTORY, notebook()))
     assert (choice.name, choice.now) == ("per_device_train_batch_size", 64)
     advice = choice.finish(20)
-    assert advice.title == "Lower per_device_train_batch_size from 64 to 16 and accumulate 4 passes a step"
+    assert (
+        advice.title
+        == "Lower per_device_train_batch_size from 64 to 16 and accumulate 4 passes a step"
+    )
     assert advice.evidence == "In [1] says so; up to 20 fits"
     assert advice.first == (
         "args = TrainingArguments(\n    'out',\n"
@@ -103,13 +110,17 @@ def test_lightnings_trainer_accumulates_what_a_loaders_batch_no_longer_holds() -
 
 def test_a_batch_that_no_fair_number_divides_is_cut_all_the_same() -> None:
     cell = "bs = 97\nfor i in range(9):\n    loss = f(bs)\n    loss.backward()\n    opt.step()\n    opt.zero_grad()"
-    known = facts(cell, [], {}, batches=(BatchSize("bs", 97, 1),), line=4, functions=frozenset({"forward"}))
+    known = facts(
+        cell, [], {}, batches=(BatchSize("bs", 97, 1),), line=4, functions=frozenset({"forward"})
+    )
     (choice,) = batch.smaller(known)
     advice = choice.finish(50)
     assert advice.title == "Lower bs from 97 to 48 and accumulate 2 passes a step"
     assert advice.cost == "the same gradient, of 96 of 97"
 
 
-@pytest.mark.parametrize("history", [[], ["", "def make():\n    trainer = Trainer(model, args)"], ["", "not python ("]])
+@pytest.mark.parametrize(
+    "history", [[], ["", "def make():\n    trainer = Trainer(model, args)"], ["", "not python ("]]
+)
 def test_a_trainer_that_no_cell_shows_is_none(history: list[str]) -> None:
     assert facts("trainer.train()", history, notebook()).trainer is None

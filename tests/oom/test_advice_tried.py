@@ -78,7 +78,9 @@ weights = torch.ones(4 << 20, device="simgpu:0", requires_grad=True)"""
 
 def test_graphs_that_the_failed_cell_has_left_are_not_counted_twice(report_of) -> None:
     """They hang on a number in a dict, whose name the network has for an attribute."""
-    report = report_of(NET_WITH_AN_ATTRIBUTE, "out = net(weights)\nlarge = torch.ones(48 << 20, device='simgpu:0')")
+    report = report_of(
+        NET_WITH_AN_ATTRIBUTE, "out = net(weights)\nlarge = torch.ones(48 << 20, device='simgpu:0')"
+    )
     assert report.allocated_after > 128 * MIB
     assert report.need.parts["earlier cells"] <= 16 * MIB
     assert all(each.first.startswith("del out") for each in report.advice if each.changes)
@@ -94,13 +96,17 @@ def test_what_is_deleted_before_the_cell_does_not_count_in_what_it_needs(report_
 
 
 def test_what_the_failed_cell_has_left_does_not_count_in_what_an_edit_needs(report_of) -> None:
-    report = report_of("made = []\nfor _ in range(9):\n    made.append(torch.ones(8 << 20, device='simgpu:0'))")
+    report = report_of(
+        "made = []\nfor _ in range(9):\n    made.append(torch.ones(8 << 20, device='simgpu:0'))"
+    )
     assert report.allocated_after > 200 * MIB
     needs = {each.title: each.trial.needs for each in report.advice if each.covers}
     assert needs["Collect made in the host's memory"] == 32 * MIB
 
 
-def test_a_cell_that_failed_on_the_other_device_too_is_tried_there(report_of, bare_shell, shown) -> None:
+def test_a_cell_that_failed_on_the_other_device_too_is_tried_there(
+    report_of, bare_shell, shown
+) -> None:
     bare_shell.run_cell("torch.set_default_device('simgpu:0')")
     code = "n = 40\nx = torch.ones(n, 1 << 20).relu()"
     bare_shell.run_cell(f"%%oomguard --fallback simgpu:1 -o report\n{code}", store_history=True)
@@ -139,7 +145,9 @@ def test_nothing_is_said_to_fit_that_does_not(report_of) -> None:
 @pytest.mark.deep
 def test_what_saves_next_to_nothing_is_not_advised(report_of) -> None:
     report = report_of("x = torch.ones(1 << 19, device='simgpu:0')", NINE_CHUNKS)
-    assert not [each for each in report.advice if "Delete" in each.title], "2 MiB of the 34 that are missing"
+    assert not [each for each in report.advice if "Delete" in each.title], (
+        "2 MiB of the 34 that are missing"
+    )
 
 
 @pytest.mark.deep
@@ -173,18 +181,20 @@ def test_advice_is_the_same_wherever_the_code_runs(report_of) -> None:
         ], scope
 
 
-def test_what_an_earlier_failure_held_is_told_and_the_cell_said_to_fit(report_of, bare_shell) -> None:
+def test_what_an_earlier_failure_held_is_told_and_the_cell_said_to_fit(
+    report_of, bare_shell
+) -> None:
     """Most people meet the tool after a failure without it, whose traceback still holds what its frames did."""
-    cell = (
-        "def work(n):\n    kept = torch.ones(40 << 20, device='simgpu:0')\n    return torch.ones(n, device='simgpu:0')"
-    )
+    cell = "def work(n):\n    kept = torch.ones(40 << 20, device='simgpu:0')\n    return torch.ones(n, device='simgpu:0')"  # noqa: E501
     bare_shell.run_cell(f"{cell}\nwork(30 << 20)", store_history=True)
     assert allocated() == 160 * MIB
     report = report_of("y = torch.ones(30 << 20, device='simgpu:0')")
     gc.collect()
     assert allocated() == 0
     assert report.cause == "earlier failure"
-    assert report.verdict.startswith("160.0 MiB of simgpu:0 was kept by the traceback of an earlier failure")
+    assert report.verdict.startswith(
+        "160.0 MiB of simgpu:0 was kept by the traceback of an earlier failure"
+    )
     assert (report.need.needed, report.need.fits) == (120 * MIB, True)
     assert [(each.title, each.covers) for each in report.advice] == [("Run the cell again", True)]
     assert bare_shell.run_cell("y = torch.ones(30 << 20, device='simgpu:0')").success
@@ -210,7 +220,9 @@ def test_ctrl_c_ends_the_tries_and_not_the_report(report_of, monkeypatch) -> Non
     assert any(each.first == "del x" for each in report.advice)
 
 
-def test_a_fault_of_our_own_in_trying_costs_the_tries_and_not_the_report(report_of, monkeypatch) -> None:
+def test_a_fault_of_our_own_in_trying_costs_the_tries_and_not_the_report(
+    report_of, monkeypatch
+) -> None:
     def broken(*_, **__):
         raise RuntimeError("broken")
 
@@ -219,10 +231,14 @@ def test_a_fault_of_our_own_in_trying_costs_the_tries_and_not_the_report(report_
     assert report.untried == "RuntimeError: broken"
 
 
-def test_the_traceback_comes_after_the_report_and_has_the_users_frames_only(report_of, bare_shell, capsys) -> None:
+def test_the_traceback_comes_after_the_report_and_has_the_users_frames_only(
+    report_of, bare_shell, capsys
+) -> None:
     bare_shell.run_line_magic("config", "GPUMagic.advice_seconds = 0")
     net = "net = torch.nn.Sequential(torch.nn.Linear(1 << 12, 1 << 12)).to('simgpu:0')"
-    report_of(net, "def step(x):\n    return net(x)\nstep(torch.ones(7000, 1 << 12, device='simgpu:0'))")
+    report_of(
+        net, "def step(x):\n    return net(x)\nstep(torch.ones(7000, 1 << 12, device='simgpu:0'))"
+    )
     short = capsys.readouterr().out
     assert "return net(x)" in short
     assert "torch/nn/modules" not in short
@@ -244,7 +260,9 @@ def test_a_number_that_saves_nothing_is_not_searched_for(report_of, monkeypatch)
     counted: list[int] = []
     run = trials.Trials._run
     monkeypatch.setattr(trials.Trials, "_run", lambda *args: counted.append(1) or run(*args))
-    report = report_of("batch_size = 64\nx = torch.ones((80 << 20) + 0 * batch_size, device='simgpu:0')")
+    report = report_of(
+        "batch_size = 64\nx = torch.ones((80 << 20) + 0 * batch_size, device='simgpu:0')"
+    )
     assert report.need.needed == 320 * MIB
     assert len(counted) == 3
     assert not [each for each in report.advice if each.title.startswith("Lower")]

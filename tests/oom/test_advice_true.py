@@ -32,7 +32,13 @@ PIECES = Facts(
 
 
 def of_cell(facts: Facts, code: str, line: int, **more: object) -> Facts:
-    return replace(facts, cell=cell_code.read_cell(code), line=line, failing=text.parse(code, line=line), **more)
+    return replace(
+        facts,
+        cell=cell_code.read_cell(code),
+        line=line,
+        failing=text.parse(code, line=line),
+        **more,
+    )
 
 
 def test_a_cell_larger_than_the_card_is_not_fragmented() -> None:
@@ -40,7 +46,10 @@ def test_a_cell_larger_than_the_card_is_not_fragmented() -> None:
     needs_more = replace(PIECES, need=Need(16 * GIB, 15 * GIB, fits=False, certain=True))
     assert explain(needs_more).cause == "shortage"
     assert not list(limits.expandable_segments(needs_more))
-    assert explain(replace(PIECES, need=Need(14 * GIB, 15 * GIB, fits=False, certain=True))).cause == "fragmentation"
+    assert (
+        explain(replace(PIECES, need=Need(14 * GIB, 15 * GIB, fits=False, certain=True))).cause
+        == "fragmentation"
+    )
 
 
 def test_a_leak_is_told_by_its_variable_and_is_no_fragmentation() -> None:
@@ -51,7 +60,9 @@ def test_a_leak_is_told_by_its_variable_and_is_no_fragmentation() -> None:
     )  # fmt: skip
     assert explain(leaking).cause == "shortage"
     needs = replace(leaking, need=Need(20 * GIB, 15 * GIB, fits=False, certain=True))
-    assert explain(needs).sentence.endswith("A leak: losses holds 8 tensors with a graph, one more in every pass.")
+    assert explain(needs).sentence.endswith(
+        "A leak: losses holds 8 tensors with a graph, one more in every pass."
+    )
 
 
 def test_what_fits_an_empty_card_is_told_apart_from_what_fits_none() -> None:
@@ -64,7 +75,10 @@ def test_what_fits_an_empty_card_is_told_apart_from_what_fits_none() -> None:
 
 def test_a_need_that_hangs_on_a_value_is_told_with_its_line() -> None:
     need = Need(16 * GIB, 15 * GIB, fits=None, certain=False, on="line 7")
-    assert "needs up to 16.0 GiB of cuda:0, depending on line 7" in explain(replace(PIECES, need=need)).sentence
+    assert (
+        "needs up to 16.0 GiB of cuda:0, depending on line 7"
+        in explain(replace(PIECES, need=need)).sentence
+    )
 
 
 class Told:
@@ -84,7 +98,9 @@ def ranked(monkeypatch, *suggestions, **more) -> list[str]:
     tiers = [
         (
             lambda _, own=tier: (
-                Advice(title, frees, None, first=f"run({title!r})") for title, at, _, frees in suggestions if at == own
+                Advice(title, frees, None, first=f"run({title!r})")
+                for title, at, _, frees in suggestions
+                if at == own
             )
         )
         for tier in range(6)
@@ -100,7 +116,9 @@ FAILS = EditTrial(False, True, 15 * GIB + 1, 15 * GIB, GIB)
 
 
 def test_what_was_not_tried_never_stands_above_what_was(monkeypatch) -> None:
-    found = ranked(monkeypatch, ("untried", 0, None, None), ("fails", 2, FAILS, None), ("8-bit", 4, None, None))
+    found = ranked(
+        monkeypatch, ("untried", 0, None, None), ("fails", 2, FAILS, None), ("8-bit", 4, None, None)
+    )
     assert found == ["fails", "untried", "8-bit"]
     assert ranked(monkeypatch, ("untried", 0, None, None), ("fits", 3, FITS, None)) == ["fits"]
 
@@ -111,21 +129,33 @@ def test_where_a_dry_run_takes_long_the_first_that_fits_ends_the_tries(monkeypat
     monkeypatch.setattr(Told, "took", 12.0)
     assert ranked(monkeypatch, *two) == ["fits"]
     cheaper = (("fails", 0, FAILS, None), *two)
-    assert ranked(monkeypatch, *cheaper) == ["fits", "fails"], "what costs less is tried all the same"
+    assert ranked(monkeypatch, *cheaper) == ["fits", "fails"], (
+        "what costs less is tried all the same"
+    )
 
 
 def test_crumbs_never_stand_above_a_leak(monkeypatch) -> None:
-    assert ranked(monkeypatch, ("6 MiB", 0, None, 6 * MIB), ("201 MiB", 1, None, 201 * MIB))[0] == "201 MiB"
-    assert ranked(monkeypatch, ("150 MiB", 0, None, 150 * MIB), ("201 MiB", 1, None, 201 * MIB))[0] == "150 MiB"
+    assert (
+        ranked(monkeypatch, ("6 MiB", 0, None, 6 * MIB), ("201 MiB", 1, None, 201 * MIB))[0]
+        == "201 MiB"
+    )
+    assert (
+        ranked(monkeypatch, ("150 MiB", 0, None, 150 * MIB), ("201 MiB", 1, None, 201 * MIB))[0]
+        == "150 MiB"
+    )
 
 
 def test_what_only_divides_activations_is_not_tried_where_the_parameters_are_too_large() -> None:
     code = "for q in queries.split(500):\n    d = torch.cdist(q, base)"
     facts = of_cell(PIECES, code, 2)
     need = Need(40 * GIB, 15 * GIB, fits=False, certain=True)
-    assert any("at a time" in each.title for each in advising.advise(replace(facts, need=need), Untried()))
+    assert any(
+        "at a time" in each.title for each in advising.advise(replace(facts, need=need), Untried())
+    )
     fixed = replace(need, fixed=16 * GIB)
-    assert not any("at a time" in each.title for each in advising.advise(replace(facts, need=fixed), Untried()))
+    assert not any(
+        "at a time" in each.title for each in advising.advise(replace(facts, need=fixed), Untried())
+    )
 
 
 class Untried(Told):
@@ -204,7 +234,9 @@ def test_a_batch_size_in_an_object_of_settings_is_lowered_there(report_of) -> No
     assert report.advice[0].covers
 
 
-def test_a_batch_size_of_settings_is_lowered_where_the_cell_makes_its_loader_of_it(report_of) -> None:
+def test_a_batch_size_of_settings_is_lowered_where_the_cell_makes_its_loader_of_it(
+    report_of,
+) -> None:
     report = report_of(
         "loader = torch.utils.data.DataLoader(data, batch_size=cfg.batch_size)\n"
         "for (x,) in loader:\n    y = net(x.to('simgpu:0'))",
@@ -220,7 +252,10 @@ def test_a_batch_size_of_settings_is_lowered_where_the_cell_makes_its_loader_of_
     ("made", "add"),
     [
         ("history = {'loss': []}", "history['loss'].append(loss)"),
-        ("history = collections.defaultdict(list)", "for key in ['loss']:\n        history[key].append(loss)"),
+        (
+            "history = collections.defaultdict(list)",
+            "for key in ['loss']:\n        history[key].append(loss)",
+        ),
         ("history = types.SimpleNamespace(loss=[])", "history.loss.append(loss)"),
         ("history = {'loss': 0}", "history['loss'] += loss"),
     ],
@@ -239,12 +274,23 @@ def test_a_graph_that_a_collection_of_collections_keeps_is_a_leak(report_of, mad
 @pytest.mark.parametrize(
     ("add", "title"),
     [
-        ("history.append({'loss': loss, 'mean': loss.item(), 'n': len(x)})", "Collect loss without its autograd graph"),
-        ("history.append((loss, loss * 2, 7))", "Collect loss, loss * 2 without their autograd graphs"),
-        ("history.append(dict(out=net[0](y), loss=loss.detach()))", "Collect net[0](y) without its autograd graph"),
+        (
+            "history.append({'loss': loss, 'mean': loss.item(), 'n': len(x)})",
+            "Collect loss without its autograd graph",
+        ),
+        (
+            "history.append((loss, loss * 2, 7))",
+            "Collect loss, loss * 2 without their autograd graphs",
+        ),
+        (
+            "history.append(dict(out=net[0](y), loss=loss.detach()))",
+            "Collect net[0](y) without its autograd graph",
+        ),
     ],
 )
-def test_a_graph_that_records_keep_is_a_leak_of_all_that_is_made_with_it(report_of, add, title) -> None:
+def test_a_graph_that_records_keep_is_a_leak_of_all_that_is_made_with_it(
+    report_of, add, title
+) -> None:
     report = report_of(
         f"history = []\nfor x in data:\n    y = x.to('simgpu:0')\n    loss = net(y).mean()\n    {add}",
         before="data = torch.randn(40, 1024, 64)\n"
@@ -275,7 +321,9 @@ def test_what_cat_makes_longer_is_joined_in_the_hosts_memory(report_of) -> None:
     assert report.advice[0].covers
 
 
-def test_results_that_do_not_fit_without_their_graphs_either_are_collected_in_the_hosts_memory(report_of) -> None:
+def test_results_that_do_not_fit_without_their_graphs_either_are_collected_in_the_hosts_memory(
+    report_of,
+) -> None:
     report = report_of(
         "found = []\nfor chunk in data.chunk(10):\n    hidden = net(chunk.to('simgpu:0'))\n    found.append(hidden)",
         before="data = torch.randn(20000, 64)\nnet = torch.nn.Linear(64, 4096).to('simgpu:0')",
@@ -285,7 +333,9 @@ def test_results_that_do_not_fit_without_their_graphs_either_are_collected_in_th
     assert report.advice[0].covers
 
 
-def test_a_tensor_that_grows_by_results_with_graphs_goes_to_the_host_without_them(report_of) -> None:
+def test_a_tensor_that_grows_by_results_with_graphs_goes_to_the_host_without_them(
+    report_of,
+) -> None:
     report = report_of(
         "probs = torch.empty(0, device='simgpu:0')\nfor chunk in data.chunk(10):\n"
         "    probs = torch.cat((probs, net(chunk.to('simgpu:0')).softmax(-1)))",
@@ -300,7 +350,9 @@ def test_a_tensor_that_grows_by_results_with_graphs_goes_to_the_host_without_the
     )
 
 
-def test_an_array_in_double_precision_is_moved_in_single_where_it_came_before_the_line_that_failed(report_of) -> None:
+def test_an_array_in_double_precision_is_moved_in_single_where_it_came_before_the_line_that_failed(
+    report_of,
+) -> None:
     report = report_of(
         "X = torch.from_numpy(features).to('simgpu:0')\nX = (X - X.mean(0)) / X.std(0)",
         before="import numpy as np\nfeatures = np.random.randn(25000, 512)",
@@ -353,7 +405,10 @@ opt.step()"""
 def test_two_that_help_only_together_are_told_as_one(report_of) -> None:
     """The cell needs most in its step, and nearly as much in its backward pass: each of the two lowers one of these."""
     first = report_of(TRAINS, MADE).advice[0]
-    assert first.title == "Train on 16 parts of inputs, one after the other; replace AdamW by Adafactor"
+    assert (
+        first.title
+        == "Train on 16 parts of inputs, one after the other; replace AdamW by Adafactor"
+    )
     assert first.covers
     compile(first.edit, "<edit>", "exec")
 
@@ -380,7 +435,10 @@ def test_what_a_dict_is_made_of_is_collected_in_the_hosts_memory() -> None:
 def test_a_dry_run_refuses_operands_of_different_types_as_a_device_does() -> None:
     simgpu.enable(devices=2, memory="4GiB")
     code = "net = torch.nn.Linear(64, 64).to('simgpu:0').bfloat16()\nnet(torch.ones(8, 64, device='simgpu:0'))"
-    assert "must have the same dtype" in gpumagic.dry_run(code, {"torch": torch}, device="simgpu:0").error
+    assert (
+        "must have the same dtype"
+        in gpumagic.dry_run(code, {"torch": torch}, device="simgpu:0").error
+    )
 
 
 def test_ctrl_c_between_two_dry_runs_leaves_the_report(report_of, monkeypatch) -> None:
@@ -402,13 +460,21 @@ def test_a_search_that_is_cut_short_says_so_and_how_it_goes_on(report_of, monkey
         raise trials._CutShort
 
     monkeypatch.setattr("gpumagic.dryrun.fitting.search", cut_short)
-    first = report_of("batch_size = 100\nx = torch.ones(batch_size, 1 << 20, device='simgpu:0').relu()").advice[0]
+    first = report_of(
+        "batch_size = 100\nx = torch.ones(batch_size, 1 << 20, device='simgpu:0').relu()"
+    ).advice[0]
     assert first.covers
-    assert first.evidence.endswith("the search was cut short, more may fit: %%dryrun --fit batch_size")
+    assert first.evidence.endswith(
+        "the search was cut short, more may fit: %%dryrun --fit batch_size"
+    )
 
 
-@pytest.mark.parametrize(("needs", "told"), [({2: 90, 40: 240, 80: 500}, 40), ({2: 300, 40: 400, 80: 500}, 40)])
-def test_where_it_is_open_whether_any_number_fits_no_extreme_is_told(report_of, monkeypatch, needs, told) -> None:
+@pytest.mark.parametrize(
+    ("needs", "told"), [({2: 90, 40: 240, 80: 500}, 40), ({2: 300, 40: 400, 80: 500}, 40)]
+)
+def test_where_it_is_open_whether_any_number_fits_no_extreme_is_told(
+    report_of, monkeypatch, needs, told
+) -> None:
     """With 2 rows it would be as open as with 40, and nobody takes 2."""
     whole = trials.run.dry_run
 
@@ -422,20 +488,35 @@ def test_where_it_is_open_whether_any_number_fits_no_extreme_is_told(report_of, 
         if number == 100:
             return report
         (one,) = report.devices[:1]
-        peak = needs.get(number, needs[2] + 10) * MIB  # of the number that is tried before the search, too
+        peak = (
+            needs.get(number, needs[2] + 10) * MIB
+        )  # of the number that is tried before the search, too
         devices = (one._replace(peak=peak), *report.devices[1:])
-        return replace(report, fits=None, complete=True, open_on=((2, "x"),), devices=devices, peak={one.device: peak})
+        return replace(
+            report,
+            fits=None,
+            complete=True,
+            open_on=((2, "x"),),
+            devices=devices,
+            peak={one.device: peak},
+        )
 
     monkeypatch.setattr("gpumagic.dryrun.fitting.search", search)
     monkeypatch.setattr(trials.run, "dry_run", dry_run)
-    report = report_of("batch_size = 100\nx = torch.ones(batch_size, 1 << 20, device='simgpu:0').relu()")
+    report = report_of(
+        "batch_size = 100\nx = torch.ones(batch_size, 1 << 20, device='simgpu:0').relu()"
+    )
     (lower,) = [each for each in report.advice if "batch_size" in each.title]
     assert lower.title == f"Lower batch_size from 100 to {told}"
     assert lower.covers is None
-    assert lower.trial.reason == "it depends on `x`", "the line's number would be that of a text that nobody sees"
+    assert lower.trial.reason == "it depends on `x`", (
+        "the line's number would be that of a text that nobody sees"
+    )
 
 
-def test_where_nothing_fits_the_smallest_gpu_is_named_on_which_the_cell_was_dry_run(report_of) -> None:
+def test_where_nothing_fits_the_smallest_gpu_is_named_on_which_the_cell_was_dry_run(
+    report_of,
+) -> None:
     simgpu.enable(devices=1, memory="4GiB")
     report = report_of("x = torch.ones(10 << 30, dtype=torch.uint8, device='simgpu:0')\ny = x + x")
     first = report.advice[0]
@@ -463,7 +544,11 @@ def test_the_first_that_fits_is_shown_while_what_costs_more_is_tried(monkeypatch
 
 def test_what_frees_too_little_is_tried_only_where_nothing_else_fits(monkeypatch) -> None:
     tried = []
-    monkeypatch.setattr(Told, "of", lambda self, *edits: tried.append(edits[0].title) or self._outcomes[edits[0].title])
+    monkeypatch.setattr(
+        Told,
+        "of",
+        lambda self, *edits: tried.append(edits[0].title) or self._outcomes[edits[0].title],
+    )
     ranked(monkeypatch, ("crumbs", 0, FAILS, GIB // 2), ("fits", 2, FITS, None))
     assert tried == ["fits"]
     tried.clear()

@@ -23,7 +23,14 @@ pytestmark = pytest.mark.usefixtures("few_objects")
 
 CASES = edit_values.cases()
 FIRST = ("in_place", "running_sum")
-RUN = [*FIRST, *(name for number, name in enumerate(CASES) if (IS_WHOLE or number % 8 == 0) and name not in FIRST)]
+RUN = [
+    *FIRST,
+    *(
+        name
+        for number, name in enumerate(CASES)
+        if (IS_WHOLE or number % 8 == 0) and name not in FIRST
+    ),
+]
 """An eighth of the cells where not all are asked for: each runs ten times, for seconds."""
 
 
@@ -35,14 +42,22 @@ def outcomes(request, tmp_path_factory):
         text=True, env=environment(tmp_path_factory.mktemp("ipython")), timeout=3600,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-4000:]
-    return {name: came for line in result.stdout.splitlines() for name, came in json.loads(line).items()}
+    return {
+        name: came for line in result.stdout.splitlines() for name, came in json.loads(line).items()
+    }
 
 
-@pytest.mark.parametrize("name", [*FIRST, *(pytest.param(each, marks=pytest.mark.deep) for each in RUN[len(FIRST) :])])
-def test_an_edited_cell_leaves_what_the_cell_does_or_its_cost_says_what_differs(outcomes, name) -> None:
+@pytest.mark.parametrize(
+    "name", [*FIRST, *(pytest.param(each, marks=pytest.mark.deep) for each in RUN[len(FIRST) :])]
+)
+def test_an_edited_cell_leaves_what_the_cell_does_or_its_cost_says_what_differs(
+    outcomes, name
+) -> None:
     """An edit with which the cell fails is found by its dry run, and is not the matter here."""
     assert "error" not in outcomes[name], outcomes[name]["error"]
-    found = {f"{each['rule']}: {each['edit']}": each["undeclared"] for each in outcomes[name]["edits"]}
+    found = {
+        f"{each['rule']}: {each['edit']}": each["undeclared"] for each in outcomes[name]["edits"]
+    }
     assert {edit: kinds for edit, kinds in found.items() if kinds and "fails" not in kinds} == {}
 
 
@@ -64,7 +79,19 @@ OF_TWO = (
     "{} + {}", "{} * {}", "{} - {}", "{} / {}", "({} - {}).exp()", "({} + {}) * 0.5", "torch.maximum({}, {})",
     "torch.where({} > 1, {}, 0)", "torch.add({}, {}, alpha=2)", "torch.einsum('ij,ij->ij', {}, {})", "{} * ({} + 1)",
 )  # fmt: skip
-SMALL = ("2", "0.5", "v", "r", "r[None]", "{}[0]", "{}[:, :1]", "{}.mean(0)", "{}.max()", "k", "{}.sum(1)[:, None]")
+SMALL = (
+    "2",
+    "0.5",
+    "v",
+    "r",
+    "r[None]",
+    "{}[0]",
+    "{}[:, :1]",
+    "{}.mean(0)",
+    "{}.max()",
+    "k",
+    "{}.sum(1)[:, None]",
+)
 OF_ALL = (
     "{}.sum()", "{}.mean(0)", "{}.argmin(1)", "{}.topk(3).values", "{}.max(dim=1).values", "{}[:, :2].clone()",
     "{}.norm(dim=-1)", "torch.softmax({}, -1).amax(1)", "{}.std(dim=0)", "{}.sort(-1).values[:, :2]", "{}.sum(0).sum()",
@@ -116,7 +143,11 @@ def statements(draw: st.DrawFn, scope: list[str], indent: str = "") -> str:  # n
     if kind in ("no_grad", "loop") and not indent:
         head = "with torch.no_grad():" if kind == "no_grad" else "for i in range(2):"
         inner = [draw(statements(scope, "    ")) for _ in range(draw(st.integers(1, 2)))]
-        return head + "".join(f"\n    {each}" for each in inner if not each.startswith("del")) + "\n    pass"
+        return (
+            head
+            + "".join(f"\n    {each}" for each in inner if not each.startswith("del"))
+            + "\n    pass"
+        )
     if kind == "function":
         body = f"def f(q):\n{indent}    return q * {old} + 1\n{indent}"
         scope.append(new)
@@ -161,7 +192,10 @@ def _slots() -> dict[str, list[list[str]]]:
     text = (Path(__file__).parent / "cells_in_slots.txt").read_text("utf-8")
     kinds = dict(each.split("\n", 1) for each in text.split("## ")[1:])
     return {
-        name: [[each.replace("\\n", "\n") for each in slot.split("\n")] for slot in slots.strip("\n").split("\n\n")]
+        name: [
+            [each.replace("\\n", "\n") for each in slot.split("\n")]
+            for slot in slots.strip("\n").split("\n\n")
+        ]
         for name, slots in kinds.items()
     }
 
@@ -174,9 +208,13 @@ def themed(draw: st.DrawFn) -> str:
     """Return a cell that does what some rule is about, and perhaps something that the rule must not break."""
     slots = THEMES[draw(st.sampled_from(sorted(THEMES)))]
     lines = [draw(st.sampled_from(each)) for each in slots]
-    is_nested = any(each.startswith("with") for each in lines)  # then the loop stands two blanks further
+    is_nested = any(
+        each.startswith("with") for each in lines
+    )  # then the loop stands two blanks further
     there = [each for each in lines if each != "-"]
-    return "\n".join(f"  {each}" if is_nested and each.startswith("    ") else each for each in there)
+    return "\n".join(
+        f"  {each}" if is_nested and each.startswith("    ") else each for each in there
+    )
 
 
 def wrong(cell: str, setup: str, share: int) -> dict[str, dict[str, list[str]]]:
@@ -188,7 +226,9 @@ def wrong(cell: str, setup: str, share: int) -> dict[str, dict[str, list[str]]]:
     for each, differs in outcome(case, [share]):
         rest = edit_values.undeclared(cell, each, differs)
         if rest and "fails" not in rest:
-            found[f"{each.rule}: {each.advice.title}\n{each.advice.first or ''}\n{each.advice.edit}"] = rest
+            found[
+                f"{each.rule}: {each.advice.title}\n{each.advice.first or ''}\n{each.advice.edit}"
+            ] = rest
     return found
 
 

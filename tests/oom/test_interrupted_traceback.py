@@ -31,7 +31,9 @@ def test_the_next_cell_finds_the_shells_own(guarded, bare_shell) -> None:
 
 
 @pytest.mark.parametrize("step", ["open", "close"])
-@pytest.mark.parametrize("cell", ["%%oomguard\n1", "%%oomguard --fallback cpu\n1", "%%ondevice 1\n1"])
+@pytest.mark.parametrize(
+    "cell", ["%%oomguard\n1", "%%oomguard --fallback cpu\n1", "%%ondevice 1\n1"]
+)
 def test_an_interrupt_right_after_a_guard_has_opened_or_closed_leaves_nothing(
     bare_shell, two_devices, monkeypatch, cell, step
 ) -> None:
@@ -43,7 +45,11 @@ def test_an_interrupt_right_after_a_guard_has_opened_or_closed_leaves_nothing(
     assert isinstance(bare_shell.run_cell(cell).error_in_exec, (KeyboardInterrupt, type(None)))
     monkeypatch.undo()
     bare_shell.run_cell("1")
-    assert (bare_shell._showtraceback, torch.get_default_device(), torch.simgpu.current_device()) == before
+    assert (
+        bare_shell._showtraceback,
+        torch.get_default_device(),
+        torch.simgpu.current_device(),
+    ) == before
     bare_shell.run_line_magic("unload_ext", "gpumagic")
 
 

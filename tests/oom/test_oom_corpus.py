@@ -20,7 +20,11 @@ STEPS = {
     "a smaller batch": ("Lower", "batch_literal", "adam_state"),
     "a smaller model": ("Make the model smaller", "model_too_deep", "parameters_in_half"),
     "deletion and an empty cache": ("Delete", "leftovers", "alike_used_by_a_function"),
-    "mixed precision": ("Compute the forward pass in bfloat16", "mixed_precision", "alike_autocast_on"),
+    "mixed precision": (
+        "Compute the forward pass in bfloat16",
+        "mixed_precision",
+        "alike_autocast_on",
+    ),
     "several GPUs": ("Run the cell on", "other_device", "teacher"),
     "checkpointing": ("Recompute activations", "checkpoint_blocks", "alike_checkpoint_on"),
     "a larger GPU": ("Use a larger GPU", "larger_gpu", "batch_literal"),
@@ -28,7 +32,9 @@ STEPS = {
 """The steps of the usual guide: how advice of each begins, a cell where it is the best, and one where it is not."""
 OF_STEPS = {name for _, best, other in STEPS.values() for name in (best, other)}
 RUN = {
-    case: each for number, (case, each) in enumerate(CASES.items()) if IS_WHOLE or case in OF_STEPS or number % 8 == 0
+    case: each
+    for number, (case, each) in enumerate(CASES.items())
+    if IS_WHOLE or case in OF_STEPS or number % 8 == 0
 }
 """Those, and an eighth of the cells where not all are asked for: each suggestion is followed, for seconds."""
 SPREAD = 8
@@ -70,7 +76,9 @@ def test_a_failing_cell_gets_its_verdict_and_passes_with_the_first_advice(outcom
 
 @pytest.mark.deep
 @pytest.mark.parametrize("names", [each[1:] for each in STEPS.values()], ids=list(STEPS))
-def test_each_step_of_the_usual_guide_is_first_where_it_is_best_and_not_elsewhere(outcomes, names) -> None:
+def test_each_step_of_the_usual_guide_is_first_where_it_is_best_and_not_elsewhere(
+    outcomes, names
+) -> None:
     title = next(title for title, *cells in STEPS.values() if tuple(cells) == tuple(names))
     best, other = (outcomes[name]["titles"][0] for name in names)
     assert best.startswith(title)
@@ -101,7 +109,8 @@ def test_what_was_advised_is_not_advised_again(outcomes, names) -> None:
     told_again = {
         name: outcome["again"]
         for name, outcome in chosen.items()
-        if outcome["titles"] and without_numbers(outcome["titles"][0]) in map(without_numbers, outcome.get("again", ()))
+        if outcome["titles"]
+        and without_numbers(outcome["titles"][0]) in map(without_numbers, outcome.get("again", ()))
     }
     assert {name for name in told_again if not CASES[name].advice.startswith(BY_DEGREES)} == set()
     assert sum(len(outcome.get("again", ())) > 0 for outcome in chosen.values()) >= len(chosen) // 5

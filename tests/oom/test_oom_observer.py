@@ -17,7 +17,9 @@ TEXT = "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 2 has a total capaci
 def observers(monkeypatch):
     """The observers that torch was given, with CUDA as good as up."""
     given: list = []
-    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", given.append, raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_attach_out_of_memory_observer", given.append, raising=False
+    )
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(watch, "_hooks", [watch._hook])
@@ -79,7 +81,9 @@ def test_what_it_saw_is_what_the_report_says(observers, monkeypatch) -> None:
     monkeypatch.setattr("gpumagic.memory.allocator.device_stats", lambda _: FIGURES)
     monkeypatch.setattr("gpumagic.memory.allocator.all_device_stats", dict)
     monkeypatch.setattr("gpumagic.memory.allocator.mem_get_info", lambda _: (0, 2**31))
-    monkeypatch.setattr("gpumagic.heap.release.reclaim", lambda: None)  # there is no CUDA whose cache to empty
+    monkeypatch.setattr(
+        "gpumagic.heap.release.reclaim", lambda: None
+    )  # there is no CUDA whose cache to empty
     guard = gpumagic.oomguard(keep_going=True)
     with guard:
         observers[0](2, 2**30 + 512, 2**31, 0)

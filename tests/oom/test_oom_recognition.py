@@ -99,8 +99,12 @@ PROBABLE = [
 ]
 
 NOT_OOM = [
-    RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"),
-    named("OutOfResources", Exception)("out of resource: shared memory, Required: 131072, Hardware limit: 101376."),
+    RuntimeError(
+        "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
+    ),
+    named("OutOfResources", Exception)(
+        "out of resource: shared memory, Required: 131072, Hardware limit: 101376."
+    ),
     RuntimeError("Storage size calculation overflowed with sizes=[4611686018427387904, 8]"),
     ValueError("the shop ran CUDA out of memory. Sorry"),
     KeyError("out of memory"),
@@ -189,14 +193,21 @@ def test_an_error_whose_text_fails_is_still_classified_by_its_class() -> None:
 
 def test_the_numbers_of_a_text_are_read() -> None:
     new = recognition.read_numbers(CUDA_NEW)
-    assert (new.requested, new.index, new.capacity, new.free) == (20 * GIB, 3, int(79.15 * GIB), int(5.25 * GIB))
+    assert (new.requested, new.index, new.capacity, new.free) == (
+        20 * GIB,
+        3,
+        int(79.15 * GIB),
+        int(5.25 * GIB),
+    )
     assert new.unallocated == 200 * MIB
 
 
 def test_sentinels_beyond_twice_the_capacity_are_discarded_but_a_request_never_is() -> None:
     numbers = recognition.read_numbers(ASYNC)
     assert (numbers.requested, numbers.capacity) == (int(2.5 * GIB), int(7.79 * GIB))
-    full = recognition.read_numbers(CUDA_NEW.replace("5.25 GiB is free", "17179869184.00 GiB is free"))
+    full = recognition.read_numbers(
+        CUDA_NEW.replace("5.25 GiB is free", "17179869184.00 GiB is free")
+    )
     assert full.free is None
     huge = recognition.read_numbers(
         "X out of memory. Tried to allocate 900.00 GiB. GPU 0 has a total capacity of 4.00 GiB"
@@ -209,14 +220,24 @@ def test_where_only_a_cap_is_named_it_is_the_capacity() -> None:
         "MPS backend out of memory (MPS allocated: 9.50 GiB, other allocations: 17.25 GiB, max allowed: 27.25 GiB). "
         "Tried to allocate 292.50 MiB on private pool."
     )
-    assert (numbers.requested, numbers.capacity, numbers.free) == (int(292.5 * MIB), int(27.25 * GIB), GIB // 2)
+    assert (numbers.requested, numbers.capacity, numbers.free) == (
+        int(292.5 * MIB),
+        int(27.25 * GIB),
+        GIB // 2,
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "requested"),
     [
-        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12", 4096),
-        ("Out of memory allocating 8,000,000,512 bytes (allocated so far: 0 bytes).", 8_000_000_512),
+        (
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12",
+            4096,
+        ),
+        (
+            "Out of memory allocating 8,000,000,512 bytes (allocated so far: 0 bytes).",
+            8_000_000_512,
+        ),
         ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 bytes.", 8 * GIB),
         ("Failed to allocate request for 6.27GiB (6732906496B) on device ordinal 0", 6732906496),
         ("preemptively rejected because it would exceed limit. Requested size: 77", 77),
@@ -248,12 +269,27 @@ def test_recognition_and_the_error_need_no_torch() -> None:
         "from gpumagic.oom.recognition import recognise\n"
         "print(recognise(MemoryError()).kind.name, gpumagic.OutOfMemory.__mro__[1].__name__)"
     )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["python", "RuntimeError"]
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == [
+        "python",
+        "RuntimeError",
+    ]
 
 
 KNOWN = [*(str(error) for error, _ in CERTAIN), *PROBABLE, *(str(error) for error in NOT_OOM)]
-TYPES = [OOM, RuntimeError, MemoryError, OSError, Exception, named("AcceleratorError"), named("XlaRuntimeError")]
-LOCALES = [str.maketrans(".,", ",."), str.maketrans(".", "\u066b"), str.maketrans("0123456789", "٠١٢٣٤٥٦٧٨٩")]
+TYPES = [
+    OOM,
+    RuntimeError,
+    MemoryError,
+    OSError,
+    Exception,
+    named("AcceleratorError"),
+    named("XlaRuntimeError"),
+]
+LOCALES = [
+    str.maketrans(".,", ",."),
+    str.maketrans(".", "\u066b"),
+    str.maketrans("0123456789", "٠١٢٣٤٥٦٧٨٩"),
+]
 
 
 @st.composite
@@ -263,7 +299,8 @@ def mangled(draw):
     text = text.translate(draw(st.sampled_from([{}, *LOCALES])))
     start = draw(st.integers(0, len(text)))
     text = (
-        draw(st.sampled_from(["", "\n\n", "Caught OutOfMemoryError in replica 0.\n", "\0", "é"])) + text[start // 8 :]
+        draw(st.sampled_from(["", "\n\n", "Caught OutOfMemoryError in replica 0.\n", "\0", "é"]))
+        + text[start // 8 :]
     )
     text = text[: draw(st.integers(0, len(text)))]
     return text.upper() if draw(st.booleans()) else text
@@ -296,7 +333,10 @@ def test_no_text_however_mangled_and_wrapped_makes_the_recogniser_fail(layers, f
     event = recognise(error, free)
     if event is not None:
         numbers = event.numbers
-        assert all(value is None or 0 <= value < 2**70 for value in (numbers.requested, numbers.capacity, numbers.free))
+        assert all(
+            value is None or 0 <= value < 2**70
+            for value in (numbers.requested, numbers.capacity, numbers.free)
+        )
         assert "\n" not in event.message
 
 
@@ -327,5 +367,11 @@ def test_the_table_has_all_the_kinds_of_the_literature() -> None:
 @given(mangled())
 def test_the_numbers_of_any_text_are_sizes_or_absent(text) -> None:
     numbers = recognition.read_numbers(text)
-    for value in (numbers.requested, numbers.capacity, numbers.free, numbers.allocated, numbers.unallocated):
+    for value in (
+        numbers.requested,
+        numbers.capacity,
+        numbers.free,
+        numbers.allocated,
+        numbers.unallocated,
+    ):
         assert value is None or type(value) is int

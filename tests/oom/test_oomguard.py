@@ -27,7 +27,9 @@ def test_a_failed_cell_leaves_nothing_on_the_device(guarded, bare_shell, cell) -
     assert report.allocated_at_failure > before
 
 
-@pytest.mark.parametrize("request_", ["torch.empty(2**60, dtype=torch.uint8)", "numpy.empty(2**56)"])
+@pytest.mark.parametrize(
+    "request_", ["torch.empty(2**60, dtype=torch.uint8)", "numpy.empty(2**56)"]
+)
 def test_a_failure_of_the_host_releases_the_device_too(guarded, request_) -> None:
     before = allocated()
     result = guarded(f"import numpy\ndef wrap():\n    mine = take(1)\n    {request_}\nwrap()")
@@ -47,7 +49,9 @@ def test_what_a_functions_cache_holds_stays_and_is_named(guarded, bare_shell) ->
     before = allocated()
     guarded("import functools\nkeep = functools.lru_cache(take)\nkeep(1)\nfail()")
     assert allocated() - before == GIB
-    assert [(holder.name, holder.nbytes) for holder in bare_shell.user_ns["report"].holders] == [("keep", GIB)]
+    assert [(holder.name, holder.nbytes) for holder in bare_shell.user_ns["report"].holders] == [
+        ("keep", GIB)
+    ]
 
 
 def test_what_a_cell_displayed_stays_and_is_named_as_an_output(guarded, bare_shell) -> None:
@@ -57,7 +61,9 @@ def test_what_a_cell_displayed_stays_and_is_named_as_an_output(guarded, bare_she
     assert bare_shell.user_ns["report"].holders[0].name == f"Out[{number}]"
 
 
-def test_the_memory_is_back_before_the_next_cell_even_after_debug(guarded, bare_shell, monkeypatch) -> None:
+def test_the_memory_is_back_before_the_next_cell_even_after_debug(
+    guarded, bare_shell, monkeypatch
+) -> None:
     before = allocated()
     monkeypatch.setattr("builtins.input", lambda prompt="": "q")
     guarded("fail()", "--debug")
@@ -88,7 +94,9 @@ def test_ten_failures_in_a_row_leave_no_trace(guarded) -> None:
     assert torch.simgpu.memory_reserved(0) <= before[1]
 
 
-def test_the_user_sees_the_own_traceback_once_and_the_report_after_it(guarded, bare_shell, capsys) -> None:
+def test_the_user_sees_the_own_traceback_once_and_the_report_after_it(
+    guarded, bare_shell, capsys
+) -> None:
     guarded("y = 1\nfail()")
     out = capsys.readouterr().out
     assert out.count("Traceback (most recent call last)") == 1
@@ -146,7 +154,8 @@ def test_debug_leaves_the_frames_and_says_what_they_hold(guarded, bare_shell) ->
 def test_a_further_run_has_the_memory_of_the_failed_one(guarded, bare_shell) -> None:
     bare_shell.run_cell("n = 2", store_history=True)
     result = guarded(
-        "def work():\n    first = take(2)\n    return take(9 if n > 1 else 1.5).nbytes\nwork()", "--shrink n"
+        "def work():\n    first = take(2)\n    return take(9 if n > 1 else 1.5).nbytes\nwork()",
+        "--shrink n",
     )
     report = bare_shell.user_ns["report"]
     assert result.error_in_exec is None
@@ -172,12 +181,16 @@ def test_the_cell_does_not_run_again_after_another_error(guarded, bare_shell) ->
 
 
 def test_deleting_what_the_advice_names_frees_what_it_says(guarded, bare_shell) -> None:
-    bare_shell.run_cell("a = take(1)\nb = a\nbig = {'one': [take(0.5)]}\nused = take(0.25)", store_history=True)
+    bare_shell.run_cell(
+        "a = take(1)\nb = a\nbig = {'one': [take(0.5)]}\nused = take(0.25)", store_history=True
+    )
     bare_shell.run_cell("take(0.125)", store_history=True)
     bare_shell.run_cell("seen = take(0.125)\nseen", store_history=True)
     bare_shell.run_cell("whole = take(0.125)\nwhole[:2]", store_history=True)
     guarded("used.sum()\nfail()")
-    advice = next(each for each in bare_shell.user_ns["report"].advice if "earlier cells left" in each.title)
+    advice = next(
+        each for each in bare_shell.user_ns["report"].advice if "earlier cells left" in each.title
+    )
     before = allocated()
     bare_shell.run_cell(advice.edit, store_history=True)
     gc.collect()
@@ -189,17 +202,25 @@ def test_leftovers_that_suffice_are_the_verdict(guarded, bare_shell) -> None:
     bare_shell.run_cell("old = take(2)", store_history=True)
     guarded("new = take(3)")
     report = bare_shell.user_ns["report"]
-    assert report.verdict.startswith("Earlier cells left 2.0 GiB on simgpu:0 that this cell does not use")
+    assert report.verdict.startswith(
+        "Earlier cells left 2.0 GiB on simgpu:0 that this cell does not use"
+    )
     assert (report.advice[0].edit, report.advice[0].covers) == ("del old", True)
 
 
 def test_a_name_that_a_called_function_needs_is_not_a_leftover(guarded, bare_shell) -> None:
-    bare_shell.run_cell("table = take(2)\ndef look(): return table.nbytes + take(3).nbytes", store_history=True)
+    bare_shell.run_cell(
+        "table = take(2)\ndef look(): return table.nbytes + take(3).nbytes", store_history=True
+    )
     guarded("look()")
-    assert not [each for each in bare_shell.user_ns["report"].advice if "earlier cells left" in each.title]
+    assert not [
+        each for each in bare_shell.user_ns["report"].advice if "earlier cells left" in each.title
+    ]
 
 
-def test_running_a_cell_twice_names_the_old_value_that_stood_in_the_way(guarded, bare_shell) -> None:
+def test_running_a_cell_twice_names_the_old_value_that_stood_in_the_way(
+    guarded, bare_shell
+) -> None:
     bare_shell.run_cell("cache = take(2.5)", store_history=True)
     guarded("cache = take(2.5)\ncache.nbytes")
     first = bare_shell.user_ns["report"].advice[0]
@@ -243,22 +264,31 @@ MODEL = "net = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096) for _ in range(
 
 def test_evaluating_with_a_graph_is_named(guarded, bare_shell) -> None:
     bare_shell.run_cell(MODEL, store_history=True)
-    guarded("net.eval()\nbatch_size = 64\nout = net(torch.empty(batch_size, 4096, device='simgpu:0'))\ntake(3.9)")
+    guarded(
+        "net.eval()\nbatch_size = 64\nout = net(torch.empty(batch_size, 4096, device='simgpu:0'))\ntake(3.9)"
+    )
     edits = [each.edit for each in bare_shell.user_ns["report"].advice]
     assert (
-        "with torch.no_grad():\n    out = net(torch.empty(batch_size, 4096, device='simgpu:0'))\n    take(3.9)" in edits
+        "with torch.no_grad():\n    out = net(torch.empty(batch_size, 4096, device='simgpu:0'))\n    take(3.9)"
+        in edits
     )
-    assert not any(edit and "batch_size = " in edit for edit in edits), "what failed had nothing to do with the batch"
+    assert not any(edit and "batch_size = " in edit for edit in edits), (
+        "what failed had nothing to do with the batch"
+    )
 
 
 def test_evaluating_without_a_graph_is_not(guarded, bare_shell) -> None:
     bare_shell.run_cell(MODEL, store_history=True)
-    guarded("net.eval()\nwith torch.no_grad():\n    out = net(torch.empty(64, 4096, device='simgpu:0'))\ntake(3.9)")
+    guarded(
+        "net.eval()\nwith torch.no_grad():\n    out = net(torch.empty(64, 4096, device='simgpu:0'))\ntake(3.9)"
+    )
     edits = [each.edit for each in bare_shell.user_ns["report"].advice]
     assert not any(edit and edit.startswith("with torch.no_grad") for edit in edits)
 
 
-def test_a_training_step_that_fails_in_forward_gives_the_activations_back(guarded, bare_shell) -> None:
+def test_a_training_step_that_fails_in_forward_gives_the_activations_back(
+    guarded, bare_shell
+) -> None:
     bare_shell.run_cell(MODEL, store_history=True)
     before = allocated()
     guarded("""
@@ -280,7 +310,9 @@ step()""")
     assert "Recompute activations" in titles
 
 
-def test_a_request_larger_than_the_device_is_told_apart_from_a_shortage(guarded, bare_shell) -> None:
+def test_a_request_larger_than_the_device_is_told_apart_from_a_shortage(
+    guarded, bare_shell
+) -> None:
     guarded("take(9)")
     report = bare_shell.user_ns["report"]
     assert "larger than all of simgpu:0 (4.0 GiB)" in report.verdict

@@ -143,7 +143,11 @@ def test_a_decorated_function_is_guarded_at_every_call() -> None:
 
 
 def test_nested_guards_end_in_one_error() -> None:
-    with pytest.raises(gpumagic.OutOfMemory) as caught, gpumagic.oomguard() as outer, gpumagic.oomguard() as inner:
+    with (
+        pytest.raises(gpumagic.OutOfMemory) as caught,
+        gpumagic.oomguard() as outer,
+        gpumagic.oomguard() as inner,
+    ):
         fail()
     assert inner.report.requested == outer.report.requested == 9 * GIB
     assert caught.value.__context__ is None
@@ -167,7 +171,11 @@ def test_a_guard_that_is_never_needed_touches_nothing(monkeypatch) -> None:
     def never(*_):
         raise AssertionError("a side effect")
 
-    for name in ("gpumagic.memory.allocator.empty_caches", "gpumagic.memory.allocator.mem_get_info", "gc.collect"):
+    for name in (
+        "gpumagic.memory.allocator.empty_caches",
+        "gpumagic.memory.allocator.mem_get_info",
+        "gc.collect",
+    ):
         monkeypatch.setattr(name, never)
     with gpumagic.oomguard() as guard:
         kept = take(1)
@@ -189,7 +197,10 @@ def test_a_fault_of_our_own_costs_neither_the_release_nor_the_error(monkeypatch)
 
 def test_guarding_a_block_imports_no_torch() -> None:
     code = "import sys, gpumagic\nwith gpumagic.oomguard() as guard: pass\nprint('torch' in sys.modules, guard.report)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["False", "None"]
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == [
+        "False",
+        "None",
+    ]
 
 
 def test_the_store_is_given_the_report() -> None:

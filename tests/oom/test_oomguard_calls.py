@@ -84,7 +84,9 @@ def test_any_other_error_is_the_functions_own() -> None:
 
 
 def test_a_with_block_says_that_it_cannot_run_again() -> None:
-    refused = pytest.raises(gpumagic.OptionError, match="a with block cannot run again: decorate a function")
+    refused = pytest.raises(
+        gpumagic.OptionError, match="a with block cannot run again: decorate a function"
+    )
     with refused, gpumagic.oomguard(shrink="n"):
         raise AssertionError("it ran")
 
@@ -101,7 +103,9 @@ def test_what_cannot_be_called_again_is_refused_where_it_is_decorated() -> None:
         guard(later)
     with pytest.raises(gpumagic.DeviceNotFound):
         gpumagic.oomguard(fallback="simgpu:9")
-    with pytest.raises(gpumagic.OptionError, match=r"^shrink='n': n must be an int of at least 1, not '3'$"):
+    with pytest.raises(
+        gpumagic.OptionError, match=r"^shrink='n': n must be an int of at least 1, not '3'$"
+    ):
         guard(lambda n: n)("3")
 
 

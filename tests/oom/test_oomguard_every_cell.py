@@ -25,7 +25,9 @@ def callbacks(shell):
     return {event: list(each) for event, each in shell.events.callbacks.items()}
 
 
-def test_a_cell_that_runs_out_gets_its_memory_back_and_a_report_before_its_traceback(cell, shown, capsys) -> None:
+def test_a_cell_that_runs_out_gets_its_memory_back_and_a_report_before_its_traceback(
+    cell, shown, capsys
+) -> None:
     result = cell("fail()")
     assert isinstance(result.error_in_exec, gpumagic.OutOfMemory)
     assert allocated() == 0
@@ -46,7 +48,9 @@ def test_other_cells_are_as_without(cell, bare_shell, shown) -> None:
     assert bare_shell.custom_exceptions == ()
 
 
-def test_off_undoes_exactly_and_both_say_how_it_stands_when_asked_twice(guarded, bare_shell, capsys) -> None:
+def test_off_undoes_exactly_and_both_say_how_it_stands_when_asked_twice(
+    guarded, bare_shell, capsys
+) -> None:
     def say(line):
         bare_shell.run_cell(line, store_history=True)
         return capsys.readouterr().out.strip().splitlines()[-1]
@@ -92,15 +96,26 @@ def test_a_guard_of_the_cells_own_wins(cell, bare_shell, shown) -> None:
 
 def test_a_cell_in_a_cell_is_guarded_by_itself(cell, bare_shell, shown) -> None:
     cell("get_ipython().run_cell('fail()')\nthen = torch.simgpu.memory_allocated(0)")
-    assert bare_shell.user_ns["then"] == allocated() == 0  # given back at the inner cell's end, not the outer one's
+    assert (
+        bare_shell.user_ns["then"] == allocated() == 0
+    )  # given back at the inner cell's end, not the outer one's
     assert len(shown()) == 1
 
 
 def notebook(path, *cells):
     written = [
-        {"cell_type": "code", "source": each, "metadata": {}, "outputs": [], "execution_count": None} for each in cells
+        {
+            "cell_type": "code",
+            "source": each,
+            "metadata": {},
+            "outputs": [],
+            "execution_count": None,
+        }
+        for each in cells
     ]
-    path.write_text(json.dumps({"cells": written, "metadata": {}, "nbformat": 4, "nbformat_minor": 4}))
+    path.write_text(
+        json.dumps({"cells": written, "metadata": {}, "nbformat": 4, "nbformat_minor": 4})
+    )
     return path
 
 
@@ -112,7 +127,9 @@ def test_a_notebook_that_is_run_gets_the_release(cell, bare_shell, tmp_path) -> 
     assert bare_shell.user_ns["kept"] == 1
 
 
-def test_a_guarded_cell_of_a_notebook_that_is_run_gets_the_release(guarded, bare_shell, tmp_path) -> None:
+def test_a_guarded_cell_of_a_notebook_that_is_run_gets_the_release(
+    guarded, bare_shell, tmp_path
+) -> None:
     path = notebook(tmp_path / "a.ipynb", "%%oomguard -o inner\nfail()")
     result = bare_shell.run_cell(f"%run {path}", store_history=True)
     assert isinstance(result.error_in_exec, gpumagic.OutOfMemory)
@@ -125,13 +142,17 @@ def test_keep_going_goes_for_every_cell(guarded, bare_shell) -> None:
     assert bare_shell.run_cell("fail()").success
 
 
-def test_it_may_stand_on_the_first_line_of_a_cell_but_not_run_it_again(guarded, bare_shell, capsys) -> None:
+def test_it_may_stand_on_the_first_line_of_a_cell_but_not_run_it_again(
+    guarded, bare_shell, capsys
+) -> None:
     bare_shell.run_cell("%%oomguard on --shrink n\nran = True", store_history=True)
     assert "on is for every cell, not for this one" in capsys.readouterr().err
     assert "ran" not in bare_shell.user_ns
 
 
-def test_what_colabs_variables_pane_still_holds_is_freed_by_a_second_look(guarded, bare_shell, monkeypatch) -> None:
+def test_what_colabs_variables_pane_still_holds_is_freed_by_a_second_look(
+    guarded, bare_shell, monkeypatch
+) -> None:
     held: dict = {}
 
     def copy_anew(seconds):

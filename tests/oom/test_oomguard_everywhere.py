@@ -16,7 +16,10 @@ ALLOCATED = "torch.simgpu.memory_allocated(0)"
 
 def test_in_a_kernel_every_failure_gives_back_all_it_pins(start_kernel) -> None:
     kernel = start_kernel(**SIMGPU)
-    assert kernel.run(f"%load_ext gpumagic\n%config GPUMagic.advice_seconds = 0\n{PRELUDE}").status == "ok"
+    assert (
+        kernel.run(f"%load_ext gpumagic\n%config GPUMagic.advice_seconds = 0\n{PRELUDE}").status
+        == "ok"
+    )
     left = {}
     for name, code in FREED.items():
         cell = kernel.run(f"%%oomguard\n{code}")
@@ -29,7 +32,14 @@ def test_in_a_terminal_too_with_every_cell_guarded(tmp_path) -> None:
     pexpect = pytest.importorskip("pexpect", reason="pexpect drives the terminal")
     prelude = tmp_path / "prelude.py"
     prelude.write_text(PRELUDE)
-    arguments = ["-m", "IPython", "--simple-prompt", "--no-banner", "--no-confirm-exit", "--ext=gpumagic"]
+    arguments = [
+        "-m",
+        "IPython",
+        "--simple-prompt",
+        "--no-banner",
+        "--no-confirm-exit",
+        "--ext=gpumagic",
+    ]
     child = pexpect.spawn(
         sys.executable, [*arguments, "--HistoryManager.enabled=False"], encoding="utf-8", timeout=60,
         env=environment(tmp_path, TERM="dumb", **SIMGPU), dimensions=(50, 200),
@@ -50,7 +60,10 @@ def test_in_a_terminal_too_with_every_cell_guarded(tmp_path) -> None:
             path = tmp_path / "cell.py"
             path.write_text(code)
             run = f"get_ipython().run_cell(open({str(path)!r}).read(), store_history=True)"
-            shown = type_(f"shown = {run}", f"print(type(shown.error_in_exec).__name__, {ALLOCATED}, 'do' 'ne')")
+            shown = type_(
+                f"shown = {run}",
+                f"print(type(shown.error_in_exec).__name__, {ALLOCATED}, 'do' 'ne')",
+            )
             left[name] = shown.splitlines()[-1].split()[-2:]
         assert left == {name: ["OutOfMemory", "0"] for name in FREED}
     finally:
@@ -73,9 +86,13 @@ def state():
 def test_hundreds_of_failures_at_the_brim_leave_a_kernel_as_it_was(start_kernel) -> None:
     kernel = start_kernel(**SIMGPU)
     kernel.run(f"%load_ext gpumagic\n%config GPUMagic.advice_seconds = 0\n{PRELUDE}\n{BRIM}")
-    for _ in range(20):  # what is made once, by the first failures: modules, caches of compiled patterns
+    for _ in range(
+        20
+    ):  # what is made once, by the first failures: modules, caches of compiled patterns
         kernel.run("%%oomguard --keep-going\nbrim()", store_history=False)
-    kernel.run("import gc; gc.freeze()")  # or each collection would go through all of torch's objects
+    kernel.run(
+        "import gc; gc.freeze()"
+    )  # or each collection would go through all of torch's objects
     before = eval(kernel.value("state()"))
     cells = [kernel.run("%%oomguard --keep-going\nbrim()", store_history=False) for _ in range(180)]
     after = eval(kernel.value("state()"))

@@ -35,7 +35,10 @@ def let_it_settle(kernel) -> None:
 
 def test_the_report_comes_first_then_the_traceback_and_run_all_stops(guarded_kernel) -> None:
     failed, after = guarded_kernel.run_all("%%oomguard -o report\nfail()", "ran_on = True")
-    assert [kind for kind, _ in failed.seen if kind in {"error", "display_data"}] == ["display_data", "error"]
+    assert [kind for kind, _ in failed.seen if kind in {"error", "display_data"}] == [
+        "display_data",
+        "error",
+    ]
     assert "OutOfMemoryError: simgpu out of memory." in failed.tracebacks[0]
     assert failed.reports[0].startswith("Out of memory on simgpu:0")
     assert (failed.status, failed.ename) == ("error", "OutOfMemory")
@@ -60,8 +63,12 @@ def test_what_keep_going_does_not_go_on_after_is_an_error_as_ever(guarded_kernel
     assert "ZeroDivisionError" in guarded_kernel.run("%%oomguard --keep-going\n1 / 0").tracebacks[0]
 
 
-def test_an_interrupt_while_the_guard_opens_leaves_the_traceback_function_in_its_place(guarded_kernel) -> None:
-    guarded_kernel.run("shell = get_ipython()\nmine = shell._showtraceback = lambda *_: print('mine')")
+def test_an_interrupt_while_the_guard_opens_leaves_the_traceback_function_in_its_place(
+    guarded_kernel,
+) -> None:
+    guarded_kernel.run(
+        "shell = get_ipython()\nmine = shell._showtraceback = lambda *_: print('mine')"
+    )
     tear = """
 from unittest import mock
 from gpumagic.oom import guard
@@ -76,8 +83,12 @@ with mock.patch.object(guard, "CellWatch", side_effect=KeyboardInterrupt):
         guarded_kernel.run("del shell._showtraceback")
 
 
-def test_keep_going_leaves_a_traceback_function_of_somebody_elses_in_its_place(guarded_kernel) -> None:
-    guarded_kernel.run("shell = get_ipython()\nmine = shell._showtraceback = lambda *_: print('mine')")
+def test_keep_going_leaves_a_traceback_function_of_somebody_elses_in_its_place(
+    guarded_kernel,
+) -> None:
+    guarded_kernel.run(
+        "shell = get_ipython()\nmine = shell._showtraceback = lambda *_: print('mine')"
+    )
     try:
         assert "mine" not in guarded_kernel.run("%%oomguard --keep-going\nfail()").stdout
         assert guarded_kernel.run("%%oomguard --keep-going\n1 / 0").stdout == "mine\n"
@@ -88,7 +99,10 @@ def test_keep_going_leaves_a_traceback_function_of_somebody_elses_in_its_place(g
 
 def test_awaited_code_is_released_too(guarded_kernel) -> None:
     body = "async def work():\n    held = take(1)\n    await asyncio.sleep(0)\n    fail()"
-    assert guarded_kernel.run(f"%%oomguard\nimport asyncio\n{body}\nawait work()").ename == "OutOfMemory"
+    assert (
+        guarded_kernel.run(f"%%oomguard\nimport asyncio\n{body}\nawait work()").ename
+        == "OutOfMemory"
+    )
     assert guarded_kernel.value(ALLOCATED) == "0"
 
 
@@ -111,9 +125,13 @@ def test_the_next_cell_has_the_memory(guarded_kernel) -> None:
 def test_what_the_unwinding_freed_is_counted_at_the_failure_all_the_same(start_kernel):
     """A comprehension's list is gone before anybody can look; the allocator's text still tells of it."""
     kernel = start_kernel()
-    kernel.run("%load_ext gpumagic\nimport torch, gpumagic\ngpumagic.simgpu.enable(devices=1, memory='1GiB')")
+    kernel.run(
+        "%load_ext gpumagic\nimport torch, gpumagic\ngpumagic.simgpu.enable(devices=1, memory='1GiB')"
+    )
     kernel.run("%config GPUMagic.advice_seconds = 0")
-    kernel.run("%%oomguard --keep-going -o report\nchunks = [torch.ones(2**25, device='simgpu:0') for _ in range(9)]")
+    kernel.run(
+        "%%oomguard --keep-going -o report\nchunks = [torch.ones(2**25, device='simgpu:0') for _ in range(9)]"
+    )
     figures = "report.allocated_before, report.allocated_at_failure, report.allocated_after"
     assert kernel.value(figures) == f"(0, {2**30}, 0)"
 
@@ -145,14 +163,21 @@ def test_an_interrupt_in_the_search_for_a_size_ends_it_and_gives_all_back(guarde
     assert cell.ename == "KeyboardInterrupt"
     let_it_settle(guarded_kernel)
     assert guarded_kernel.value("n") == "16"
-    guarded_kernel.run("1 / 0")  # the interrupt's traceback is IPython's own, and goes with the next error
+    guarded_kernel.run(
+        "1 / 0"
+    )  # the interrupt's traceback is IPython's own, and goes with the next error
     assert guarded_kernel.value(f"__import__('gc').collect() and {ALLOCATED}") == "0"
 
 
 def test_every_cell_of_a_kernel_is_guarded_until_off(guarded_kernel) -> None:
-    assert guarded_kernel.run("%oomguard on").stdout.startswith("From the next cell on, every cell is guarded")
+    assert guarded_kernel.run("%oomguard on").stdout.startswith(
+        "From the next cell on, every cell is guarded"
+    )
     failed, after = guarded_kernel.run_all("fail()", "ran_on = True")
-    assert [kind for kind, _ in failed.seen if kind in {"error", "display_data"}] == ["display_data", "error"]
+    assert [kind for kind, _ in failed.seen if kind in {"error", "display_data"}] == [
+        "display_data",
+        "error",
+    ]
     assert (failed.ename, after.status) == ("OutOfMemory", "aborted")
     let_it_settle(guarded_kernel)
     assert guarded_kernel.value(ALLOCATED) == "0"

@@ -30,7 +30,10 @@ def test_shrink_halves_a_number_of_the_text_until_the_cell_fits(guarded, ns, cap
         "%%oomguard: batch_size = 40 ran out of memory in line 3; now batch_size = 20."
     )
     report = ns["report"]
-    assert [(each.size, each.fits, each.line) for each in report.tries] == [(40, False, 3), (20, True, None)]
+    assert [(each.size, each.fits, each.line) for each in report.tries] == [
+        (40, False, 3),
+        (20, True, None),
+    ]
     assert " ".join(str(report).split()).startswith(
         "Out of memory on simgpu:0, line 3; passed with batch_size = 20. To keep it: line 2: batch_size = 20 "
     )
@@ -42,7 +45,9 @@ def test_shrink_halves_a_variable_and_leaves_it_at_what_fits(guarded, ns, bare_s
     assert ns["n"] == 20
 
 
-def test_where_nothing_fits_the_variable_is_as_before_and_the_cell_fails_once(guarded, ns, bare_shell, shown) -> None:
+def test_where_nothing_fits_the_variable_is_as_before_and_the_cell_fails_once(
+    guarded, ns, bare_shell, shown
+) -> None:
     bare_shell.run_cell("n = 4", store_history=True)
     before = allocated()
     result = guarded("x = n\nfail()", "--shrink n")
@@ -50,7 +55,11 @@ def test_where_nothing_fits_the_variable_is_as_before_and_the_cell_fails_once(gu
     assert ns["n"] == 4
     assert [each.size for each in ns["report"].tries] == [4, 2, 1]
     assert allocated() == before
-    assert shown()[-1].splitlines()[0].startswith("Out of memory on simgpu:0, line 3, also with n = 1. ")
+    assert (
+        shown()[-1]
+        .splitlines()[0]
+        .startswith("Out of memory on simgpu:0, line 3, also with n = 1. ")
+    )
 
 
 def test_a_cell_that_fits_at_once_runs_once(guarded, ns) -> None:
@@ -74,9 +83,12 @@ def test_each_try_begins_where_the_first_began(guarded, ns, bare_shell) -> None:
     assert ns["first"].nbytes + ns["x"].nbytes == allocated() == 3 * GIB
 
 
-def test_steps_taken_by_a_failed_try_are_said_before_the_next(guarded, ns, bare_shell, capsys) -> None:
+def test_steps_taken_by_a_failed_try_are_said_before_the_next(
+    guarded, ns, bare_shell, capsys
+) -> None:
     bare_shell.run_cell(
-        "net = torch.nn.Linear(8, 8).to('simgpu:0')\nopt = torch.optim.AdamW(net.parameters())", store_history=True
+        "net = torch.nn.Linear(8, 8).to('simgpu:0')\nopt = torch.optim.AdamW(net.parameters())",
+        store_history=True,
     )
     guarded(
         """
@@ -109,7 +121,9 @@ def test_an_interrupt_ends_the_tries_and_changes_no_number(guarded, ns, bare_she
     assert ns["n"] == 16
 
 
-def test_an_interrupt_between_two_tries_changes_no_number_either(guarded, ns, bare_shell, monkeypatch) -> None:
+def test_an_interrupt_between_two_tries_changes_no_number_either(
+    guarded, ns, bare_shell, monkeypatch
+) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
@@ -136,11 +150,17 @@ def test_smaller_sizes_come_before_another_device(guarded, ns, bare_shell) -> No
 def test_fallback_runs_the_cell_elsewhere(guarded, bare_shell, capsys, shown) -> None:
     bare_shell.run_cell("torch.set_default_device('simgpu:0')\nw = take(3)", store_history=True)
     try:
-        result = guarded("n = w.nbytes\ny = torch.empty(2 * 2**30, dtype=torch.uint8)\ny.device", "--fallback auto")
+        result = guarded(
+            "n = w.nbytes\ny = torch.empty(2 * 2**30, dtype=torch.uint8)\ny.device",
+            "--fallback auto",
+        )
     finally:
         torch.set_default_device(None)
     assert str(result.result) == "simgpu:1"
-    assert "%%oomguard: the cell ran out of memory in line 3; now on simgpu:1." in capsys.readouterr().out
+    assert (
+        "%%oomguard: the cell ran out of memory in line 3; now on simgpu:1."
+        in capsys.readouterr().out
+    )
     texts = shown()
     assert any("simgpu:1, " in text.splitlines()[1] for text in texts)
     assert any("passed on simgpu:1" in text for text in texts)
@@ -152,7 +172,10 @@ def test_fallback_runs_the_cell_elsewhere(guarded, bare_shell, capsys, shown) ->
         ("--shrink bs", "the cell has no int called bs; it has batch_size"),
         ("--fit batch_size", "%%oomguard has no option '--fit'; it has --shrink"),
         ("--fallback simgpu:9", "'simgpu:9' is not a device here"),
-        ("--shrink 3", "'3' cannot be a variable; write a Python name, such as report or batch_size"),
+        (
+            "--shrink 3",
+            "'3' cannot be a variable; write a Python name, such as report or batch_size",
+        ),
         ("--shrink", "expected one argument"),
     ],
 )
@@ -169,17 +192,24 @@ def test_the_line_form_says_that_it_needs_the_cell(guarded, bare_shell, capsys) 
 
 
 def test_other_magics_may_stand_in_the_cell(guarded, ns) -> None:
-    assert guarded("where = %pwd\nbatch_size = 40\nx = take(batch_size / 8)", "--shrink batch_size").success
+    assert guarded(
+        "where = %pwd\nbatch_size = 40\nx = take(batch_size / 8)", "--shrink batch_size"
+    ).success
     assert ns["batch_size"] == 20
 
 
 def test_a_function_of_the_cell_has_the_source_that_ran(guarded, bare_shell) -> None:
-    guarded("def f():\n    batch_size = 40\n    return take(batch_size / 8)\nf().nbytes", "--shrink batch_size")
+    guarded(
+        "def f():\n    batch_size = 40\n    return take(batch_size / 8)\nf().nbytes",
+        "--shrink batch_size",
+    )
     shown = bare_shell.run_cell("import inspect; inspect.getsource(f)", store_history=True).result
     assert "batch_size = 20" in shown
 
 
-def test_after_out_of_memory_the_advice_names_a_batch_that_was_dry_run(guarded, ns, bare_shell) -> None:
+def test_after_out_of_memory_the_advice_names_a_batch_that_was_dry_run(
+    guarded, ns, bare_shell
+) -> None:
     bare_shell.run_line_magic("config", "GPUMagic.advice_seconds = 120")
     one = "torch.empty(batch_size, 1 << 18, device='simgpu:0')"
     guarded(f"batch_size = 3000\nx = {one}\ndel x\ny = {one}\nz = {one}")
@@ -190,6 +220,8 @@ def test_after_out_of_memory_the_advice_names_a_batch_that_was_dry_run(guarded, 
 
 def test_where_nothing_fits_what_would_help_is_tried_all_the_same(guarded, ns, bare_shell) -> None:
     bare_shell.run_line_magic("config", "GPUMagic.advice_seconds = 120")
-    guarded("n = 2\nx = torch.empty(n + 8, 1 << 30, dtype=torch.uint8, device='simgpu:0')", "--shrink n")
+    guarded(
+        "n = 2\nx = torch.empty(n + 8, 1 << 30, dtype=torch.uint8, device='simgpu:0')", "--shrink n"
+    )
     assert ns["report"].untried == ""
     assert ns["report"].need.fits is False

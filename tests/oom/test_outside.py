@@ -28,7 +28,14 @@ HAS_EFFECTS = {
     "import os; os.remove('theirs')": "calls os.remove(theirs) in line 2",
     "import os, signal; os.kill(os.getpid(), 0)": "signals another process in line 2",
 }
-HAS_NONE = ["", MAKES_ITS_OWN, LOADS, "import platform; platform.processor()", "open('theirs').close()", "!true"]
+HAS_NONE = [
+    "",
+    MAKES_ITS_OWN,
+    LOADS,
+    "import platform; platform.processor()",
+    "open('theirs').close()",
+    "!true",
+]
 
 
 @pytest.fixture
@@ -61,7 +68,9 @@ def test_a_cell_that_has_effects_is_not_tried(cell, effect, failed) -> None:
     assert all(each.trial is None or each.trial.needs is None for each in report.advice)
 
 
-@pytest.mark.parametrize("cell", HAS_NONE, ids=["nothing", "its own file", "a loader's workers", "uname", "reads", "!"])
+@pytest.mark.parametrize(
+    "cell", HAS_NONE, ids=["nothing", "its own file", "a loader's workers", "uname", "reads", "!"]
+)
 def test_a_cell_that_has_none_is_tried(cell, failed) -> None:
     report, _ = failed(cell)
     assert report.untried == ""
@@ -82,4 +91,6 @@ connect()"""
     report, _ = failed(f"port = {server.getsockname()[1]}{connects}")
     server.accept()[0].close()
     assert select.select([server], [], [], 0.1)[0] == []
-    assert any("Not all advice was tried: the cell opens a connection" in each for each in report.notes)
+    assert any(
+        "Not all advice was tried: the cell opens a connection" in each for each in report.notes
+    )

@@ -83,12 +83,20 @@ def test_no_line_is_wider_than_a_narrow_terminal() -> None:
 
 def test_the_html_says_all_the_text_says() -> None:
     html = to_html(REPORT)
-    for words in ("1.0 GiB missing", "net, optimizer", "%xdel _3", "does not fit alone", "accumulate 2 steps"):
+    for words in (
+        "1.0 GiB missing",
+        "net, optimizer",
+        "%xdel _3",
+        "does not fit alone",
+        "accumulate 2 steps",
+    ):
         assert words in html
 
 
 def test_names_from_the_notebook_are_escaped() -> None:
-    html = to_html(replace(REPORT, holders=(Holder("<img src=x>", "cuda:0", GIB),), code="x = '<b>'"))
+    html = to_html(
+        replace(REPORT, holders=(Holder("<img src=x>", "cuda:0", GIB),), code="x = '<b>'")
+    )
     assert "<img" not in html
     assert "<b>" not in html
 
@@ -102,7 +110,9 @@ def test_five_suggestions_are_shown() -> None:
 
 def test_many_holders_are_summed_up() -> None:
     many = replace(REPORT, holders=tuple(Holder(f"x{n}", "cuda:0", GIB) for n in range(9)))
-    assert "Held now: x0 1.0 GiB, x1 1.0 GiB, x2 1.0 GiB, 6 names 6.0 GiB" in to_text(many, width=80)
+    assert "Held now: x0 1.0 GiB, x1 1.0 GiB, x2 1.0 GiB, 6 names 6.0 GiB" in to_text(
+        many, width=80
+    )
 
 
 def test_a_recovered_cell_and_a_doubtful_one_say_so() -> None:
@@ -110,11 +120,25 @@ def test_a_recovered_cell_and_a_doubtful_one_say_so() -> None:
     assert to_text(recovered).startswith("Out of memory on cuda:0, line 4; passed after 1 retry\n")
     failed = replace(REPORT, retries=2)
     assert "also after 2 retries" in to_text(failed)
-    assert to_text(replace(REPORT, certainty="probable")).startswith("Probably out of memory on cuda:0")
+    assert to_text(replace(REPORT, certainty="probable")).startswith(
+        "Probably out of memory on cuda:0"
+    )
 
 
 def test_a_report_without_figures_still_has_its_verdict() -> None:
-    bare = OomReport("python", "certain", None, None, None, None, None, None, None, None, "Host memory (RAM) ran out.")
+    bare = OomReport(
+        "python",
+        "certain",
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        "Host memory (RAM) ran out.",
+    )
     assert to_text(bare, width=80) == "Out of memory. Host memory (RAM) ran out."
 
 
@@ -122,7 +146,11 @@ def test_code_to_be_typed_is_never_cut() -> None:
     """A line too long for the terminal goes on below, and its pieces join to the line."""
     long = "block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)"
     text = to_text(
-        replace(REPORT, advice=(Advice("Recompute", None, None, long, changes=(Change(7, 0, "", long),)),)), 60
+        replace(
+            REPORT,
+            advice=(Advice("Recompute", None, None, long, changes=(Change(7, 0, "", long),)),),
+        ),
+        60,
     )
     start = next(i for i, line in enumerate(text.splitlines()) if line.startswith("7 | "))
     pieces = text.splitlines()[start : start + 3]

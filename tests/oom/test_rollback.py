@@ -56,7 +56,9 @@ def test_what_was_appended_to_a_list_is_taken_out() -> None:
     assert a == [1, 2]
 
 
-@pytest.mark.parametrize("source", ["a.pop()", "b.clear()", "b['new'] = 2", "c.remove(1)", "c.add(9)"])
+@pytest.mark.parametrize(
+    "source", ["a.pop()", "b.clear()", "b['new'] = 2", "c.remove(1)", "c.add(9)"]
+)
 def test_what_went_out_of_lists_or_changed_in_dicts_and_sets_is_said(source: str) -> None:
     namespace = {"a": [1, 2], "b": {"k": 1}, "c": {1, 2}}
     assert run(source, namespace) == (f"changes in place of {source[0]}",)
@@ -94,7 +96,9 @@ def test_steps_of_an_optimizer_are_said(optimizer) -> None:
 def test_steps_of_an_optimizer_that_counts_none_show_in_its_model() -> None:
     net = torch.nn.Linear(4, 4)
     namespace = {"net": net, "opt": torch.optim.SGD(net.parameters(), 0.1), "torch": torch}
-    assert run("net(torch.ones(1, 4)).sum().backward(); opt.step()", namespace) == ("changes in place of net",)
+    assert run("net(torch.ones(1, 4)).sum().backward(); opt.step()", namespace) == (
+        "changes in place of net",
+    )
 
 
 def test_first_gradients_are_taken_away_and_others_said() -> None:
@@ -108,7 +112,9 @@ def test_first_gradients_are_taken_away_and_others_said() -> None:
 
 def test_a_tensor_written_to_is_said_under_its_first_name_only() -> None:
     x = torch.zeros(3)
-    assert run("x += 1", {"x": x, "same": [x], "other": torch.zeros(1)}) == ("changes in place of x",)
+    assert run("x += 1", {"x": x, "same": [x], "other": torch.zeros(1)}) == (
+        "changes in place of x",
+    )
 
 
 def test_nothing_on_a_device_is_kept_alive(two_devices) -> None:
@@ -151,9 +157,15 @@ def test_the_second_way_back_is_as_good_as_the_first() -> None:
 
 
 @pytest.mark.parametrize("times", range(1, 9))
-def test_a_value_made_anew_at_the_address_of_the_old_one_is_not_taken_for_it(two_devices, times) -> None:
+def test_a_value_made_anew_at_the_address_of_the_old_one_is_not_taken_for_it(
+    two_devices, times
+) -> None:
     """CPython gives the address of a freed object to the next one: after an even number of times it is the same."""
-    namespace = {"x": torch.zeros(3, device="simgpu:0"), "box": [torch.zeros(3, device="simgpu:0")], "times": times}
+    namespace = {
+        "x": torch.zeros(3, device="simgpu:0"),
+        "box": [torch.zeros(3, device="simgpu:0")],
+        "times": times,
+    }
     source = "for _ in range(times):\n    x = x + 1\n    box = [each + 1 for each in box]\ndel _"
     assert sorted(run(source, namespace)) == ["the new value of box", "the new value of x"]
 

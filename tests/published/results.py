@@ -41,7 +41,9 @@ def main(arguments: list[str]) -> int:
     recorded = {name: ours for (name, where), ours in measured().items() if where == environment()}
     found: Measured = {}
     trial = wanted
-    for _ in range(5):  # what a cell of two processes has depends on when each is served: it is tried again
+    for _ in range(
+        5
+    ):  # what a cell of two processes has depends on when each is served: it is tried again
         worse = []
         for row, ours in measure(trial):
             found[row.name, environment()] = ours
@@ -57,14 +59,18 @@ def main(arguments: list[str]) -> int:
         known = measured() | found  # another environment may have measured meanwhile
         known = {key: known[key] for key in sorted(known) if key[0] in names}
         record(known)
-        (HERE / "RESULTS.md").write_text(_page([row for row in every if row.ours(known)], known), encoding="utf-8")
+        (HERE / "RESULTS.md").write_text(
+            _page([row for row in every if row.ours(known)], known), encoding="utf-8"
+        )
     return int(bool(worse))
 
 
 def _page(every: list[Row], known: Measured) -> str:
     counts = Counter(row.status(row.ours(known)) for row in every)
     gpus = sorted({row.gpu for row in every} - {"not said"})
-    torches = sorted({row.versions.split(",")[0] for row in every if row.versions.startswith("torch ")})
+    torches = sorted(
+        {row.versions.split(",")[0] for row in every if row.versions.startswith("torch ")}
+    )
     lines = [
         "# What others measured on real GPUs, and what the fake CUDA runtime says",
         "",
@@ -93,7 +99,11 @@ def _section(of_source: list[Row], known: Measured) -> list[str]:
         f"## {first.source}",
         "",
         f"{first.gpu}; {first.versions}."
-        + ("" if first.checked else " We did not find it there again: the figures are as they were handed to us."),
+        + (
+            ""
+            if first.checked
+            else " We did not find it there again: the figures are as they were handed to us."
+        ),
         *(f"Put back: {each}." for each in first.put_back),
         "",
         f"| row | published | ours, B | error | status | with transformers {TODAY} | with older torch | cause |",
@@ -104,7 +114,10 @@ def _section(of_source: list[Row], known: Measured) -> list[str]:
         cause = row.cause or (f"perhaps {row.guess}" if row.guess else "")
         cause = "" if row.status(ours) in AGREE else cause
         other = f"{row.error(today):+.2%}" if today and row.transformers else ""
-        older = ", ".join(f"{torch}: {row.error(nbytes):+.2%}" for torch, nbytes in row.with_older_torch(known).items())
+        older = ", ".join(
+            f"{torch}: {row.error(nbytes):+.2%}"
+            for torch, nbytes in row.with_older_torch(known).items()
+        )
         lines.append(
             f"| {row.name} | {row.figure} {row.unit} | {ours} | {row.error(ours):+.3%} | {row.status(ours)} "
             f"| {other} | {older} | {cause} |"

@@ -31,11 +31,23 @@ ALIKE: dict[str, GPU] = {
     **GPUS,
     "A10G": replace(GPUS["RTX 3090"], name="NVIDIA A10G", multiprocessors=80),
     "L40S": replace(GPUS["L4"], name="NVIDIA L40S", multiprocessors=142, capacity=45 << 30),
-    "RTX 2060": replace(GPUS["T4"], name="NVIDIA GeForce RTX 2060", multiprocessors=30, capacity=8 << 30),
-    "RTX 3080 Ti Laptop": replace(
-        GPUS["RTX 3090"], name="NVIDIA GeForce RTX 3080 Ti Laptop GPU", multiprocessors=58, capacity=16 << 30
+    "RTX 2060": replace(
+        GPUS["T4"], name="NVIDIA GeForce RTX 2060", multiprocessors=30, capacity=8 << 30
     ),
-    "GB10": replace(GPUS["RTX 4090"], name="NVIDIA GB10", major=12, minor=1, multiprocessors=48, capacity=119 << 30),
+    "RTX 3080 Ti Laptop": replace(
+        GPUS["RTX 3090"],
+        name="NVIDIA GeForce RTX 3080 Ti Laptop GPU",
+        multiprocessors=58,
+        capacity=16 << 30,
+    ),
+    "GB10": replace(
+        GPUS["RTX 4090"],
+        name="NVIDIA GB10",
+        major=12,
+        minor=1,
+        multiprocessors=48,
+        capacity=119 << 30,
+    ),
     "MI250": replace(GPUS["A100"], name="stands for an AMD Instinct MI250"),
     "not said": GPUS["A100"],
 }
@@ -101,7 +113,9 @@ class Row:
     def status(self, ours: int) -> str:
         """How a figure of ours compares: exact is to the byte, or to the last digit that was given."""
         digits = len(self.figure.partition(".")[2])
-        if abs(ours - self.published) < UNITS[self.unit] * 10.0**-digits * (0.5 if self.unit == "B" else 1):
+        if abs(ours - self.published) < UNITS[self.unit] * 10.0**-digits * (
+            0.5 if self.unit == "B" else 1
+        ):
             return "exact"
         if abs(self.error(ours)) <= WITHIN:
             return "within"
@@ -116,7 +130,9 @@ class Row:
     def with_older_torch(self, known: Measured) -> dict[str, int]:
         """Return what was measured with older versions of torch, by version."""
         return {
-            key[1].partition(OLDER)[2]: ours for key, ours in known.items() if key[0] == self.name and OLDER in key[1]
+            key[1].partition(OLDER)[2]: ours
+            for key, ours in known.items()
+            if key[0] == self.name and OLDER in key[1]
         }
 
     def ours(self, known: Measured) -> int | None:
@@ -134,8 +150,17 @@ def rows() -> list[Row]:
     found = []
     for source in tomllib.loads((HERE / "published.toml").read_text(encoding="utf-8"))["source"]:
         for row in source.pop("rows"):
-            said = {"kind": "peak", "transformers": "", "cause": "", "guess": "", "checked": True, "with": {}}
-            said |= source | {key: row.pop(key) for key in ("figure", "kind", "cause", "guess") if key in row}
+            said = {
+                "kind": "peak",
+                "transformers": "",
+                "cause": "",
+                "guess": "",
+                "checked": True,
+                "with": {},
+            }
+            said |= source | {
+                key: row.pop(key) for key in ("figure", "kind", "cause", "guess") if key in row
+            }
             arguments = tuple((said.pop("with") | row).items())
             said["source"] = said.pop("address")
             found.append(Row(arguments=arguments, **said))
@@ -156,7 +181,9 @@ def runs_here(row: Row) -> bool:
     return transformers in {TODAY, row.transformers} or bool(older and not row.transformers)
 
 
-def measure(wanted: Sequence[Row], first: str = "", **environment: str) -> Iterator[tuple[Row, int]]:
+def measure(
+    wanted: Sequence[Row], first: str = "", **environment: str
+) -> Iterator[tuple[Row, int]]:
     """Run the cells of some rows, each in a process of its own; yield what they have, in bytes.
 
     Args:
@@ -165,7 +192,9 @@ def measure(wanted: Sequence[Row], first: str = "", **environment: str) -> Itera
         environment: variables of that process.
     """
     gpus = {row.gpu: fakecuda.environment(ALIKE[row.gpu], devices=2) for row in wanted}
-    imports = [line for cell in dict.fromkeys(row.cell for row in wanted) for line in imports_of(cell)]
+    imports = [
+        line for cell in dict.fromkeys(row.cell for row in wanted) for line in imports_of(cell)
+    ]
     forks = Forks(
         "\n".join([f"import sys; sys.path[:] = {sys.path}", *imports, NO_VALUES, first]),
         **{**next(iter(gpus.values())), **environment},
@@ -195,7 +224,9 @@ fakecuda.leave_out(2**20)
 def imports_of(cell: str) -> list[str]:
     """Return what a cell imports, a statement a line."""
     return [
-        ast.unparse(each) for each in ast.parse(text_of(cell)).body if isinstance(each, (ast.Import, ast.ImportFrom))
+        ast.unparse(each)
+        for each in ast.parse(text_of(cell)).body
+        if isinstance(each, (ast.Import, ast.ImportFrom))
     ]
 
 

@@ -34,8 +34,17 @@ def shares(table: doc.Table, column: int = 1) -> list[list[tuple[float, str, str
 
 
 def test_a_column_that_is_empty_in_every_row_is_left_out_unless_it_says_when_it_is_there() -> None:
-    assert [each.title for each in Table.of(ROWS, COLUMNS).columns] == ["Name", "Size", "Note", "Always"]
-    assert [each.title for each in Table.of(ROWS[:2], COLUMNS).columns] == ["Name", "Size", "Always"]
+    assert [each.title for each in Table.of(ROWS, COLUMNS).columns] == [
+        "Name",
+        "Size",
+        "Note",
+        "Always",
+    ]
+    assert [each.title for each in Table.of(ROWS[:2], COLUMNS).columns] == [
+        "Name",
+        "Size",
+        "Always",
+    ]
 
 
 def test_a_bar_is_a_share_of_the_largest_or_of_the_whole_that_is_given() -> None:
@@ -47,7 +56,11 @@ def test_a_bar_is_a_share_of_the_largest_or_of_the_whole_that_is_given() -> None
 
 
 def test_a_bar_of_several_parts_has_a_segment_for_each_and_one_of_nothing_is_none() -> None:
-    parts = Column[Row]("Size", lambda row: row.name, bar=lambda row: {"gradients": row.nbytes} if row.note else None)
+    parts = Column[Row](
+        "Size",
+        lambda row: row.name,
+        bar=lambda row: {"gradients": row.nbytes} if row.note else None,
+    )
     assert shares(Table.of(ROWS, [parts]), 0) == [[], [], [(1.0, "main", "gradients")]]
 
 
@@ -57,7 +70,12 @@ def test_rows_over_the_limit_are_counted_under_the_table_in_text_and_in_html() -
     assert text.render(doc.Document([table]), 80).endswith("\nand 2 more storages")
     assert "and 2 more storages" in html.render(doc.Document([table]))
     assert Table.of(ROWS, COLUMNS, limit=3).rest == ""
-    said = Table.of(ROWS, COLUMNS, limit=1, rest=lambda left: f"and {len(left)} of {sum(r.nbytes for r in left)} B")
+    said = Table.of(
+        ROWS,
+        COLUMNS,
+        limit=1,
+        rest=lambda left: f"and {len(left)} of {sum(r.nbytes for r in left)} B",
+    )
     assert said.rest == "and 2 of -512 B"
 
 

@@ -23,7 +23,11 @@ class BusyLibrary(FakeLibrary):
     """The driver of a GPU that other processes have filled."""
 
     def _nvmlDeviceGetMemoryInfo(self, handle, memory) -> None:  # noqa: N802
-        memory._obj.total, memory._obj.free, memory._obj.used = 8 * GIB, GIB // 4, 8 * GIB - GIB // 4
+        memory._obj.total, memory._obj.free, memory._obj.used = (
+            8 * GIB,
+            GIB // 4,
+            8 * GIB - GIB // 4,
+        )
 
     def _nvmlDeviceGetMemoryInfo_v2(self, handle, memory) -> None:  # noqa: N802
         self._nvmlDeviceGetMemoryInfo(handle, memory)
@@ -33,7 +37,10 @@ class BusyLibrary(FakeLibrary):
 @pytest.fixture
 def first_line(guarded, bare_shell):
     """Return a function that runs a cell and returns the first line of the report that it stores or ends with."""
-    bare_shell.run_cell("import torch\nfrom torch import nn\n%config GPUMagic.advice_seconds = 120", store_history=True)
+    bare_shell.run_cell(
+        "import torch\nfrom torch import nn\n%config GPUMagic.advice_seconds = 120",
+        store_history=True,
+    )
 
     def run(cell: str, *before: str) -> str:
         for each in before:
@@ -112,7 +119,10 @@ def test_an_operand_on_the_wrong_device(first_line) -> None:
 @pytest.mark.deep
 def test_out_of_memory_by_what_was_tried_and_fits(first_line) -> None:
     line = first_line(f"%%oomguard -o report\n{STEP}")
-    assert line == "Out of memory on simgpu:0, line 4. Compute loss in place: fits (dry run: 3.0 of 4.0 GiB)"
+    assert (
+        line
+        == "Out of memory on simgpu:0, line 4. Compute loss in place: fits (dry run: 3.0 of 4.0 GiB)"
+    )
 
 
 def test_out_of_memory_by_what_earlier_cells_left(first_line) -> None:
@@ -151,7 +161,8 @@ def test_many_engines(two_devices) -> None:
         reports.append(run.report)
     line = str(gpumagic.merge(reports)).partition("\n")[0]
     assert re.fullmatch(
-        r"5\.0 MiB copied to simgpu:0 5 times by line \d+: move x before the loop \(saves 4\.0 MiB\) \(engine 0\)", line
+        r"5\.0 MiB copied to simgpu:0 5 times by line \d+: move x before the loop \(saves 4\.0 MiB\) \(engine 0\)",
+        line,
     )
 
 
@@ -164,7 +175,10 @@ def test_one_engine_of_many_that_holds_most() -> None:
         TensorReport((alike,), sums[:1]),
         TensorReport((hoard, alike), sums[1:]),
     ]
-    assert str(gpumagic.merge(reports)).partition("\n")[0] == "Engine 2 holds most: 33.0 of 35.0 MiB, mostly hoard"
+    assert (
+        str(gpumagic.merge(reports)).partition("\n")[0]
+        == "Engine 2 holds most: 33.0 of 35.0 MiB, mostly hoard"
+    )
 
 
 def test_one_engine_that_runs_out_of_memory(first_line, bare_shell) -> None:

@@ -21,7 +21,12 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_report_says_where_it_was_made() -> None:
     found = gpumagic.gpuinfo().origin
-    assert (found.host, found.pid, found.rank, found.local_rank) == (socket.gethostname(), os.getpid(), None, None)
+    assert (found.host, found.pid, found.rank, found.local_rank) == (
+        socket.gethostname(),
+        os.getpid(),
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -34,7 +39,9 @@ def test_a_report_says_where_it_was_made() -> None:
         ({"RANK": "first"}, (None, None)),
     ],
 )
-def test_the_rank_is_the_launchers(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], ranks: object) -> None:
+def test_the_rank_is_the_launchers(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], ranks: object
+) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     found = base.current_origin()

@@ -39,7 +39,9 @@ def test_a_terminals_last_line_is_written_over_and_removed(terminal: Terminal) -
     assert terminal.getvalue().endswith(f"\r{'':31}\r")
 
 
-def test_what_takes_less_than_a_second_shows_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_less_than_a_second_shows_nothing(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(progress, "DELAY", 3600.0)
     with progress.counted(2, "dry run") as tell, progress.elapsed("dry run") as tick:
         tell("batch_size = 16")
@@ -58,7 +60,9 @@ def test_a_clock_goes_on_in_the_line_of_the_count_that_it_is_within(terminal: Te
     assert second == "dry run 2 of 12: batch_size = 32"
 
 
-def test_a_file_has_only_what_one_waits_for_without_a_count(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_has_only_what_one_waits_for_without_a_count(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with progress.waiting("compiling ..."):
         pass
     with progress.counted(2, "dry run") as tell:
@@ -109,14 +113,21 @@ def heard(kernel, cell: str) -> list[tuple[str, object]]:  # type: ignore[no-unt
 
 def test_a_notebook_has_one_display_of_progress_whose_place_the_report_takes(start_kernel) -> None:  # type: ignore[no-untyped-def]
     kernel = start_kernel()
-    begin, update, gone, report = heard(kernel, f"{CELL}from gpumagic.gpus.report import GPUReport\nGPUReport(())")
+    begin, update, gone, report = heard(
+        kernel, f"{CELL}from gpumagic.gpus.report import GPUReport\nGPUReport(())"
+    )
     assert begin == ("display_data", {"text/plain": "dry run 1 of 2: batch_size = 16"})
     assert update == ("update_display_data", {"text/plain": "dry run 2 of 2: batch_size = 8"})
     assert gone == ("update_display_data", {})
     assert report[0] == "update_display_data"
     assert "text/html" in report[1]
-    assert [kind for kind, _ in heard(kernel, CELL)] == ["display_data", *2 * ["update_display_data"]]
-    assert [kind for kind, _ in heard(kernel, "GPUReport(())")] == ["execute_result"], "of another cell"
+    assert [kind for kind, _ in heard(kernel, CELL)] == [
+        "display_data",
+        *2 * ["update_display_data"],
+    ]
+    assert [kind for kind, _ in heard(kernel, "GPUReport(())")] == ["execute_result"], (
+        "of another cell"
+    )
     assert heard(kernel, f"%%capture\n{CELL}") == []
 
 
@@ -141,4 +152,6 @@ def test_what_is_known_by_then_stands_above_the_line_until_the_report_comes(
         tell("bfloat16")
     assert terminal.getvalue().count("Lower batch_size from 64 to 32: fits\n") == 1
     assert "trying 3 of 3: bfloat16" in terminal.lines()
-    assert terminal.getvalue().endswith("\x1b[2A\x1b[J") == (kind == "xterm"), "two rows up, and all below is gone"
+    assert terminal.getvalue().endswith("\x1b[2A\x1b[J") == (kind == "xterm"), (
+        "two rows up, and all below is gone"
+    )

@@ -11,13 +11,38 @@ from hypothesis import strategies as st
 
 from gpumagic.report import html, text
 from gpumagic.report.base import to_html, to_text
-from gpumagic.report.document import Cell, Column, Document, Fold, Heading, Listing, Paragraph, Segment, Table
+from gpumagic.report.document import (
+    Cell,
+    Column,
+    Document,
+    Fold,
+    Heading,
+    Listing,
+    Paragraph,
+    Segment,
+    Table,
+)
 
 TABLE = Table(
-    (Column("Device"), Column("Name", shrinks=True), Column("Used", align="right"), Column("Bus", priority=1)),
     (
-        ("cuda:0", "NVIDIA H200", Cell("35.2 GiB", bar=(Segment(0.25), Segment(0.25, "second"))), "00:1E.0"),
-        ("cuda:1", "A device with quite a long name", Cell("n/a", muted=True, title="lost"), "00:1F.0"),
+        Column("Device"),
+        Column("Name", shrinks=True),
+        Column("Used", align="right"),
+        Column("Bus", priority=1),
+    ),
+    (
+        (
+            "cuda:0",
+            "NVIDIA H200",
+            Cell("35.2 GiB", bar=(Segment(0.25), Segment(0.25, "second"))),
+            "00:1E.0",
+        ),
+        (
+            "cuda:1",
+            "A device with quite a long name",
+            Cell("n/a", muted=True, title="lost"),
+            "00:1F.0",
+        ),
     ),
     caption="GPUs",
 )
@@ -50,7 +75,10 @@ def test_no_line_of_any_report_is_wider_than_the_terminal(width: int) -> None:
 
 
 def test_a_row_that_no_width_is_enough_for_is_a_sentence_and_loses_nothing() -> None:
-    columns = [Column("Device"), *(Column(title, align="right") for title in ("Came", "Went", "Net", "Allocated"))]
+    columns = [
+        Column("Device"),
+        *(Column(title, align="right") for title in ("Came", "Went", "Net", "Allocated")),
+    ]
     table = Table(columns, [["simgpu:0", "100.0 MiB", "20.0 MiB", "80.0 MiB", "120.0 MiB"]])
     assert text.render(Document((table,)), width=40, unicode=True).splitlines() == [
         "simgpu:0: Came 100.0 MiB · Went 20.0 MiB",
@@ -72,7 +100,9 @@ def test_something_is_never_drawn_as_nothing() -> None:
 
 
 def test_paragraphs_wrap_and_listings_are_cut_to_the_width() -> None:
-    document = Document((Paragraph("word " * 40), Listing(((7, "x = y.to('cuda')" * 9, "512 MiB"),))))
+    document = Document(
+        (Paragraph("word " * 40), Listing(((7, "x = y.to('cuda')" * 9, "512 MiB"),)))
+    )
     lines = text.render(document, width=60, unicode=True).splitlines()
     assert max(map(len, lines)) <= 60
     assert lines[-1].startswith("7 | x = y.to(")
@@ -95,10 +125,19 @@ def test_any_text_in_a_table_stays_on_its_line_and_in_its_cell(
 
 
 def test_html_uses_nothing_that_a_front_end_drops() -> None:
-    blocks = (Heading("h"), Paragraph("p", muted=True), TABLE, Listing(((1, "a", "b"),)), Fold("f", [TABLE]))
+    blocks = (
+        Heading("h"),
+        Paragraph("p", muted=True),
+        TABLE,
+        Listing(((1, "a", "b"),)),
+        Fold("f", [TABLE]),
+    )
     document = Document(blocks)
     shown = html.render(document)
-    assert not any(word in shown for word in ("<style", "<script", "<svg", "var(", "class=", "color:", "currentColor"))
+    assert not any(
+        word in shown
+        for word in ("<style", "<script", "<svg", "var(", "class=", "color:", "currentColor")
+    )
     parsed = _Parsed()
     parsed.feed(shown)
     assert not parsed.open
@@ -123,7 +162,10 @@ def test_muted_text_is_readable_in_every_theme(ink, paper) -> None:
     """It has the contrast that WCAG asks of small text, 4.5 to 1, whatever grey the theme writes in."""
     share = float(html.MUTED.removeprefix("opacity:"))
     bright, dim = sorted(
-        (_luminance(paper), _luminance([share * a + (1 - share) * b for a, b in zip(ink, paper, strict=True)])),
+        (
+            _luminance(paper),
+            _luminance([share * a + (1 - share) * b for a, b in zip(ink, paper, strict=True)]),
+        ),
         reverse=True,
     )
     assert (bright + 0.05) / (dim + 0.05) >= 4.5
@@ -144,10 +186,16 @@ def test_html_says_every_figure_as_text_and_hides_bars_from_screen_readers() -> 
     assert '<table aria-label="GPUs"' in shown
 
 
-@pytest.mark.parametrize("name", ["<img src=x onerror=alert(1)>", '"><script>', "a\u202eb", "\x1b]0;x\x07"])
+@pytest.mark.parametrize(
+    "name", ["<img src=x onerror=alert(1)>", '"><script>', "a\u202eb", "\x1b]0;x\x07"]
+)
 def test_hostile_names_are_only_text(name: str) -> None:
     table = Table((Column(name),), ((Cell(name, title=name),),), caption=name)
-    shown = html.render(Document((Heading(name), Paragraph(name), table, Fold(name, []), Listing(((1, name, name),)))))
+    shown = html.render(
+        Document(
+            (Heading(name), Paragraph(name), table, Fold(name, []), Listing(((1, name, name),)))
+        )
+    )
     parsed = _Parsed()
     parsed.feed(shown)
     assert not {"img", "script"} & set(parsed.tags)

@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumagic.report.units import count, duration, parse_size, percent, printable, shape, size, size_pair, sparkline
+from gpumagic.report.units import (
+    count,
+    duration,
+    parse_size,
+    percent,
+    printable,
+    shape,
+    size,
+    size_pair,
+    sparkline,
+)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +49,14 @@ def test_a_printed_size_reads_back_within_its_rounding(nbytes: int) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(None, "n/a"), (0, "0 us"), (3.1e-4, "310 us"), (0.0124, "12.4 ms"), (1.239, "1.24 s"), (75, "1 min 15 s")],
+    [
+        (None, "n/a"),
+        (0, "0 us"),
+        (3.1e-4, "310 us"),
+        (0.0124, "12.4 ms"),
+        (1.239, "1.24 s"),
+        (75, "1 min 15 s"),
+    ],
 )
 def test_times_have_three_digits(seconds: float | None, text: str) -> None:
     assert duration(seconds) == text

@@ -17,7 +17,11 @@ print(len(reports))
 """
 
 
-def test_every_reports_module_can_be_the_first_to_be_imported_in_a_python_without_docstrings() -> None:
-    ended = subprocess.run([sys.executable, "-OO", "-c", _EVERY_REPORT], capture_output=True, text=True, check=False)
+def test_every_reports_module_can_be_the_first_to_be_imported_in_a_python_without_docstrings() -> (
+    None
+):
+    ended = subprocess.run(
+        [sys.executable, "-OO", "-c", _EVERY_REPORT], capture_output=True, text=True, check=False
+    )
     assert ended.stderr == ""
     assert int(ended.stdout) >= 7

@@ -26,5 +26,7 @@ def nothing_allocated() -> None:
     import torch
 
     if any(torch.simgpu.memory_allocated(index) for index in range(2)):
-        pytest.skip("an earlier test of this process holds tensors on a simulated GPU; run this folder alone")
+        pytest.skip(
+            "an earlier test of this process holds tensors on a simulated GPU; run this folder alone"
+        )
     torch.simgpu.empty_cache()

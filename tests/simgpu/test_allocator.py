@@ -20,7 +20,11 @@ def rounded(nbytes: int) -> int:
 
 def expected_allocated(tensors: list[torch.Tensor], card: str) -> int:
     """Return the sum of the rounded storages that these tensors hold on a card, each once."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if str(t.device) == card}
+    storages = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for t in tensors
+        if str(t.device) == card
+    }
     return sum(map(rounded, storages.values()))
 
 
@@ -33,7 +37,9 @@ def fresh_peaks(nothing_allocated: None) -> None:
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["new", "new", "free", "view", "copy", "resize", "add", "cat", "mask", "storage"]),
+        st.sampled_from(
+            ["new", "new", "free", "view", "copy", "resize", "add", "cat", "mask", "storage"]
+        ),
         st.sampled_from(CARDS),
         st.integers(0, 3 * MIB),
         st.integers(0, 10**6),
@@ -67,29 +73,46 @@ def step(tensors: list[torch.Tensor], kind: str, card: str, size: int, pick: int
 
 @examples(few=15, deep=100)
 @given(program=OPERATIONS)
-def test_allocated_is_the_sum_of_the_live_storages(program: list[tuple[str, str, int, int]]) -> None:
+def test_allocated_is_the_sum_of_the_live_storages(
+    program: list[tuple[str, str, int, int]],
+) -> None:
     """Whatever is made, viewed, grown, copied and freed, on two cards, after every step, and nothing is left over."""
     tensors: list[torch.Tensor] = []
     for kind, card, size, pick in program:
         step(tensors, kind, card, size, pick)
         for index, name in enumerate(CARDS):
             allocated = torch.accelerator.memory_allocated(index)
-            assert allocated == torch.simgpu.memory_allocated(index) == expected_allocated(tensors, name)
+            assert (
+                allocated
+                == torch.simgpu.memory_allocated(index)
+                == expected_allocated(tensors, name)
+            )
             assert allocated <= torch.accelerator.memory_reserved(index)
             assert allocated <= torch.accelerator.max_memory_allocated(index)
     tensors.clear()
     torch.accelerator.empty_cache()
     for index in range(2):
-        assert torch.accelerator.memory_allocated(index) == torch.accelerator.memory_reserved(index) == 0
+        assert (
+            torch.accelerator.memory_allocated(index)
+            == torch.accelerator.memory_reserved(index)
+            == 0
+        )
 
 
 def blocks(card: str, state: str) -> list[tuple[int, int]]:
     """Return address and size of a card's blocks in a state, from the snapshot."""
-    segments = [each for each in torch.simgpu.memory_snapshot() if f"simgpu:{each['device']}" == card]
+    segments = [
+        each for each in torch.simgpu.memory_snapshot() if f"simgpu:{each['device']}" == card
+    ]
     assert sum(each["total_size"] for each in segments) == torch.simgpu.memory_reserved(card)
-    assert all(sum(block["size"] for block in each["blocks"]) == each["total_size"] for each in segments)
+    assert all(
+        sum(block["size"] for block in each["blocks"]) == each["total_size"] for each in segments
+    )
     return [
-        (block["address"], block["size"]) for each in segments for block in each["blocks"] if block["state"] == state
+        (block["address"], block["size"])
+        for each in segments
+        for block in each["blocks"]
+        if block["state"] == state
     ]
 
 
@@ -102,10 +125,14 @@ def test_the_snapshot_has_every_live_storage_at_the_address_that_its_tensors_giv
     for operation in program:
         step(tensors, *operation)
     for card in CARDS:
-        storages = {each.untyped_storage() for each in tensors if str(each.device) == card and each.numel()}
+        storages = {
+            each.untyped_storage() for each in tensors if str(each.device) == card and each.numel()
+        }
         expected = {(each.data_ptr(), rounded(each.nbytes())) for each in storages}
         assert expected <= set(blocks(card, "active_allocated"))
-        assert sum(size for _, size in blocks(card, "active_allocated")) == torch.simgpu.memory_allocated(card)
+        assert sum(
+            size for _, size in blocks(card, "active_allocated")
+        ) == torch.simgpu.memory_allocated(card)
     del storages, tensors
     torch.simgpu.empty_cache()
 
@@ -115,8 +142,17 @@ def test_the_snapshot_tells_segments_in_their_parts() -> None:
     del kept[1]
     (segment,) = torch.simgpu.memory_snapshot()
     told = [(block["size"] // MIB, block["state"]) for block in segment["blocks"]]
-    assert told == [(3, "active_allocated"), (3, "inactive"), (3, "active_allocated"), (11, "inactive")]
-    assert (segment["segment_type"], segment["total_size"], segment["allocated_size"]) == ("large", 20 * MIB, 6 * MIB)
+    assert told == [
+        (3, "active_allocated"),
+        (3, "inactive"),
+        (3, "active_allocated"),
+        (11, "inactive"),
+    ]
+    assert (segment["segment_type"], segment["total_size"], segment["allocated_size"]) == (
+        "large",
+        20 * MIB,
+        6 * MIB,
+    )
     kept.clear()
     torch.simgpu.empty_cache()
     assert torch.simgpu.memory_snapshot() == []

@@ -53,14 +53,20 @@ def python(code: str, cache: Path, **variables: str) -> subprocess.Popen[str]:
     environment = {key: value for key, value in os.environ.items() if key != "TORCH_EXTENSIONS_DIR"}
     environment |= {"XDG_CACHE_HOME": str(cache), "GPUMAGIC_SIMGPU": "1x64MiB", **variables}
     return subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", code],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
     """Processes in which nothing has been compiled or loaded yet."""
-    forks = Forks("import IPython.core.interactiveshell, torch.utils.cpp_extension", TORCH_EXTENSIONS_DIR="")
+    forks = Forks(
+        "import IPython.core.interactiveshell, torch.utils.cpp_extension", TORCH_EXTENSIONS_DIR=""
+    )
     yield forks
     forks.close()
 
@@ -70,7 +76,9 @@ def refusal(forks: Forks) -> Callable[..., str]:
     """Return what returns why simgpu is refused where a process has only one folder on PATH."""
 
     def refusal(cache: Path, path: Path, before: str = "") -> str:
-        told: str = forks.run(REFUSE.format(before=before), XDG_CACHE_HOME=str(cache), PATH=str(path))
+        told: str = forks.run(
+            REFUSE.format(before=before), XDG_CACHE_HOME=str(cache), PATH=str(path)
+        )
         return told
 
     return refusal
@@ -106,7 +114,9 @@ def test_two_processes_compile_once_over_the_rest_of_an_interrupted_compile(
         assert again.communicate()[1] == "", "the second start needs no compiler and says nothing"
 
 
-def test_no_compiler_is_one_sentence_with_the_remedy(tmp_path: Path, refusal: Callable[..., str]) -> None:
+def test_no_compiler_is_one_sentence_with_the_remedy(
+    tmp_path: Path, refusal: Callable[..., str]
+) -> None:
     """With an empty PATH."""
     told = refusal(tmp_path / "cache", tmp_path)
     assert "C++ compiler" in told
@@ -114,7 +124,9 @@ def test_no_compiler_is_one_sentence_with_the_remedy(tmp_path: Path, refusal: Ca
     assert "\n" not in told
 
 
-def test_no_ninja_is_one_sentence_with_the_remedy(tmp_path: Path, refusal: Callable[..., str]) -> None:
+def test_no_ninja_is_one_sentence_with_the_remedy(
+    tmp_path: Path, refusal: Callable[..., str]
+) -> None:
     """With a compiler and nothing else."""
     (tmp_path / "c++").symlink_to(shutil.which("c++") or "/usr/bin/c++")
     # Its folder is searched too: pip puts ninja there.
@@ -123,7 +135,9 @@ def test_no_ninja_is_one_sentence_with_the_remedy(tmp_path: Path, refusal: Calla
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_a_cache_that_others_can_write_to_is_refused(tmp_path: Path, fresh: bool, refusal: Callable[..., str]) -> None:
+def test_a_cache_that_others_can_write_to_is_refused(
+    tmp_path: Path, fresh: bool, refusal: Callable[..., str]
+) -> None:
     """Whoever writes there would choose what this process runs."""
     home = tmp_path / "cache/gpumagic/simgpu"
     home.mkdir(parents=True, mode=0o700)
@@ -139,10 +153,14 @@ def test_a_cache_that_others_can_write_to_is_refused(tmp_path: Path, fresh: bool
         home.chmod(0o700)
         (home / _module.library().parent.name).chmod(0o770)
         told = refusal(tmp_path / "cache", tmp_path)
-        assert told.startswith("the simulated GPU loads no code that others may have written: other users can write")
+        assert told.startswith(
+            "the simulated GPU loads no code that others may have written: other users can write"
+        )
 
 
-def test_a_cache_that_cannot_be_written_says_what_to_set(tmp_path: Path, refusal: Callable[..., str]) -> None:
+def test_a_cache_that_cannot_be_written_says_what_to_set(
+    tmp_path: Path, refusal: Callable[..., str]
+) -> None:
     """A file where the folder should be."""
     (tmp_path / "file").touch()
     told = refusal(tmp_path / "file", tmp_path)
@@ -170,7 +188,10 @@ def test_the_extension_is_loaded_and_unloaded_whatever_keeps_simgpu_from_compili
     full.write_text("#!/bin/sh\necho 'fatal error: No space left on device' >&2\nexit 1\n")
     full.chmod(0o755)
     out, err = forks.run(
-        LOAD, CXX=compiler.format(folder=tmp_path), XDG_CACHE_HOME=str(tmp_path / "cache"), GPUMAGIC_SIMGPU="1x64MiB"
+        LOAD,
+        CXX=compiler.format(folder=tmp_path),
+        XDG_CACHE_HOME=str(tmp_path / "cache"),
+        GPUMAGIC_SIMGPU="1x64MiB",
     )
     assert "usage: %gpuinfo" in out
     assert out.splitlines()[0] == "None", "it is loaded"
@@ -179,9 +200,13 @@ def test_the_extension_is_loaded_and_unloaded_whatever_keeps_simgpu_from_compili
     assert why.startswith("gpumagic: the simulated GPU ")
 
 
-def test_another_backend_in_torchs_only_slot_is_named(tmp_path: Path, refusal: Callable[..., str]) -> None:
+def test_another_backend_in_torchs_only_slot_is_named(
+    tmp_path: Path, refusal: Callable[..., str]
+) -> None:
     """There is one slot for out-of-tree devices."""
-    told = refusal(tmp_path, tmp_path, "import torch; torch.utils.rename_privateuse1_backend('npu')")
+    told = refusal(
+        tmp_path, tmp_path, "import torch; torch.utils.rename_privateuse1_backend('npu')"
+    )
     assert "'npu' holds it" in told
 
 
@@ -191,12 +216,21 @@ def test_importing_simgpu_imports_no_torch() -> None:
         "import sys; from gpumagic import simgpu; simgpu.is_enabled(), simgpu.copies(), simgpu.reset_copies();"
         "print('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "False\n"
+    )
 
 
-def test_a_cache_from_which_no_code_is_loaded_is_refused_before_anything_is_compiled(tmp_path, monkeypatch) -> None:
+def test_a_cache_from_which_no_code_is_loaded_is_refused_before_anything_is_compiled(
+    tmp_path, monkeypatch
+) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC))
     home = tmp_path / "cache" / "key"
-    refused = pytest.raises(SimgpuUnavailable, match=r"cannot be loaded from .* mounted noexec; set XDG_CACHE_HOME")
+    refused = pytest.raises(
+        SimgpuUnavailable, match=r"cannot be loaded from .* mounted noexec; set XDG_CACHE_HOME"
+    )
     with refused, compiled.only_process(home, "the simulated GPU", SimgpuUnavailable):
         pytest.fail("it would be compiled now")

@@ -24,7 +24,9 @@ def test_each_direction_counts_the_bytes_of_the_tensor() -> None:
     """Up, across and down are one copy each."""
     x = torch.ones(3, 5).to("simgpu:0").to("simgpu:1").to("simgpu:0").cpu()
     assert x.sum() == 15
-    assert counted((UP, 60), (ACROSS, 60), (("device-to-device", "simgpu:1", "simgpu:0"), 60), (DOWN, 60))
+    assert counted(
+        (UP, 60), (ACROSS, 60), (("device-to-device", "simgpu:1", "simgpu:0"), 60), (DOWN, 60)
+    )
 
 
 def test_work_on_a_device_copies_nothing() -> None:
@@ -47,7 +49,9 @@ def test_a_copy_onto_the_same_device_is_not_between_devices() -> None:
 
 
 @pytest.mark.parametrize("non_blocking", [False, True])
-def test_a_conversion_happens_on_the_host_unless_the_copy_does_not_block(non_blocking: bool) -> None:
+def test_a_conversion_happens_on_the_host_unless_the_copy_does_not_block(
+    non_blocking: bool,
+) -> None:
     """As in CUDA: a blocking copy crosses in the device's type, a non-blocking one in the host's."""
     x = torch.ones(10).to("simgpu:0", torch.float16, non_blocking=non_blocking)
     x.to("cpu", torch.float64, non_blocking=non_blocking)

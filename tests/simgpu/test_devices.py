@@ -33,7 +33,11 @@ def test_the_current_device_is_the_threads() -> None:
     """Set, nested and restored, also after an error."""
     assert torch.simgpu.current_device() == 0
     with torch.simgpu.device(1):
-        assert torch.ones(1, device="simgpu").device.index == torch.accelerator.current_device_index() == 1
+        assert (
+            torch.ones(1, device="simgpu").device.index
+            == torch.accelerator.current_device_index()
+            == 1
+        )
         with contextlib.suppress(ZeroDivisionError), torch.accelerator.device_index(0):
             _ = 1 / 0
         assert torch.simgpu.current_device() == 1
@@ -82,7 +86,9 @@ def test_default_device_and_device_context() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("read", [lambda x: x.numpy(), np.asarray, np.array, lambda x: np.add(x, 1)])
+@pytest.mark.parametrize(
+    "read", [lambda x: x.numpy(), np.asarray, np.array, lambda x: np.add(x, 1)]
+)
 def test_numpy_cannot_read_a_device(read: Callable[[torch.Tensor], object]) -> None:
     """TypeError in torch's usual words, and nothing is copied."""
     x = torch.zeros(2, device="simgpu")
@@ -123,7 +129,13 @@ def test_a_number_on_the_cpu_goes_with_any_device() -> None:
     """0-dim CPU tensors take part in pointwise operators, as on CUDA, without a copy."""
     x = torch.ones(3, device="simgpu:1")
     two = torch.tensor(2.0)
-    for result in (x + two, two * x, torch.where(x > 0, two, x), x.lerp(x, two), x.masked_fill(x > 0, two)):
+    for result in (
+        x + two,
+        two * x,
+        torch.where(x > 0, two, x),
+        x.lerp(x, two),
+        x.masked_fill(x > 0, two),
+    ):
         assert result.device == x.device
     x[1] = two
     assert simgpu.copies() == [("host-to-device", "cpu", "simgpu:1", 4)]
@@ -147,10 +159,17 @@ def test_sparse_tensors_are_refused_in_a_sentence() -> None:
     ("use", "error"),
     [
         (
-            lambda: nn.Embedding(4, 2, sparse=True, device="simgpu")(torch.tensor([1]).simgpu()).sum().backward(),
+            lambda: (
+                nn.Embedding(4, 2, sparse=True, device="simgpu")(torch.tensor([1]).simgpu())
+                .sum()
+                .backward()
+            ),
             NotImplementedError,
         ),
-        (lambda: torch.quantize_per_tensor(torch.ones(3, device="simgpu"), 0.1, 0, torch.quint8), NotImplementedError),
+        (
+            lambda: torch.quantize_per_tensor(torch.ones(3, device="simgpu"), 0.1, 0, torch.quint8),
+            NotImplementedError,
+        ),
         (
             lambda: nn.DataParallel(nn.Linear(2, 2).simgpu(), [0, 1])(torch.ones(2, 2).simgpu()),
             (AttributeError, RuntimeError),
@@ -160,7 +179,9 @@ def test_sparse_tensors_are_refused_in_a_sentence() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_what_it_lacks_raises(use: Callable[[], object], error: type[Exception] | tuple[type[Exception], ...]) -> None:
+def test_what_it_lacks_raises(
+    use: Callable[[], object], error: type[Exception] | tuple[type[Exception], ...]
+) -> None:
     """The known gaps: when one closes, this and the module's docstring change."""
     with pytest.raises(error):
         use()
@@ -217,7 +238,9 @@ def test_enabling_again_is_harmless_and_changing_needs_empty_devices() -> None:
     assert torch.simgpu.device_count() == 2
 
 
-@pytest.mark.parametrize("arguments", [{"devices": 0}, {"devices": 65}, {"memory": "lots"}, {"memory": 0}])
+@pytest.mark.parametrize(
+    "arguments", [{"devices": 0}, {"devices": 65}, {"memory": "lots"}, {"memory": 0}]
+)
 def test_nonsense_is_an_option_error(arguments: dict[str, object]) -> None:
     """And changes nothing."""
     with pytest.raises(OptionError):
@@ -251,7 +274,9 @@ def test_an_unset_variable_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("text", ["yes", "2x", "x4GiB", "2x4 parsecs", "99x1GiB", "-1"])
-def test_an_unreadable_variable_says_what_to_write(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_variable_says_what_to_write(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One line, with an example."""
     monkeypatch.setenv("GPUMAGIC_SIMGPU", text)
     with pytest.raises(OptionError, match="GPUMAGIC_SIMGPU=2x4GiB"):

@@ -22,14 +22,19 @@ IGNORED_WARNINGS = pytest.mark.filterwarnings("ignore")
 Sample = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
-@pytest.fixture(params=[pytest.param(12, id="sample"), pytest.param(1, id="all", marks=pytest.mark.deep)])
+@pytest.fixture(
+    params=[pytest.param(12, id="sample"), pytest.param(1, id="all", marks=pytest.mark.deep)]
+)
 def operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Torch's list of operators with samples, by name: one in twelve, or all."""
     listed = importlib.import_module("torch.testing._internal.common_methods_invocations").op_db
     # For every sample torch looks through the whole stack, source files included, for a test class of its own.
     for module in ("common_utils", "opinfo.core"):
         monkeypatch.setattr(f"torch.testing._internal.{module}.extract_test_fn", lambda: None)
-    names = {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in listed}
+    names = {
+        f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op
+        for op in listed
+    }
     assert len(names) > 600
     compared = sorted(set(names) - set(gaps.NOT_COMPARABLE))
     return {name: names[name] for name in compared[:: request.param]}
@@ -40,14 +45,18 @@ def samples_of(op: Any, dtype: torch.dtype, requires_grad: bool = False) -> list
     if dtype not in op.supported_dtypes("cpu"):
         return []
     try:
-        samples = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=requires_grad), SAMPLES))
+        samples = list(
+            itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=requires_grad), SAMPLES)
+        )
     except (RuntimeError, NotImplementedError):
         return []
     return [(s.input, s.args, s.kwargs) for s in samples]
 
 
 def main_dtype(op: Any) -> torch.dtype:
-    return next((dtype for dtype in FIRST_CHOICE if dtype in op.supported_dtypes("cpu")), torch.float16)
+    return next(
+        (dtype for dtype in FIRST_CHOICE if dtype in op.supported_dtypes("cpu")), torch.float16
+    )
 
 
 def on_card(sample: Sample) -> Sample:
@@ -55,7 +64,9 @@ def on_card(sample: Sample) -> Sample:
     moved: Sample = tree_map_only(
         torch.Tensor, lambda t: t.detach().to("simgpu").requires_grad_(t.requires_grad), sample
     )
-    kwargs = {key: torch.device("simgpu") if key == "device" else value for key, value in moved[2].items()}
+    kwargs = {
+        key: torch.device("simgpu") if key == "device" else value for key, value in moved[2].items()
+    }
     return moved[0], moved[1], kwargs
 
 
@@ -70,7 +81,9 @@ def compare(expected: object, found: object, values: bool = True, strides: bool 
         assert (have.shape, have.dtype) == (want.shape, want.dtype)
         assert have.stride() == want.stride() or not strides
         if values:
-            torch.testing.assert_close(have.detach().cpu(), want.detach(), equal_nan=True, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(
+                have.detach().cpu(), want.detach(), equal_nan=True, rtol=1e-3, atol=1e-3
+            )
 
 
 def failures(operators: dict[str, Any], check: Callable[[Any], None]) -> dict[str, str]:
@@ -184,7 +197,9 @@ def test_out_tensors_grow_to_the_result(operators: dict[str, Any]) -> None:
 
 def mixtures(sample: Sample) -> Iterator[Sample]:
     """Yield the sample with one tensor at a time on another device than the rest."""
-    leaves, spec = tree_flatten((sample[0], sample[1], on_card(sample)[2] if "device" in sample[2] else sample[2]))
+    leaves, spec = tree_flatten(
+        (sample[0], sample[1], on_card(sample)[2] if "device" in sample[2] else sample[2])
+    )
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     if len({id(leaves[i]) for i in places}) < 2:
         return
@@ -192,7 +207,10 @@ def mixtures(sample: Sample) -> Iterator[Sample]:
         if leaves[odd].numel() == 0 or (device == "cpu" and leaves[odd].dim() == 0):
             continue  # a 0-dim tensor on the CPU is a number
         yield tree_unflatten(
-            [leaf.to(device if i == odd else "simgpu:0") if i in places else leaf for i, leaf in enumerate(leaves)],
+            [
+                leaf.to(device if i == odd else "simgpu:0") if i in places else leaf
+                for i, leaf in enumerate(leaves)
+            ],
             spec,
         )
 

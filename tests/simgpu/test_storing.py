@@ -24,7 +24,9 @@ from gpumagic import simgpu
         ("cpu", lambda storage, _: storage.simgpu(1), "simgpu:1"),
     ],
 )
-def test_tensors_are_saved_and_loaded_anywhere(saved: str, target: object, loaded: str, tmp_path: Path) -> None:
+def test_tensors_are_saved_and_loaded_anywhere(
+    saved: str, target: object, loaded: str, tmp_path: Path
+) -> None:
     """From either kind of device to either, by every form of map_location."""
     x = torch.arange(6.0, device=saved).reshape(2, 3)
     simgpu.reset_copies()
@@ -74,5 +76,7 @@ def test_a_data_loader_feeds_the_device(pinned: bool, workers: int) -> None:
     for (batch,) in DataLoader(rows, batch_size=4, num_workers=workers, pin_memory=pinned):
         assert batch.is_pinned() == pinned
         total += batch.to("simgpu", non_blocking=True).sum()
-    assert simgpu.copies() == [("host-to-device", "cpu", "simgpu:0", nbytes) for nbytes in (32, 32, 16)]
+    assert simgpu.copies() == [
+        ("host-to-device", "cpu", "simgpu:0", nbytes) for nbytes in (32, 32, 16)
+    ]
     assert total.item() == 190

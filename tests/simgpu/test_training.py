@@ -19,7 +19,11 @@ class Pixels(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.ConvTranspose2d(4, 4, 2)
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.ConvTranspose2d(4, 4, 2),
         )
         self.head = nn.Linear(100, 5)
 
@@ -63,7 +67,9 @@ def test_training_gives_the_cpus_parameters(
 ) -> None:
     """Three steps of every optimizer variant; nothing crosses between devices meanwhile."""
     torch.manual_seed(0)
-    on_cpu = model().double()  # in float32, AdamW turns the rounding noise of a zero gradient into steps
+    on_cpu = (
+        model().double()
+    )  # in float32, AdamW turns the rounding noise of a zero gradient into steps
     on_card = copy.deepcopy(on_cpu).to("simgpu:1")
     inputs, target = {"cpu": batch(), "simgpu:1": batch().to("simgpu:1")}, torch.tensor([1, 3])
     targets = {device: target.to(device) for device in inputs}
@@ -75,8 +81,12 @@ def test_training_gives_the_cpus_parameters(
             steps.step()
             steps.zero_grad()
     assert simgpu.copies() == []
-    for (name, expected), found in zip(on_cpu.state_dict().items(), on_card.state_dict().values(), strict=True):
-        torch.testing.assert_close(found.cpu(), expected, msg=lambda text, name=name: f"{name}: {text}")
+    for (name, expected), found in zip(
+        on_cpu.state_dict().items(), on_card.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(
+            found.cpu(), expected, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -130,7 +140,10 @@ def test_checkpointing_repeats_the_same_random_numbers(use_reentrant: bool) -> N
 def test_checkpointing_needs_less_memory() -> None:
     """The peak falls, as it must for the fix that %%oomguard proposes."""
     layers = nn.Sequential(
-        *(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU()) for _ in range(4))
+        *(
+            nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU())
+            for _ in range(4)
+        )
     ).to("simgpu")
     x = torch.randn(2048, 256, device="simgpu", requires_grad=True)
 
@@ -150,7 +163,9 @@ def test_checkpointing_needs_less_memory() -> None:
 
 def test_packed_sequences_keep_their_lengths_on_the_cpu() -> None:
     """As on CUDA: values on the device, batch sizes on the host."""
-    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(6, 3, 5, device="simgpu"), torch.tensor([6, 4, 2]))
+    packed = nn.utils.rnn.pack_padded_sequence(
+        torch.randn(6, 3, 5, device="simgpu"), torch.tensor([6, 4, 2])
+    )
     padded, lengths = nn.utils.rnn.pad_packed_sequence(nn.LSTM(5, 7).to("simgpu")(packed)[0])
     assert padded.shape == (6, 3, 7)
     assert (padded.device.type, lengths.device.type) == ("simgpu", "cpu")

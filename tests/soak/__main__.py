@@ -17,7 +17,10 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-sys.path += [str(TESTS), *(str(TESTS / corpus) for corpus in ("oom", "transfers", "dryrun", "cuda"))]
+sys.path += [
+    str(TESTS),
+    *(str(TESTS / corpus) for corpus in ("oom", "transfers", "dryrun", "cuda")),
+]
 
 from soak.driver import main  # noqa: E402  # the path first
 

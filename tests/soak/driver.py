@@ -52,7 +52,9 @@ class Disturbance:
             return f"KeyboardInterrupt in {self.where or 'none of its lines'}"
         if self.kind == "full":
             return f"{self.amount:.0%} of the first device taken"
-        return f"the driver: {_DRIVER_FAULTS[int(self.amount)]}" if self.kind == "driver" else "calm"
+        return (
+            f"the driver: {_DRIVER_FAULTS[int(self.amount)]}" if self.kind == "driver" else "calm"
+        )
 
 
 @dataclass
@@ -142,7 +144,9 @@ class SoakKernel(Kernel):
 class Session:
     """One kernel and its stories."""
 
-    def __init__(self, seed: int, number: int, python: str, told: Told, kinds: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, seed: int, number: int, python: str, told: Told, kinds: tuple[str, ...] = ()
+    ) -> None:
         self._rng = random.Random(f"{seed}/{number}")
         self._name = f"seed {seed}, session {number}"
         self._python, self._told, self._kinds = python, told, kinds
@@ -172,7 +176,8 @@ class Session:
 
     def _start(self) -> SoakKernel:
         backend = subprocess.check_output(
-            [self._python, "-c", "import torch; print('cuda' if torch.version.cuda else 'simgpu')"], text=True
+            [self._python, "-c", "import torch; print('cuda' if torch.version.cuda else 'simgpu')"],
+            text=True,
         )
         self._backend = backend.strip()
         machine = self._machine.environment(real_torch=True)
@@ -180,7 +185,9 @@ class Session:
         if self._backend == "cuda":
             from gpumagic import fakecuda
 
-            extra = fakecuda.environment(devices=2, capacity="1GiB")  # it brings a driver of its own
+            extra = fakecuda.environment(
+                devices=2, capacity="1GiB"
+            )  # it brings a driver of its own
         return SoakKernel(self._home, python=self._python, stderr=self._errors, **extra)
 
     def _begin(self) -> None:
@@ -220,16 +227,24 @@ class Session:
         self._disturbed = disturbance.kind
         self._steps.append(cell)
         self._prepare(disturbance)
-        seen = self._kernel.one(cell, after=disturbance.amount if disturbance.kind == "signal" else None)
+        seen = self._kernel.one(
+            cell, after=disturbance.amount if disturbance.kind == "signal" else None
+        )
         self._count("cells")
         is_answered = seen.count is not None
-        if "reload_ext" in cell and seen.status != "ok":  # Ctrl-C in the middle of it: as a user would, again
+        if (
+            "reload_ext" in cell and seen.status != "ok"
+        ):  # Ctrl-C in the middle of it: as a user would, again
             self._kernel.one(cell)
-        if not is_answered:  # ipykernel lost it before its events: the user's next cell puts right what it has left
+        if (
+            not is_answered
+        ):  # ipykernel lost it before its events: the user's next cell puts right what it has left
             self._steps.append("    ^ without a reply")
             self._kernel.one("pass")
         # SIGINT may come before IPython puts the cell into its history; an injected interrupt comes later.
-        is_recorded = is_answered and not (disturbance.kind == "signal" and seen.ename == "KeyboardInterrupt")
+        is_recorded = is_answered and not (
+            disturbance.kind == "signal" and seen.ename == "KeyboardInterrupt"
+        )
         self._look(cell if is_recorded else None, disturbance, goes_on=bool(story.ends))
         self._judge(story, seen, disturbance)
         self._restore(disturbance)
@@ -270,11 +285,17 @@ class Session:
         self._machine.lines = lines[: len(lines) - len(faults)]
         self._ask("inside.reread_driver()")
 
-    def _look(self, text: str | None, disturbance: Disturbance | None = None, *, goes_on: bool = False) -> None:
+    def _look(
+        self, text: str | None, disturbance: Disturbance | None = None, *, goes_on: bool = False
+    ) -> None:
         where = self._ask(f"inside.check({text!r}, goes_on={goes_on})", disturbance)
         if disturbance is not None:
             disturbance.where = where
-            self._count(_COUNTED[disturbance.kind] if where or disturbance.kind != "injected" else "not reached")
+            self._count(
+                _COUNTED[disturbance.kind]
+                if where or disturbance.kind != "injected"
+                else "not reached"
+            )
 
     def _ask(self, question: str, disturbance: Disturbance | None = None) -> str:
         """Ask the kernel's part, again where a late SIGINT came into the question."""
@@ -283,7 +304,9 @@ class Session:
             if cell.ename != "KeyboardInterrupt" and cell.status == "ok":
                 break
         else:
-            raise Found(f"{question} fails: {cell.ename}: {cell.evalue}\n{''.join(cell.tracebacks)}")
+            raise Found(
+                f"{question} fails: {cell.ename}: {cell.evalue}\n{''.join(cell.tracebacks)}"
+            )
         answer = cell.stdout.rpartition("answer ")[2].partition("\n")[0]
         if not answer.startswith("{"):
             return ""
@@ -314,10 +337,22 @@ class Session:
     def _works_again(self, story: Story) -> None:
         """Check that the next cells are served as if nothing had been."""
         far = f"device='{self._backend}:0'"
-        asked = [(_NEXT, "[(row.direction, row.nbytes) for row in soak_report.moves]", "[('device-to-host', 1200)]")]
+        asked = [
+            (
+                _NEXT,
+                "[(row.direction, row.nbytes) for row in soak_report.moves]",
+                "[('device-to-host', 1200)]",
+            )
+        ]
         if story.name.startswith(("dryrun", "oom")):
             dry = f"%%dryrun --capacity 1GiB -o soak_dry\nsoak_far = torch.ones(2**20, {far})"
-            asked.append((dry, f"(soak_dry.peak['{self._backend}:0'] >= {2**22}, soak_dry.fits)", "(True, True)"))
+            asked.append(
+                (
+                    dry,
+                    f"(soak_dry.peak['{self._backend}:0'] >= {2**22}, soak_dry.fits)",
+                    "(True, True)",
+                )
+            )
         for code, question, expected in asked:
             self._steps.append(code)
             for _ in range(2):  # a late SIGINT may come into the first
@@ -326,12 +361,20 @@ class Session:
                     break
             if seen.status != "ok":
                 trace = "".join(seen.tracebacks)
-                raise Found(f"the cell after an interrupt fails: {seen.ename}: {seen.evalue}\n{trace}")
+                raise Found(
+                    f"the cell after an interrupt fails: {seen.ename}: {seen.evalue}\n{trace}"
+                )
             answer = self._kernel.one(question, store=False).value
             if answer != expected:
-                shown = self._kernel.one("print(soak_dry if 'soak_dry' in dir() else soak_report)", store=False).stdout
-                if "could not be set up" not in shown:  # for what the story keeps, with or without the interrupt
-                    raise Found(f"the cell after an interrupt: {question} is {answer}, not {expected}:\n{shown}")
+                shown = self._kernel.one(
+                    "print(soak_dry if 'soak_dry' in dir() else soak_report)", store=False
+                ).stdout
+                if (
+                    "could not be set up" not in shown
+                ):  # for what the story keeps, with or without the interrupt
+                    raise Found(
+                        f"the cell after an interrupt: {question} is {answer}, not {expected}:\n{shown}"
+                    )
             self._look(code, goes_on=bool(story.ends))
             self._count("cells after an interrupt")
 
@@ -341,7 +384,9 @@ class Session:
     def _note(self, found: Found) -> None:
         self._errors.seek(0)
         log = self._errors.read()[-6000:]
-        text = "\n".join(("-" * 80, f"FOUND, {self._name}: {found}", *self._steps, f"stderr: {log}"))
+        text = "\n".join(
+            ("-" * 80, f"FOUND, {self._name}: {found}", *self._steps, f"stderr: {log}")
+        )
         self._told.findings.append(text)
         print(text, flush=True)
 
@@ -351,16 +396,27 @@ def _is_of_gpumagic(trace: str) -> bool:
     lines = trace.splitlines()
     named = [line for line in lines if "Traceback (most recent call last)" in line] or lines
     last = [line for line in lines if line.startswith(("File ", "~/", "/", "Input", "Cell"))][-1:]
-    return any("/gpumagic/" in line for line in last) and not any(name in named[-1] for name in _EXPECTED)
+    return any("/gpumagic/" in line for line in last) and not any(
+        name in named[-1] for name in _EXPECTED
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Soak, print what was found, and return 1 where anything was."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=1.0, help="how long; the last story is finished")
+    parser.add_argument(
+        "--minutes", type=float, default=1.0, help="how long; the last story is finished"
+    )
     parser.add_argument("--python", default=sys.executable, help="the Python whose kernels are run")
-    parser.add_argument("--only", nargs="*", default=(), help="kinds of stories: ondevice, oom, dryrun, looking, all")
-    parser.add_argument("--seed", type=int, default=None, help="what the choices depend on; today's time")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=(),
+        help="kinds of stories: ondevice, oom, dryrun, looking, all",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=None, help="what the choices depend on; today's time"
+    )
     parser.add_argument("--session", type=int, default=None, help="only this session of the seed")
     options = parser.parse_args(arguments)
     seed = int(time.time()) if options.seed is None else options.seed

@@ -61,7 +61,9 @@ def begin(backend: str) -> None:
     """Remember how everything is, and have a crash tell where."""
     faulthandler.enable(2)
     get_ipython().user_ns_hidden["inside"] = sys.modules[__name__]  # `forget` leaves it there
-    _baseline.update(backend=backend, identities=_identities(), state=_state(backend), shell=_shell_state())
+    _baseline.update(
+        backend=backend, identities=_identities(), state=_state(backend), shell=_shell_state()
+    )
 
 
 def arm(line: int) -> None:
@@ -113,10 +115,17 @@ def forget(capacity: str, patience: float = 3.0) -> str:
 
 
 def _clear(shell: Any) -> None:
-    for name in [each for each in shell.user_ns if each not in shell.user_ns_hidden and each not in ("In", "Out")]:
+    for name in [
+        each
+        for each in shell.user_ns
+        if each not in shell.user_ns_hidden and each not in ("In", "Out")
+    ]:
         shell.user_ns.pop(name, None)
     shell.displayhook.flush()
-    for names in (shell.user_ns, shell.user_ns_hidden):  # IPython 7 has its outputs in the second, too
+    for names in (
+        shell.user_ns,
+        shell.user_ns_hidden,
+    ):  # IPython 7 has its outputs in the second, too
         names.update({name: "" for name in names if re.fullmatch(r"_\d*|__|___", name)})
     vars(shell.displayhook).update({"_": "", "__": "", "___": ""})
     shell.user_ns["Out"].clear()
@@ -142,7 +151,9 @@ def fill(fraction: float) -> None:
     module = getattr(torch, _baseline["backend"])
     free, _ = module.mem_get_info(0)
     with contextlib.suppress(torch.OutOfMemoryError):
-        _ballast.append(torch.empty(int(free * fraction), dtype=torch.uint8, device=f"{_baseline['backend']}:0"))
+        _ballast.append(
+            torch.empty(int(free * fraction), dtype=torch.uint8, device=f"{_baseline['backend']}:0")
+        )
 
 
 def empty() -> None:
@@ -187,7 +198,9 @@ class Interrupt:
             self._seen.add(place)
             self._left -= 1
             if self._left < 0:
-                Interrupt.last = f"{file[len(PACKAGE) :]}:{frame.f_lineno} in {frame.f_code.co_name}"
+                Interrupt.last = (
+                    f"{file[len(PACKAGE) :]}:{frame.f_lineno} in {frame.f_code.co_name}"
+                )
                 raise KeyboardInterrupt
         return self._trace
 
@@ -219,7 +232,11 @@ def _state(backend: str) -> dict[str, object]:
         "anomaly detection": torch.is_anomaly_enabled(),
         "default dtype": str(torch.get_default_dtype()),
         "saved tensors hooks": str(torch._C._autograd._top_saved_tensors_default_hooks(True)),
-        "modules' hooks": {name: len(some) for name, some in vars(hooks).items() if re.match("_global_.*hooks$", name)},
+        "modules' hooks": {
+            name: len(some)
+            for name, some in vars(hooks).items()
+            if re.match("_global_.*hooks$", name)
+        },
         "profiler": torch.autograd._profiler_enabled(),
         "signal": str(signal.getsignal(signal.SIGINT)),
         "trace": (str(sys.gettrace()), str(sys.getprofile())),
@@ -240,13 +257,22 @@ def _shell_state() -> dict[str, object]:
     }
     return {
         **events,
-        "transformers": [_callback(each) for each in shell.input_transformers_cleanup + shell.input_transformers_post],
+        "transformers": [
+            _callback(each)
+            for each in shell.input_transformers_cleanup + shell.input_transformers_post
+        ],
         "ast transformers": len(shell.ast_transformers),
-        "own attributes": sorted(name for name, value in vars(shell).items() if callable(value) and "__" not in name),
+        "own attributes": sorted(
+            name for name, value in vars(shell).items() if callable(value) and "__" not in name
+        ),
         "matchers": len(getattr(shell.Completer, "custom_matchers", ())),
         "configurables": len(shell.configurables),
         "magics": {kind: len(table) for kind, table in shell.magics_manager.magics.items()},
-        "sessions": (len(sessions._sessions), len(sessions._begun), sum(map(len, sessions._cells.values()))),
+        "sessions": (
+            len(sessions._sessions),
+            len(sessions._begun),
+            sum(map(len, sessions._cells.values())),
+        ),
         "showtraceback": _callback(shell._showtraceback),
         "recorded": _is_idle(),
     }
@@ -257,7 +283,9 @@ def _is_ours(function: Any) -> bool:
 
 
 def _is_idle() -> dict[str, bool]:
-    recording = [sys.modules.get(f"gpumagic.transfers.{each}") for each in ("operators", "recording")]
+    recording = [
+        sys.modules.get(f"gpumagic.transfers.{each}") for each in ("operators", "recording")
+    ]
     return {each.__name__: each.is_idle() for each in recording if each is not None}
 
 
@@ -321,4 +349,6 @@ def _holders() -> list[str]:
     from gpumagic.tensors import scan
 
     report = scan.scan(get_ipython().user_ns, shell=get_ipython(), thorough=True)
-    return [f"{row.names} {row.nbytes} {row.holder}" for row in report.rows if row.device != "cpu"][:5]
+    return [f"{row.names} {row.nbytes} {row.holder}" for row in report.rows if row.device != "cpu"][
+        :5
+    ]

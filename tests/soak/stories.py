@@ -39,7 +39,13 @@ _KEEPS = ("", "", "-q", "-o kept")
 
 def draw(rng: random.Random, backend: str, kinds: tuple[str, ...] = ()) -> Story:
     """Return a random story for a backend, of these kinds only where any are given."""
-    makers = {"ondevice": _on_device, "oom": _out_of_memory, "dryrun": _dry_run, "looking": _looking, "all": _under_all}
+    makers = {
+        "ondevice": _on_device,
+        "oom": _out_of_memory,
+        "dryrun": _dry_run,
+        "looking": _looking,
+        "all": _under_all,
+    }
     return makers[rng.choice(kinds or ("ondevice", *makers))](rng, backend)
 
 
@@ -52,7 +58,12 @@ def _on_device(rng: random.Random, backend: str) -> Story:
         lines[0] += f" --move {cell.asks}"
     if rng.random() < 0.2:
         lines.insert(rng.randrange(2), "%%oomguard")
-    return Story(f"ondevice, {cell.name}", (_setup_on_device(backend),), ("\n".join((*lines, cell.code)),), fails=fails)
+    return Story(
+        f"ondevice, {cell.name}",
+        (_setup_on_device(backend),),
+        ("\n".join((*lines, cell.code)),),
+        fails=fails,
+    )
 
 
 def _out_of_memory(rng: random.Random, backend: str) -> Story:
@@ -67,11 +78,19 @@ def _out_of_memory(rng: random.Random, backend: str) -> Story:
 
 def _dry_run(rng: random.Random, backend: str) -> Story:
     name, (setup, cell) = rng.choice(_dryrun_cells())
-    options = rng.choice(("", "", "--capacity 4GiB", "--fit batch --capacity 4GiB", "--run", "-o kept"))
+    options = rng.choice(
+        ("", "", "--capacity 4GiB", "--fit batch --capacity 4GiB", "--run", "-o kept")
+    )
     fails = "UsageError" if "--fit" in options and "batch = " not in cell else ""
     earlier = (_dryrun_common(), *([setup] if setup else []))
     return _of_backend(
-        Story(f"dryrun, {name}", earlier, (f"%%dryrun {options}\n{cell.strip()}",), fails=fails or None), backend
+        Story(
+            f"dryrun, {name}",
+            earlier,
+            (f"%%dryrun {options}\n{cell.strip()}",),
+            fails=fails or None,
+        ),
+        backend,
     )
 
 
@@ -80,7 +99,9 @@ def _looking(rng: random.Random, backend: str) -> Story:
     cell = rng.choice(_ondevice_cells(backend))
     looks = rng.sample(LOOKS, 3)
     cells = (start, looks[0], f"%%ondevice 1\n{cell.code}", looks[1], looks[2])
-    return Story(f"looking, {cell.name}", (_setup_on_device(backend),), cells, ends=(end,), fails=None)
+    return Story(
+        f"looking, {cell.name}", (_setup_on_device(backend),), cells, ends=(end,), fails=None
+    )
 
 
 def _under_all(rng: random.Random, backend: str) -> Story:
@@ -95,7 +116,14 @@ def _of_backend(story: Story, backend: str) -> Story:
     def said(texts: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(text.replace("simgpu", backend) for text in texts)
 
-    return Story(story.name, said(story.setup), said(story.cells), said(story.ends), story.memory, story.fails)
+    return Story(
+        story.name,
+        said(story.setup),
+        said(story.cells),
+        said(story.ends),
+        story.memory,
+        story.fails,
+    )
 
 
 def _setup_on_device(backend: str) -> str:
@@ -110,7 +138,9 @@ def _ondevice_cells(backend: str) -> list:
 
     import ondevice_corpus
 
-    found = [each for each in ondevice_corpus.cells() if each.needs is None or each.needs == backend]
+    found = [
+        each for each in ondevice_corpus.cells() if each.needs is None or each.needs == backend
+    ]
     return [replace(each, code=each.code.replace("simgpu", backend)) for each in found]
 
 

@@ -26,9 +26,15 @@ def found(inside, text: str | None = None) -> str:
 
 
 LEFT = {
-    "default device was cpu, is simgpu:1": ("torch.set_default_device('simgpu:1')", "torch.set_default_device(None)"),
+    "default device was cpu, is simgpu:1": (
+        "torch.set_default_device('simgpu:1')",
+        "torch.set_default_device(None)",
+    ),
     "gradients was True": ("torch.set_grad_enabled(False)", "torch.set_grad_enabled(True)"),
-    "function modes was 0": ("m = torch.overrides.BaseTorchFunctionMode().__enter__()", "m.__exit__(None, None, None)"),
+    "function modes was 0": (
+        "m = torch.overrides.BaseTorchFunctionMode().__enter__()",
+        "m.__exit__(None, None, None)",
+    ),
     "torch.zeros was": ("was = torch.zeros; torch.zeros = lambda *a: was(*a)", "torch.zeros = was"),
     "Tensor.cpu": ("torch.Tensor.cpu = lambda t: t", "del torch.Tensor.cpu"),
     "threads still run": (
@@ -87,9 +93,12 @@ def test_a_cell_is_interrupted_at_the_line_that_was_asked_for(bare_shell, inside
 
 
 @pytest.mark.parametrize(
-    ("status", "disturbed", "is_finding"), [(0, "signal", False), (0, "calm", True), (-11, "signal", True)]
+    ("status", "disturbed", "is_finding"),
+    [(0, "signal", False), (0, "calm", True), (-11, "signal", True)],
 )
-def test_a_kernel_that_died_is_a_finding_unless_ctrl_c_had_ipykernel_end_it(status, disturbed, is_finding) -> None:
+def test_a_kernel_that_died_is_a_finding_unless_ctrl_c_had_ipykernel_end_it(
+    status, disturbed, is_finding
+) -> None:
     session = driver.Session(0, 0, "python", driver.Told())
     session._disturbed = disturbed
     assert session._was_ended_by_ipykernel(driver.Died(status)) is not is_finding

@@ -17,16 +17,22 @@ def read(source):
 
 @given(st.text())
 def test_any_text_is_read_or_refused(text) -> None:
-    assert cell_code.read_cell(text) is None or isinstance(cell_code.read_cell(text), cell_code.CellCode)
+    assert cell_code.read_cell(text) is None or isinstance(
+        cell_code.read_cell(text), cell_code.CellCode
+    )
 
 
-@pytest.mark.parametrize("name", ["batch_size", "BATCH_SIZE", "bs", "per_device_train_batch_size", "microbatch"])
+@pytest.mark.parametrize(
+    "name", ["batch_size", "BATCH_SIZE", "bs", "per_device_train_batch_size", "microbatch"]
+)
 def test_batch_sizes_are_known_by_their_usual_names(name) -> None:
     (found,) = read(f"x = 1\n{name} = 64").batches
     assert (found.name, found.value, found.line) == (name, 64, 2)
 
 
-@pytest.mark.parametrize("code", ["batch_index = 64", "obs = 3", "batch_size = n", "bs = 1", "bs = True", "jobs = 8"])
+@pytest.mark.parametrize(
+    "code", ["batch_index = 64", "obs = 3", "batch_size = n", "bs = 1", "bs = True", "jobs = 8"]
+)
 def test_other_names_and_values_are_not_batch_sizes(code) -> None:
     assert not read(code).batches
 
@@ -69,5 +75,8 @@ def test_training_autocast_and_no_grad_are_seen_however_they_are_imported() -> N
 
 def test_a_function_with_a_cache_uses_what_the_function_does() -> None:
     names: dict[str, object] = {}
-    exec("import functools\nnet = print\n@functools.lru_cache\ndef embed(i):\n    return net(i)", names)
+    exec(
+        "import functools\nnet = print\n@functools.lru_cache\ndef embed(i):\n    return net(i)",
+        names,
+    )
     assert cell_code.names_used(["embed"], names) == {"embed", "net"}

@@ -26,7 +26,10 @@ def frame_in(**namespace: object) -> FrameType:
         ("torch.nn.functional", "/opt/checkout/torch/nn/functional.py"),
         ("IPython.core.magic", "/opt/checkout/IPython/core/magic.py"),
         ("gpumagic.api", "/opt/checkout/gpumagic/api.py"),
-        ("transformers.trainer", "/home/me/.local/lib/python3.12/site-packages/transformers/trainer.py"),
+        (
+            "transformers.trainer",
+            "/home/me/.local/lib/python3.12/site-packages/transformers/trainer.py",
+        ),
         ("numpy", "/usr/lib/python3/dist-packages/numpy/__init__.py"),
         ("__main__", "/usr/lib/python3/dist-packages/ipykernel_launcher.py"),
         ("contextlib", contextlib_file := str(importlib.import_module("contextlib").__file__)),

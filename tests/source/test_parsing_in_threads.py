@@ -25,7 +25,8 @@ def test_threads_that_parse_at_once_all_get_their_tree() -> None:
     gc.callbacks.append(in_python)  # while nodes are made, so that threads take turns there
     try:
         threads = [
-            threading.Thread(target=lambda: trees.extend(text.parse_tree(CODE) for _ in range(10))) for _ in range(3)
+            threading.Thread(target=lambda: trees.extend(text.parse_tree(CODE) for _ in range(10)))
+            for _ in range(3)
         ]
         for thread in threads:
             thread.start()
@@ -40,7 +41,10 @@ def test_threads_that_parse_at_once_all_get_their_tree() -> None:
 
 
 def test_a_library_that_parses_meanwhile_makes_it_try_again(monkeypatch) -> None:
-    parse, failures = ast.parse, [SystemError("AST constructor recursion depth mismatch (before=42, after=38)")]
+    parse, failures = (
+        ast.parse,
+        [SystemError("AST constructor recursion depth mismatch (before=42, after=38)")],
+    )
 
     def failing_once(source: str) -> ast.Module:
         if failures:

@@ -45,7 +45,9 @@ def test_a_number_in_the_text_is_changed_and_nothing_else(before: str, after: st
     st.text(st.characters(codec="utf-8", exclude_characters="'\\\n\r\0\f")),
 )
 def test_any_value_in_any_line(value: int, new: int, words: str) -> None:
-    before, after = (f"s = '{words}'; f(batch_size={number}, s='{words}')" for number in (value, new))
+    before, after = (
+        f"s = '{words}'; f(batch_size={number}, s='{words}')" for number in (value, new)
+    )
     assert knob(before).with_value(new) == (after if new != value else None, {})
 
 

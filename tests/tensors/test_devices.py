@@ -83,11 +83,15 @@ def test_a_name_wins_over_what_else_holds_the_tensor(run) -> None:
 
 
 def test_looking_at_a_failure_adds_nothing_that_keeps_it(run, bare_shell) -> None:
-    run("def step():\n    hidden = torch.ones(1238)\n    globals()['hidden_too'] = hidden\n    raise ValueError('no')")
+    run(
+        "def step():\n    hidden = torch.ones(1238)\n    globals()['hidden_too'] = hidden\n    raise ValueError('no')"
+    )
     run("step()")
     watch = weakref.ref(bare_shell.user_ns.pop("hidden_too"))
     assert held(run("%devices"), 1238) == [(None, "last traceback")]
-    run("import sys\nfor name in ('last_traceback', 'last_value', 'last_exc'):\n    vars(sys).pop(name, None)")
+    run(
+        "import sys\nfor name in ('last_traceback', 'last_value', 'last_exc'):\n    vars(sys).pop(name, None)"
+    )
     run("get_ipython().InteractiveTB.tb = None")
     run("0")
     gc.collect()

@@ -49,7 +49,9 @@ def test_a_cell_inside_the_cell_does_not_change_its_number(run, bare_shell) -> N
     assert run("%devices --diff").since == f"%devices in cell {number}"
 
 
-@pytest.mark.parametrize("look", ["%devices", "%devices --leaks", "%devices meta -n 1", "%devices --diff"])
+@pytest.mark.parametrize(
+    "look", ["%devices", "%devices --leaks", "%devices meta -n 1", "%devices --diff"]
+)
 def test_every_list_is_a_look_however_narrow(run, look) -> None:
     run(look)
     run("new = torch.ones(1000)")
@@ -125,7 +127,9 @@ def test_why_a_tensor_is_there_is_a_small_tree(run) -> None:
     run("cfg = {'k': [torch.ones(1243)]}\nalias = cfg['k']")
     lines = str(run("%devices --why cfg['k'][0]")).splitlines()
     assert lines[0] == "Kept by 2 holders. To free it: del alias[0]"
-    assert lines[2:7] == [  # in a process with many objects, a note that there may be more holders follows
+    assert lines[
+        2:7
+    ] == [  # in a process with many objects, a note that there may be more holders follows
         "alias   list",
         "└─ [0]  Tensor",
         "cfg        dict",
@@ -142,9 +146,14 @@ def test_the_variable_that_grew_most_comes_first_with_its_graphs_and_what_helps(
     run("%devices ;")
     run("losses += [(w * w).exp().sum() for _ in range(3)]\nother = torch.ones(20)")
     report = run("%devices --diff")
-    assert report.by_variable == {"losses": 3 * (256 * 256 * 4 + 4), "other": 40}  # exp keeps its result; w has a name
+    assert report.by_variable == {
+        "losses": 3 * (256 * 256 * 4 + 4),
+        "other": 40,
+    }  # exp keeps its result; w has a name
     first, second, *_ = to_text(report, 100).splitlines()
-    assert first == ("losses +768.0 KiB: 768.0 KiB of it in autograd graphs; collect loss.item() or .detach()")
+    assert first == (
+        "losses +768.0 KiB: 768.0 KiB of it in autograd graphs; collect loss.item() or .detach()"
+    )
     assert " new, 1 freed since " in second
     run("del other")
     assert str(run("%devices --diff")).startswith("other -80 B")

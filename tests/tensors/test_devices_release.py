@@ -67,7 +67,9 @@ def test_a_displayed_and_deleted_tensor_is_released_to_the_byte(run, bare_shell)
 def test_a_local_of_a_failed_cell_is_released_to_the_byte(run, later) -> None:
     """Also after a cell that worked, and after a usage error, which leaves only the formatter's traceback."""
     before = torch.simgpu.memory_allocated(0)
-    run(f"def step():\n    hidden = torch.ones(1_000_000, device={DEVICE!r})\n    raise ValueError('no')")
+    run(
+        f"def step():\n    hidden = torch.ones(1_000_000, device={DEVICE!r})\n    raise ValueError('no')"
+    )
     run("step()")
     for source in later:
         run(source)
@@ -115,7 +117,9 @@ def test_what_an_installed_module_keeps_too_is_not_promised(run, library, shown)
     report = run("%devices --leaks")
     assert held_by(report, 1014) == [("module some_library", None)]
     (number,) = [row.numbers[0] for row in report if row.shape == (1014,)]
-    assert "module some_library.cache['k'][0]" in [way.expression for way in run(f"%devices --why {number}")]
+    assert "module some_library.cache['k'][0]" in [
+        way.expression for way in run(f"%devices --why {number}")
+    ]
     assert sum(row.freed for row in run("%devices --free")) == 0
     vars(library).clear()
 
@@ -150,23 +154,33 @@ STEPS = {
         min_size=1, max_size=6,
     )
 )  # fmt: skip
-def test_whatever_a_session_did_what_is_promised_goes_and_nothing_else(run, bare_shell, steps) -> None:
+def test_whatever_a_session_did_what_is_promised_goes_and_nothing_else(
+    run, bare_shell, steps
+) -> None:
     """On two devices, to the byte; and no variable changes."""
     with no_collection():
         for step, name, elements, device in steps:
             run(STEPS[step].format(x=name, n=elements, d=device))
         promised = [row for row in run("%devices --leaks") if row.frees == "%devices --free"]
         others = {row.numbers for row in run("%devices") if not row.releasable}
-        mine = {name: id(value) for name, value in bare_shell.user_ns.items() if not name.startswith("_")}
+        mine = {
+            name: id(value)
+            for name, value in bare_shell.user_ns.items()
+            if not name.startswith("_")
+        }
         report = run("freed = %devices --free\nfreed")
         left = run("%devices")
-    assert {row.numbers[0] for row in promised}.isdisjoint(number for row in left for number in row.numbers)
+    assert {row.numbers[0] for row in promised}.isdisjoint(
+        number for row in left for number in row.numbers
+    )
     assert others <= {row.numbers for row in left}
     for device in ("simgpu:0", "simgpu:1"):
         freed = sum(row.freed for row in report if row.device == device)
         assert freed == sum(row.nbytes for row in promised if row.device == device)
     mine["freed"] = id(bare_shell.user_ns["freed"])
-    assert {name: id(value) for name, value in bare_shell.user_ns.items() if not name.startswith("_")} == mine
+    assert {
+        name: id(value) for name, value in bare_shell.user_ns.items() if not name.startswith("_")
+    } == mine
     for name in ("a", "b", "c", "_"):
         bare_shell.user_ns.pop(name, None)
 
@@ -200,12 +214,20 @@ def test_nothing_of_the_user_s_changes(run, bare_shell) -> None:
     run("'a text'")
     run(f"x = torch.ones(1005, device={DEVICE!r})\nx")
     run("_ = 'mine'")
-    names = {name: value for name, value in bare_shell.user_ns.items() if name not in {"_", "__", "___", f"_{number}"}}
+    names = {
+        name: value
+        for name, value in bare_shell.user_ns.items()
+        if name not in {"_", "__", "___", f"_{number}"}
+    }
     assert run("%devices --free").released == (f"Out[{number}]",)
     assert bare_shell.user_ns["_"] == "mine"
     assert {number + 1, number + 2} <= set(bare_shell.user_ns["Out"])
     assert number not in bare_shell.user_ns["Out"]
-    assert all(bare_shell.user_ns[name] is value for name, value in names.items() if not name.startswith("_i"))
+    assert all(
+        bare_shell.user_ns[name] is value
+        for name, value in names.items()
+        if not name.startswith("_i")
+    )
     run("2 + 2")
     assert bare_shell.user_ns["_"] == "mine", "IPython has to go on respecting it"
 
@@ -233,7 +255,9 @@ def test_an_output_that_only_leads_to_a_named_tensor_stays(run, bare_shell) -> N
 
 
 def test_an_error_that_a_variable_leads_to_stays_whole(run, bare_shell) -> None:
-    run(f"def step():\n    hidden = torch.ones(1008, device={DEVICE!r})\n    raise ValueError('no')")
+    run(
+        f"def step():\n    hidden = torch.ones(1008, device={DEVICE!r})\n    raise ValueError('no')"
+    )
     run("step()")
     run("import sys; mine = [sys.last_value]")
     run("%devices --free")
@@ -256,7 +280,9 @@ def test_what_is_in_a_cycle_goes_too(run) -> None:
 def test_a_cpu_tensor_counts_by_its_size_since_there_is_no_allocator_to_ask(run) -> None:
     run("torch.ones(1_000_003)")
     report = run("%devices --free")
-    assert [(row.freed, row.allocated_before) for row in report if row.device == "cpu"] == [(4_000_012, None)]
+    assert [(row.freed, row.allocated_before) for row in report if row.device == "cpu"] == [
+        (4_000_012, None)
+    ]
 
 
 def test_the_functions_do_the_same_as_the_magics(run, bare_shell) -> None:

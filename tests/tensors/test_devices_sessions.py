@@ -52,7 +52,9 @@ def check(ask):
     before = allocated(ask(ALLOCATED))
     ask(RELEASE)
     after = allocated(ask(ALLOCATED))
-    assert (before - after) * 1000 // 4000 == 301 + 304 + 305, "the three that are promised, and nothing else"
+    assert (before - after) * 1000 // 4000 == 301 + 304 + 305, (
+        "the three that are promised, and nothing else"
+    )
     assert set(held(ask(HOLDERS))) == {302, 303}
     assert "step  " in ask("%devices --why step.__closure__[0].cell_contents")
     assert "no live tensor is called" in ask("%devices --why fails.hidden")

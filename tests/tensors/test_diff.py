@@ -121,7 +121,9 @@ def test_the_changes_add_up_to_the_difference_of_the_sums(steps) -> None:
     now = scan(namespace)
     diff = now.since(before)
     assert sum(row.nbytes for row in diff if row.device == "cpu") == total(now) - total(before)
-    assert sum(row.net for row in diff.by_device if row.device == "cpu") == total(now) - total(before)
+    assert sum(row.net for row in diff.by_device if row.device == "cpu") == total(now) - total(
+        before
+    )
     assert {row.change for row in diff} <= {"new", "freed", "unnamed"}
 
 
@@ -132,7 +134,10 @@ def total(report):
 
 def test_the_difference_on_a_device_is_its_allocator_s_to_the_byte(two_devices) -> None:
     gc.collect()
-    namespace = {"x": torch.ones(1000, device=two_devices[0]), "y": torch.ones(1000, device=two_devices[1])}
+    namespace = {
+        "x": torch.ones(1000, device=two_devices[0]),
+        "y": torch.ones(1000, device=two_devices[1]),
+    }
     before, allocated = scan(namespace), torch.simgpu.memory_allocated(0)
     namespace["z"] = torch.ones(1_000_000, device=two_devices[0])
     del namespace["x"]
@@ -183,7 +188,10 @@ def test_a_report_that_was_pickled_can_still_be_compared() -> None:
     namespace["y"] = torch.ones(20)
     diff = scan(namespace).since(before)
     assert [row.name for row in diff if row.name] == ["y"]
-    assert dataclasses.replace(diff, changes=()).to_pandas().columns.tolist() == diff.to_pandas().columns.tolist()
+    assert (
+        dataclasses.replace(diff, changes=()).to_pandas().columns.tolist()
+        == diff.to_pandas().columns.tolist()
+    )
 
 
 def test_what_no_expression_reaches_counts_for_the_variable_that_reaches_it() -> None:

@@ -136,7 +136,9 @@ cpu        512 B         1        n/a        n/a
 Still held: 1.0 MiB on cuda:0
 import gc; gc.collect() frees 1.0 MiB: cycle"""
 
-TENSOR = TensorRow("cuda:0", 4 * MIB, (1024, 1024), "float32", "parameter", "model.fc.weight", ("model.fc.weight",))
+TENSOR = TensorRow(
+    "cuda:0", 4 * MIB, (1024, 1024), "float32", "parameter", "model.fc.weight", ("model.fc.weight",)
+)
 WHY = WhyReport(
     TENSOR,
     (
@@ -165,13 +167,17 @@ running work()
 It also has to go from running work()"""
 
 
-@pytest.mark.parametrize("report", [DIFF, HELD, FREED, WHY], ids=lambda report: type(report).__name__)
+@pytest.mark.parametrize(
+    "report", [DIFF, HELD, FREED, WHY], ids=lambda report: type(report).__name__
+)
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_no_line_is_wider_than_asked(report, width) -> None:
     assert max(len(line) for line in text(report, width).splitlines()) <= width
 
 
-@pytest.mark.parametrize("report", [DIFF, HELD, FREED, WHY], ids=lambda report: type(report).__name__)
+@pytest.mark.parametrize(
+    "report", [DIFF, HELD, FREED, WHY], ids=lambda report: type(report).__name__
+)
 def test_html_says_what_the_text_says_and_escapes_it(report) -> None:
     evil = "<script>alert(1)</script>"
     page = to_html(dataclasses.replace(report, notes=(evil,)))
@@ -181,15 +187,21 @@ def test_html_says_what_the_text_says_and_escapes_it(report) -> None:
         assert word in page
 
 
-@pytest.mark.parametrize("report", [DIFF, HELD, FREED, WHY], ids=lambda report: type(report).__name__)
+@pytest.mark.parametrize(
+    "report", [DIFF, HELD, FREED, WHY], ids=lambda report: type(report).__name__
+)
 def test_columns_are_the_same_whatever_was_found(report) -> None:
     frame = report.to_pandas()
     assert list(frame) == list(report.row_type.__annotations__)
-    empty = dataclasses.replace(report, **{dataclasses.fields(report)[1 if report is WHY else 0].name: ()})
+    empty = dataclasses.replace(
+        report, **{dataclasses.fields(report)[1 if report is WHY else 0].name: ()}
+    )
     assert list(empty.to_pandas()) == list(frame)
 
 
 def test_a_long_way_is_cut_in_its_middle_not_at_its_end() -> None:
     long = "['" + "k" * 200 + "']"
-    report = dataclasses.replace(WHY, ways=(WayRow("cfg", long, (("cfg", "dict"), (long, "Tensor")), None),))
+    report = dataclasses.replace(
+        WHY, ways=(WayRow("cfg", long, (("cfg", "dict"), (long, "Tensor")), None),)
+    )
     assert "Tensor" in text(report, 60)

@@ -80,7 +80,11 @@ STATES: dict[str, list[str]] = {
         "def watch():\n    x = made(8)\n    get_ipython().events.register('pre_execute', lambda: x)\nwatch()",
     ],
 }  # fmt: skip
-QUICK = ("a failed call", "a model in an output whose loss has a name", "a script whose names were deleted")
+QUICK = (
+    "a failed call",
+    "a model in an output whose loss has a name",
+    "a script whose names were deleted",
+)
 
 
 @pytest.fixture
@@ -125,13 +129,16 @@ def freed_by(lines: list[str], shell: Any) -> int | str:
 
 
 @pytest.mark.parametrize(
-    "state", [each if each in QUICK else pytest.param(each, marks=pytest.mark.deep) for each in STATES]
+    "state",
+    [each if each in QUICK else pytest.param(each, marks=pytest.mark.deep) for each in STATES],
 )
 def test_each_line_frees_what_is_said(shell: Any, tmp_path: Path, state: str) -> None:
     gc.freeze()  # pytest's hooks, which are suspended meanwhile and lead to all tests
     for cell in STATES[state]:
         code = cell.replace("SCRIPT", str(tmp_path / "script.py")).replace("FOLDER", str(tmp_path))
         shell.run_cell(code, store_history=True)
-    found = [(where, lines, nbytes, freed_by(lines, shell)) for where, lines, nbytes in promised(shell)]
+    found = [
+        (where, lines, nbytes, freed_by(lines, shell)) for where, lines, nbytes in promised(shell)
+    ]
     assert found
     assert [each for each in found if each[2] != each[3]] == []

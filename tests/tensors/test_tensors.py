@@ -55,7 +55,9 @@ class Wrapper(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device
+        )
 
     def __init__(self, inner):
         self.inner = inner
@@ -70,7 +72,9 @@ class FailsAtItsSizes(torch.Tensor):
 
     @staticmethod
     def __new__(cls):
-        return torch.Tensor._make_wrapper_subclass(cls, (2, 2), dispatch_sizes_strides_policy="sizes")
+        return torch.Tensor._make_wrapper_subclass(
+            cls, (2, 2), dispatch_sizes_strides_policy="sizes"
+        )
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -115,17 +119,41 @@ MATRIX = {
     "meta": (lambda: torch.ones(1000, device="meta"), 0, "meta: occupies nothing"),
     "fake": (fake, 0, "fake: occupies nothing"),
     "sparse COO": (lambda: torch.eye(3).to_sparse(), 3 * 4 + 2 * 3 * INT64, "sparse coo"),
-    "sparse CSR": (lambda: compressed(torch.sparse_csr_tensor), 3 * 4 + (4 + 3) * INT64, "sparse csr"),
-    "sparse CSC": (lambda: compressed(torch.sparse_csc_tensor), 3 * 4 + (4 + 3) * INT64, "sparse csc"),
-    "sparse BSR": (lambda: compressed(torch.sparse_bsr_tensor, 2, 2), 3 * 4 * 4 + (4 + 3) * INT64, "sparse bsr"),
-    "mkldnn": (lambda: torch.ones(3, 3).to_mkldnn(), None, "layout torch._mkldnn does not tell its size"),
+    "sparse CSR": (
+        lambda: compressed(torch.sparse_csr_tensor),
+        3 * 4 + (4 + 3) * INT64,
+        "sparse csr",
+    ),
+    "sparse CSC": (
+        lambda: compressed(torch.sparse_csc_tensor),
+        3 * 4 + (4 + 3) * INT64,
+        "sparse csc",
+    ),
+    "sparse BSR": (
+        lambda: compressed(torch.sparse_bsr_tensor, 2, 2),
+        3 * 4 * 4 + (4 + 3) * INT64,
+        "sparse bsr",
+    ),
+    "mkldnn": (
+        lambda: torch.ones(3, 3).to_mkldnn(),
+        None,
+        "layout torch._mkldnn does not tell its size",
+    ),
     "quantized": (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8), 3, None),
-    "jagged nested": (lambda: ragged(torch.jagged), 0, "a wrapper: its parts have rows of their own"),
+    "jagged nested": (
+        lambda: ragged(torch.jagged),
+        0,
+        "a wrapper: its parts have rows of their own",
+    ),
     "strided nested": (lambda: ragged(torch.strided), 20, None),
     "uninitialised": (lambda: torch.nn.LazyLinear(3).weight, 0, None),
     "resized to nothing": (emptied, 0, "its storage was emptied"),
     "raising subclass": (lambda: torch.ones(10).as_subclass(Refuses), 40, None),
-    "wrapper subclass": (lambda: Wrapper(torch.ones(10)), 0, "a wrapper: its parts have rows of their own"),
+    "wrapper subclass": (
+        lambda: Wrapper(torch.ones(10)),
+        0,
+        "a wrapper: its parts have rows of their own",
+    ),
     "raising sizes": (FailsAtItsSizes, 0, "a wrapper: its parts have rows of their own"),
     "copy on write": (lambda: torch._lazy_clone(torch.ones(10)), 40, None),
     "inference": (lambda: torch.inference_mode()(torch.ones)(10), 40, None),
@@ -149,13 +177,17 @@ def test_a_wrapper_s_parts_are_named_below_it() -> None:
     assert row_of("wrapped.inner", {"wrapped": Wrapper(torch.ones(10))}).nbytes == 40
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch was built without torch.distributed")
+@pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="this torch was built without torch.distributed"
+)
 @pytest.mark.filterwarnings("ignore")
 def test_a_distributed_tensor_is_its_local_part() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         spread = distribute_tensor(torch.ones(100), init_device_mesh("cpu", (1,)), [Shard(0)])
         row = row_of("spread", {"spread": spread})
@@ -210,7 +242,13 @@ def test_dead_proxies_and_lazy_objects_stay_as_they_are() -> None:
     target = Target()
     dead = weakref.proxy(target)
     del target
-    namespace = {"dead": dead, "raises": RaisesOnClass(), "lazy": Lazy(), "x": torch.ones(3), "many": [Lazy(), dead]}
+    namespace = {
+        "dead": dead,
+        "raises": RaisesOnClass(),
+        "lazy": Lazy(),
+        "x": torch.ones(3),
+        "many": [Lazy(), dead],
+    }
     Lazy.evaluated = 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -238,12 +276,16 @@ def test_no_mode_of_the_user_sees_what_is_read() -> None:
 
 def test_views_are_folded_under_their_storage() -> None:
     base = torch.ones(100, 100)
-    row = row_of("base", {"base": base, "top": base[:10], "turned": base.t(), "bits": base.view(torch.int32)})
+    row = row_of(
+        "base", {"base": base, "top": base[:10], "turned": base.t(), "bits": base.view(torch.int32)}
+    )
     assert (row.nbytes, row.views, row.note) == (40_000, 3, None)
     assert set(row.names) == {"base", "top", "turned", "bits"}
 
 
-@pytest.mark.parametrize("make", [lambda big: big[:1], lambda big: big[:1].detach(), lambda big: big.data[:1]])
+@pytest.mark.parametrize(
+    "make", [lambda big: big[:1], lambda big: big[:1].detach(), lambda big: big.data[:1]]
+)
 def test_a_small_view_that_keeps_a_large_storage_is_flagged(make) -> None:
     small = make(torch.ones(1000, 1000))
     row = row_of("small", {"small": small})
@@ -317,7 +359,10 @@ def trained(device="cpu"):
 
 def test_what_a_training_step_leaves_is_told_apart() -> None:
     model, optimizer, loss = trained()
-    kinds = {row.name: row.kind for row in scan({"model": model, "opt": optimizer, "loss": loss, "x": torch.ones(3)})}
+    kinds = {
+        row.name: row.kind
+        for row in scan({"model": model, "opt": optimizer, "loss": loss, "x": torch.ones(3)})
+    }
     assert kinds["model[0].weight"] == "parameter"
     assert kinds["model[1].running_mean"] == "buffer"
     assert kinds["model[0].weight.grad"] == "gradient"
@@ -329,7 +374,12 @@ def test_what_a_training_step_leaves_is_told_apart() -> None:
 def test_kinds_do_not_depend_on_names() -> None:
     keep = trained()
     shapes = {(row.kind, row.shape) for row in scan({}) if row.name is None}
-    assert {("parameter", (4, 8)), ("gradient", (4, 8)), ("optimizer state", (4, 8)), ("buffer", (4,))} <= shapes
+    assert {
+        ("parameter", (4, 8)),
+        ("gradient", (4, 8)),
+        ("optimizer state", (4, 8)),
+        ("buffer", (4,)),
+    } <= shapes
     assert keep
 
 
@@ -354,7 +404,9 @@ def test_a_torch_that_cannot_show_unseen_gradients_says_so(monkeypatch) -> None:
     monkeypatch.delattr(torch._C, "_jit_interpret_graph")
     report = scan({"model": model})
     assert any("gradients" in note for note in report.notes)
-    assert all(row.kind != "gradient" for row in report if row.name and row.name.startswith("model"))
+    assert all(
+        row.kind != "gradient" for row in report if row.name and row.name.startswith("model")
+    )
 
 
 def test_no_unpack_hook_fires() -> None:
@@ -393,7 +445,9 @@ def test_garbage_that_awaits_the_gc_is_counted_not_collected() -> None:
 
 def test_no_collection_sets_in_meanwhile(monkeypatch) -> None:
     enabled = []
-    monkeypatch.setattr("gpumagic.tensors.scan.kinds_of", lambda owners: enabled.append(gc.isenabled()) or {})
+    monkeypatch.setattr(
+        "gpumagic.tensors.scan.kinds_of", lambda owners: enabled.append(gc.isenabled()) or {}
+    )
     scan({})
     assert (enabled, gc.isenabled()) == ([False], True)
 
@@ -435,7 +489,9 @@ def test_a_name_that_is_frozen_away_is_found_through_the_namespace(monkeypatch) 
     opt = torch.optim.Adam(net.parameters())
     net(torch.ones(2, 3)).sum().backward()
     opt.step()
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: 5000)  # the tests run frozen, and do not say so
+    monkeypatch.setattr(
+        gc, "get_freeze_count", lambda: 5000
+    )  # the tests run frozen, and do not say so
     gc.freeze()
     report = scan({"frozen": torch.ones(123), "net": net, "opt": opt})
     kinds = {row.name: row.kind for row in report}
@@ -475,7 +531,9 @@ def test_the_sums_are_those_of_the_rows() -> None:
     (cpu,) = [row for row in report.by_device if row.device == "cpu"]
     rows = [row for row in report if row.device == "cpu"]
     assert cpu.named == sum(row.nbytes or 0 for row in rows if row.is_reached())
-    assert cpu.held + (cpu.graph or 0) == sum(row.nbytes or 0 for row in rows if not row.is_reached())
+    assert cpu.held + (cpu.graph or 0) == sum(
+        row.nbytes or 0 for row in rows if not row.is_reached()
+    )
     assert (cpu.allocated, cpu.unexplained, cpu.cached) == (None, None, None)
     assert (cpu.storages, cpu.tensors) == (len(rows), sum(row.views + 1 for row in rows))
 
@@ -527,7 +585,9 @@ NAMED = {
     "alias": lambda value, _: value,
     "list": lambda value, _: [value, (value,)],
     "dict": lambda value, _: {"k": value},
-    "operate": lambda value, _: value.detach().clone().requires_grad_().exp() if type(value) is torch.Tensor else 0,
+    "operate": lambda value, _: (
+        value.detach().clone().requires_grad_().exp() if type(value) is torch.Tensor else 0
+    ),
 }
 """What a step makes of a variable and names."""
 
@@ -570,7 +630,9 @@ def used_devices(two_devices):
 
 @examples(few=8, deep=60)
 @given(steps=STEPS)
-def test_the_rows_and_the_remainder_are_exactly_what_the_allocator_handed_out(steps, used_devices) -> None:
+def test_the_rows_and_the_remainder_are_exactly_what_the_allocator_handed_out(
+    steps, used_devices
+) -> None:
     """And what a program leaves is gone when the program's names, outputs and errors are, as without a report."""
     before = [torch.simgpu.memory_allocated(index) for index in (0, 1)]
     namespace, hidden = play(steps, used_devices)

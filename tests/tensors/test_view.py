@@ -20,7 +20,12 @@ def row(name, nbytes, device="simgpu:0", shape=(1024, 1024), kind="plain", **mor
 
 ROWS = (
     row("model.embed.weight", 512 * MIB, kind="parameter", shape=(131072, 1024)),
-    row("opt.state[model.embed.weight].exp_avg", 512 * MIB, kind="optimizer state", shape=(131072, 1024)),
+    row(
+        "opt.state[model.embed.weight].exp_avg",
+        512 * MIB,
+        kind="optimizer state",
+        shape=(131072, 1024),
+    ),
     row(
         "small",
         300 * MIB,
@@ -76,7 +81,10 @@ a note of the probe"""
 
 
 def test_totals_by_what_holds_them() -> None:
-    assert text(dataclasses.replace(REPORT, group_by="holder")).split("\nDevice")[0] == GOLDEN_BY_HOLDER
+    assert (
+        text(dataclasses.replace(REPORT, group_by="holder")).split("\nDevice")[0]
+        == GOLDEN_BY_HOLDER
+    )
 
 
 GOLDEN_BY_HOLDER = """\
@@ -92,7 +100,9 @@ small             300.0 MiB ███░░░░░░░░░        2       
 and 2 more storages, 0 B"""
 
 
-@pytest.mark.parametrize(("key", "first"), [("dtype", "float32"), ("kind", "optimizer state"), ("holder", "model")])
+@pytest.mark.parametrize(
+    ("key", "first"), [("dtype", "float32"), ("kind", "optimizer state"), ("holder", "model")]
+)
 def test_totals_by_each_key_come_largest_first(key, first) -> None:
     lines = text(dataclasses.replace(REPORT, group_by=key)).splitlines()
     assert lines[1].split() == [key.capitalize(), "Size", "Tensors", "Storages"]
@@ -113,8 +123,15 @@ def test_of_many_lines_the_small_ones_are_one_and_a_large_cache_is_told_in_words
     large = [row("host", 900 * MIB, "cpu"), *(row(name, 64 * MIB) for name in ("w", "x", "y", "z"))]
     small = [row(name, KIB) for name in ("norm", "bias", "step", "scale", "shift", "count", "mean")]
     sums = DeviceMemoryRow("simgpu:0", 11, 11, 256 * MIB, 0, allocated=256 * MIB, cached=107 * MIB)
-    shown = text(TensorReport((*large, *small), (sums, DeviceMemoryRow("cpu", 1, 1, 900 * MIB, 0)), limit=20), 100)
-    assert shown.startswith("12 tensors in 12 storages: simgpu:0 256.0 MiB and 107.0 MiB of cache, cpu 900.0 MiB\n")
+    shown = text(
+        TensorReport(
+            (*large, *small), (sums, DeviceMemoryRow("cpu", 1, 1, 900 * MIB, 0)), limit=20
+        ),
+        100,
+    )
+    assert shown.startswith(
+        "12 tensors in 12 storages: simgpu:0 256.0 MiB and 107.0 MiB of cache, cpu 900.0 MiB\n"
+    )
     assert [line.split()[0] for line in shown.splitlines()[3:8]] == ["w", "x", "y", "z", "host"]
     assert "and 7 more storages, 7.0 KiB" in shown
     assert "norm" in text(TensorReport((*large, *small), (sums,), limit=50))
@@ -122,8 +139,14 @@ def test_of_many_lines_the_small_ones_are_one_and_a_large_cache_is_told_in_words
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_each_name_is_there_whole_and_small_amounts_are_left_out_beside_large_ones(width) -> None:
-    names = [f"optimizer.state[model.encoder[{n}].self_attention.projection.weight]['exp_avg_sq']" for n in range(3)]
-    rows = (*(row(name, 64 * MIB, kind="optimizer state") for name in names), row("few", 16, "cpu", (4,)))
+    names = [
+        f"optimizer.state[model.encoder[{n}].self_attention.projection.weight]['exp_avg_sq']"
+        for n in range(3)
+    ]
+    rows = (
+        *(row(name, 64 * MIB, kind="optimizer state") for name in names),
+        row("few", 16, "cpu", (4,)),
+    )
     sums = DeviceMemoryRow("simgpu:0", 3, 3, 192 * MIB, 0), DeviceMemoryRow("cpu", 1, 1, 16, 0)
     lines = text(TensorReport(rows, sums), width).splitlines()
     assert lines[0] == "4 tensors in 4 storages: simgpu:0 192.0 MiB"
@@ -140,9 +163,16 @@ def test_a_few_tensors_of_a_list_have_a_line_each() -> None:
 
 def test_many_alike_of_a_list_are_one_line_and_others_stay_apart() -> None:
     rows = [row(f"layers[{number}].weight", 4 * KIB, kind="parameter") for number in range(5000)]
-    odd = [row("layers[5000].weight", 8 * KIB, shape=(64, 32), kind="parameter"), row("bias", 4 * KIB)]
+    odd = [
+        row("layers[5000].weight", 8 * KIB, shape=(64, 32), kind="parameter"),
+        row("bias", 4 * KIB),
+    ]
     lines = text(TensorReport((*rows, *odd), SUMS), 120).splitlines()[3:6]
-    assert [line.split("  ")[0] for line in lines] == ["layers[…].weight × 5,000", "layers[5000].weight", "bias"]
+    assert [line.split("  ")[0] for line in lines] == [
+        "layers[…].weight × 5,000",
+        "layers[5000].weight",
+        "bias",
+    ]
     assert "19.5 MiB" in lines[0]
 
 
@@ -164,7 +194,11 @@ def test_what_is_not_shown_is_counted() -> None:
 
 
 def test_a_size_that_is_not_known_is_not_zero() -> None:
-    lines = [line for line in text(dataclasses.replace(REPORT, limit=None)).splitlines() if line.startswith("opaque")]
+    lines = [
+        line
+        for line in text(dataclasses.replace(REPORT, limit=None)).splitlines()
+        if line.startswith("opaque")
+    ]
     assert "n/a" in lines[0]
 
 
@@ -192,7 +226,9 @@ def test_html_escapes_names_and_keeps_them_whole() -> None:
 def test_the_report_has_all_rows_whatever_is_shown() -> None:
     frame = dataclasses.replace(REPORT, limit=1).to_pandas()
     assert len(frame) == len(ROWS)
-    assert {"device", "nbytes", "shape", "dtype", "kind", "name", "holder", "views"} <= set(frame.columns)
+    assert {"device", "nbytes", "shape", "dtype", "kind", "name", "holder", "views"} <= set(
+        frame.columns
+    )
 
 
 def test_what_occupies_nothing_and_has_no_name_is_neither_listed_nor_a_leak() -> None:

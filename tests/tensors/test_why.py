@@ -25,7 +25,9 @@ pytestmark = pytest.mark.usefixtures("few_objects")
 def why(name, namespace, shell=None):
     """Return the report without the holders that the tests are: running functions."""
     report = why_.find_holders(name, namespace, shell)
-    return dataclasses.replace(report, ways=tuple(way for way in report if not way.root.startswith("running ")))
+    return dataclasses.replace(
+        report, ways=tuple(way for way in report if not way.root.startswith("running "))
+    )
 
 
 def commands(report):
@@ -121,7 +123,11 @@ def test_the_state_of_an_optimizer_is_freed_with_all_that_belongs_to_its_paramet
     optimizer.step()
     namespace = {"model": model, "opt": optimizer, "first": [model.fc.weight]}
     (way,) = why("opt.state[model.fc.weight]['momentum_buffer']", namespace)
-    assert [text for text, _ in way.steps] == ["opt", ".state[model.fc.weight]", "['momentum_buffer']"]
+    assert [text for text, _ in way.steps] == [
+        "opt",
+        ".state[model.fc.weight]",
+        "['momentum_buffer']",
+    ]
     before = scan(namespace)
     exec(way.command, namespace)
     assert {row.kind for row in scan(namespace).since(before)} == {"optimizer state"}
@@ -146,7 +152,10 @@ def test_gradients_that_are_views_of_one_storage_have_a_line_each() -> None:
     (row,) = [row for row in scan(namespace) if row.kind == "gradient" and row.name]
     assert set(row.names) == {"weight.grad", "bias.grad"}
     for name in ("weight.grad", "bias.grad"):
-        assert sorted(commands(why(name, namespace)).values()) == ["bias.grad = None", "weight.grad = None"]
+        assert sorted(commands(why(name, namespace)).values()) == [
+            "bias.grad = None",
+            "weight.grad = None",
+        ]
 
 
 def test_a_name_may_have_lost_its_quotes_on_a_magic_s_line() -> None:
@@ -167,7 +176,9 @@ def test_an_output_that_shares_a_container_is_a_holder_too_and_released_as_one()
     assert report[1].expression == "Out[7]['batch'][0]"
 
 
-@pytest.mark.parametrize("name", sample(["one[0]", "two[0]", "deep['a'][0]", "deep[a][0]", "run.best[0]"], 2))
+@pytest.mark.parametrize(
+    "name", sample(["one[0]", "two[0]", "deep['a'][0]", "deep[a][0]", "run.best[0]"], 2)
+)
 def test_any_way_of_writing_it_will_do(name) -> None:
     shared = [torch.ones(3)]
     namespace = {"one": shared, "two": shared, "deep": {"a": shared}, "run": Run(shared)}
@@ -187,7 +198,10 @@ def test_a_number_from_a_report_stands_for_its_storage() -> None:
     ("name", "message"),
     [
         ("modle.fc.wieght", "did you mean model.fc.weight"),
-        ("model", "'model' is no tensor but leads to model.fc.weight, model.fc.bias; name one of them"),
+        (
+            "model",
+            "'model' is no tensor but leads to model.fc.weight, model.fc.bias; name one of them",
+        ),
         ("zzz", "%devices lists those there are"),
     ],
 )
@@ -260,9 +274,13 @@ def test_an_autograd_graph_is_a_holder_with_the_line_that_frees_it() -> None:
     assert x() is None
 
 
-def test_what_only_the_last_error_keeps_is_not_promised_of_a_line_that_leaves_it(bare_shell) -> None:
+def test_what_only_the_last_error_keeps_is_not_promised_of_a_line_that_leaves_it(
+    bare_shell,
+) -> None:
     gc.freeze()  # pytest's hooks, which are suspended meanwhile and lead to all tests
-    bare_shell.run_cell("import torch\nx = torch.ones(100)\ndef fails():\n    own = torch.ones(300)\n    1 / 0")
+    bare_shell.run_cell(
+        "import torch\nx = torch.ones(100)\ndef fails():\n    own = torch.ones(300)\n    1 / 0"
+    )
     bare_shell.run_cell("fails()")
     report = why("x", bare_shell.user_ns, bare_shell)
     assert (report.lines(), report.frees) == (("del x",), 400)
@@ -275,7 +293,10 @@ def test_the_frames_of_a_large_program_do_not_hide_the_notebook_s_own_holders(mo
     monkeypatch.setattr("gpumagic.heap.graph.MAX_STEPS_OF_ALL", 200)
     namespace: dict[str, object] = {"model": {"fc": {"weight": kept}}, "_oh": {4: [kept]}}
     shell = SimpleNamespace(
-        user_ns=namespace, user_ns_hidden={"_oh": namespace["_oh"]}, displayhook=None, last_execution_result=None
+        user_ns=namespace,
+        user_ns_hidden={"_oh": namespace["_oh"]},
+        displayhook=None,
+        last_execution_result=None,
     )
     report = why_.find_holders("model['fc']['weight']", namespace, shell)
     assert {"model", "Out[4]"} <= {way.root for way in report}
@@ -289,7 +310,9 @@ def test_a_long_list_does_not_hide_what_is_beside_it(monkeypatch) -> None:
     assert commands(why("model.fc.weight", namespace)) == {"model": "del model"}
 
 
-def test_what_a_class_of_an_installed_library_keeps_in_a_list_has_to_go_from_there_too(monkeypatch) -> None:
+def test_what_a_class_of_an_installed_library_keeps_in_a_list_has_to_go_from_there_too(
+    monkeypatch,
+) -> None:
     """snntorch's neurons are in `SpikingNeuron.instances`."""
     library = types.ModuleType("some_library")
     library.__file__ = f"{sysconfig.get_path('purelib')}/some_library.py"
@@ -303,7 +326,11 @@ def test_what_a_class_of_an_installed_library_keeps_in_a_list_has_to_go_from_the
     neuron = library.Neuron()
     neuron.register_buffer("mem", torch.ones(300))
     report = why("mem", {"neuron": neuron, "mem": neuron.mem})
-    assert commands(report) == {"mem": "del mem", "neuron": "del neuron", "module some_library": None}
+    assert commands(report) == {
+        "mem": "del mem",
+        "neuron": "del neuron",
+        "module some_library": None,
+    }
     assert report.frees is None
 
 

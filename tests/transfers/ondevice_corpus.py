@@ -97,14 +97,20 @@ def run(
         names: variables that the cell finds.
     """
     namespace: dict[str, Any] = {}
-    setup = SETUP if backend == "simgpu" or getattr(torch, backend).device_count() > 1 else SETUP.replace(":1", ":0")
+    setup = (
+        SETUP
+        if backend == "simgpu" or getattr(torch, backend).device_count() > 1
+        else SETUP.replace(":1", ":0")
+    )
     exec(setup.replace("simgpu", backend), namespace)
     namespace.update(names or {})
     source = textwrap.dedent(cell).strip().replace("simgpu", backend)
     code = compile(source, "<cell>", "exec")
     linecache.cache["<cell>"] = (len(source), None, source.splitlines(keepends=True), "<cell>")
     asked = asks.split(",") if asks else ()
-    guard = DeviceRun(device.replace("simgpu", backend), namespace=namespace, move=asked, trace=trace)
+    guard = DeviceRun(
+        device.replace("simgpu", backend), namespace=namespace, move=asked, trace=trace
+    )
     simgpu.reset_copies()
     with around or contextlib.nullcontext():
         guard.open()
@@ -153,12 +159,20 @@ def reported(moves: Any) -> tuple[Totals, Totals]:
 
 def unseen(moves: tuple[Move, ...], report: TransferReport) -> list[Move]:
     """Return the expected moves that the report does not have, one row each."""
-    rows = [(row.source, row.target, row.count, row.nbytes, row.name or "-", row.cause) for row in report]
+    rows = [
+        (row.source, row.target, row.count, row.nbytes, row.name or "-", row.cause)
+        for row in report
+    ]
     missing = []
     for move in moves:
         wanted = (move.source, move.target, move.count, move.nbytes, move.name, move.cause)
         found = next(
-            (row for row in rows if all(want in ("?", got) for want, got in zip(wanted, row, strict=True))), None
+            (
+                row
+                for row in rows
+                if all(want in ("?", got) for want, got in zip(wanted, row, strict=True))
+            ),
+            None,
         )
         if found is None:
             missing.append(move)
@@ -170,11 +184,17 @@ def unseen(moves: tuple[Move, ...], report: TransferReport) -> list[Move]:
 def _read(path: Path) -> CorpusCell:
     text = path.read_text(encoding="utf-8")
     head = [line[2:] for line in text.splitlines() if line.startswith("# ")]
-    fields = [(key, value.strip()) for key, sep, value in (line.partition(": ") for line in head) if sep]
+    fields = [
+        (key, value.strip()) for key, sep, value in (line.partition(": ") for line in head) if sep
+    ]
     said = dict(fields)
     moves = tuple(_move(value) for key, value in fields if key == "move")
-    on_cuda = tuple(_move(value.replace("simgpu", "cuda")) for key, value in fields if key == "move on cuda")
-    return CorpusCell(path.stem, text, moves, on_cuda, said.get("asks", ""), said.get("needs"), said.get("gap"))
+    on_cuda = tuple(
+        _move(value.replace("simgpu", "cuda")) for key, value in fields if key == "move on cuda"
+    )
+    return CorpusCell(
+        path.stem, text, moves, on_cuda, said.get("asks", ""), said.get("needs"), said.get("gap")
+    )
 
 
 def _move(text: str) -> Move:

@@ -39,16 +39,28 @@ READ = {"direction": "device-to-host", "source": "cuda:0", "target": "cpu", "cau
 
 def test_the_same_tensor_moved_in_a_loop() -> None:
     (said,) = suggestions([row(300, 300 * 512 * MIB, repeats=299)], {}, lines=LOOP)
-    assert said == "150.0 GiB copied to cuda:0 300 times by line 2: move x before the loop (saves 149.5 GiB)"
+    assert (
+        said
+        == "150.0 GiB copied to cuda:0 300 times by line 2: move x before the loop (saves 149.5 GiB)"
+    )
 
 
 def test_the_same_tensor_moved_by_a_function_that_is_called_often() -> None:
-    (said,) = suggestions([row(300, 300, repeats=299)], {}, lines=code("def load():\n    return x.to('cuda:0')"))
-    assert said == "300 B copied to cuda:0 300 times by line 2: move x once and keep the copy (saves 299 B)"
+    (said,) = suggestions(
+        [row(300, 300, repeats=299)], {}, lines=code("def load():\n    return x.to('cuda:0')")
+    )
+    assert (
+        said
+        == "300 B copied to cuda:0 300 times by line 2: move x once and keep the copy (saves 299 B)"
+    )
 
 
 def test_what_one_line_copies_again_as_often_is_one_suggestion_and_the_larger_comes_first() -> None:
-    alike = [row(9, 9 * MIB, repeats=8), row(9, 9 * MIB, repeats=8, name="y"), row(9, 99 * MIB, repeats=8, line=1)]
+    alike = [
+        row(9, 9 * MIB, repeats=8),
+        row(9, 9 * MIB, repeats=8, name="y"),
+        row(9, 99 * MIB, repeats=8, line=1),
+    ]
     assert suggestions(alike, {}, lines=LOOP) == (
         "99.0 MiB copied to cuda:0 9 times by line 1: move x once and keep the copy (saves 88.0 MiB)",
         "18.0 MiB copied to cuda:0 9 times by line 2: move x, y before the loop (saves 16.0 MiB)",
@@ -57,7 +69,9 @@ def test_what_one_line_copies_again_as_often_is_one_suggestion_and_the_larger_co
 
 def test_every_epoch_moves_the_same_batches_again() -> None:
     (said,) = suggestions([row(30, 30 * MIB, repeats=20)], {}, lines=LOOP)
-    assert said.startswith("20.0 MiB of 30.0 MiB copied to cuda:0 by line 2 had been copied before: keep the copies")
+    assert said.startswith(
+        "20.0 MiB of 30.0 MiB copied to cuda:0 by line 2 had been copied before: keep the copies"
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +81,9 @@ def test_every_epoch_moves_the_same_batches_again() -> None:
         row(300, 1200, repeats=299, **{**READ, "cause": "print"}),
     ],
 )  # fmt: skip
-def test_new_batches_moves_that_happened_twice_and_reads_are_no_such_thing(alike: TransferRow) -> None:
+def test_new_batches_moves_that_happened_twice_and_reads_are_no_such_thing(
+    alike: TransferRow,
+) -> None:
     assert suggestions([alike], {}, lines=LOOP) == ()
 
 
@@ -77,18 +93,31 @@ def test_new_batches_moves_that_happened_twice_and_reads_are_no_such_thing(alike
 @pytest.mark.parametrize(
     ("cause", "said"),
     [
-        (".item", "1,000 syncs by .item() in a loop, line 2: accumulate on the device, read once at the end"),
-        ("float()", "1,000 syncs by float() in a loop, line 2: accumulate on the device, read once at the end"),
-        ("bool()", "1,000 syncs by a condition on the device in a loop, line 2: test it less often"),
+        (
+            ".item",
+            "1,000 syncs by .item() in a loop, line 2: accumulate on the device, read once at the end",
+        ),
+        (
+            "float()",
+            "1,000 syncs by float() in a loop, line 2: accumulate on the device, read once at the end",
+        ),
+        (
+            "bool()",
+            "1,000 syncs by a condition on the device in a loop, line 2: test it less often",
+        ),
         ("print", "1,000 syncs by print in a loop, line 2: print less often"),
     ],
 )
 def test_a_read_in_a_loop_is_told_by_what_read(cause: str, said: str) -> None:
-    assert suggestions([row(1000, 4000, **{**READ, "cause": cause})], {2: 1000}, lines=LOOP) == (said,)
+    assert suggestions([row(1000, 4000, **{**READ, "cause": cause})], {2: 1000}, lines=LOOP) == (
+        said,
+    )
 
 
 def test_waiting_without_a_read_is_told_by_its_count_alone() -> None:
-    assert suggestions([], {2: 500}, lines=LOOP) == ("500 syncs in a loop, line 2: wait once, at the end",)
+    assert suggestions([], {2: 500}, lines=LOOP) == (
+        "500 syncs in a loop, line 2: wait once, at the end",
+    )
 
 
 def test_a_loss_read_now_and_then_is_nothing_to_change() -> None:
@@ -107,11 +136,23 @@ def test_a_loss_read_now_and_then_is_nothing_to_change() -> None:
             "m",
             "m created on cpu by line 1, copied by line 2",
         ),
-        ("m = torch.randn(9)\nm = m.cuda()", 2, "m", "m created on cpu by line 1, copied by line 2"),
-        ("pass\ny = torch.ones(3).to('cuda:0')", 2, None, "1.0 MiB created on cpu and copied by line 2"),
+        (
+            "m = torch.randn(9)\nm = m.cuda()",
+            2,
+            "m",
+            "m created on cpu by line 1, copied by line 2",
+        ),
+        (
+            "pass\ny = torch.ones(3).to('cuda:0')",
+            2,
+            None,
+            "1.0 MiB created on cpu and copied by line 2",
+        ),
     ],
 )
-def test_what_is_created_only_to_be_moved(text: str, line: int, name: str | None, said: str) -> None:
+def test_what_is_created_only_to_be_moved(
+    text: str, line: int, name: str | None, said: str
+) -> None:
     found = suggestions([row(line=line, name=name)], {}, lines=code(text))
     assert found == (said + ': create it with device="cuda:0" (saves 1.0 MiB)',)
 
@@ -169,8 +210,12 @@ def test_pinning_is_not_spoken_of_where_it_would_not_pay(alike: TransferRow) -> 
     assert not any("pin_memory" in str(each) for each in suggestions([alike], {}, lines=LOOP))
 
 
-@pytest.mark.parametrize("alike", [row(99, 9900), row(200, 200 * MIB), row(200, 20_000, cause="Module.to")])
-def test_few_copies_large_ones_and_those_of_a_module_are_not_advised_to_be_joined(alike: TransferRow) -> None:
+@pytest.mark.parametrize(
+    "alike", [row(99, 9900), row(200, 200 * MIB), row(200, 20_000, cause="Module.to")]
+)
+def test_few_copies_large_ones_and_those_of_a_module_are_not_advised_to_be_joined(
+    alike: TransferRow,
+) -> None:
     assert suggestions([alike], {}, lines=LOOP) == ()
 
 
@@ -182,7 +227,15 @@ def test_lines_in_loops_are_found_with_their_loop() -> None:
         "a = 1\nfor i in range(3):\n    b = i\n    while b > 0:\n        b -= 1\n"
         "c = [\n    x.item()\n    for x in y\n]\ndef f():\n    return 1"
     )
-    assert dict(cell_code.read_loops(code(text)).loops) == {3: 2, 4: 4, 5: 4, 6: 6, 7: 6, 8: 6, 9: 6}
+    assert dict(cell_code.read_loops(code(text)).loops) == {
+        3: 2,
+        4: 4,
+        5: 4,
+        6: 6,
+        7: 6,
+        8: 6,
+        9: 6,
+    }
 
 
 def test_magics_and_lines_numbered_from_further_down_are_read() -> None:

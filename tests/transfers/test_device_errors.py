@@ -23,7 +23,9 @@ MODEL = Operand("model", ("cuda:0",), 1000, "module")
 
 
 def told(text: str, *operands: Operand, device: str = "cuda:0", **more: object):
-    return device_errors.told(DeviceError(text, device, HERE, 3, "y = model(x)", operands=operands, **more))  # type: ignore[arg-type]
+    return device_errors.told(
+        DeviceError(text, device, HERE, 3, "y = model(x)", operands=operands, **more)
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", MIXED)
@@ -40,7 +42,10 @@ def test_operands_are_told_by_name_and_place_whatever_the_words(text: str) -> No
     [
         (Operand("net", ("cpu",), 9, "module"), 'net.to("cuda:0")'),
         (Operand("batch['x']", ("cpu",), 9), "batch['x'] = batch['x'].to(\"cuda:0\")"),
-        (Operand("parts", ("cpu", "cuda:0"), 9, "container"), 'parts = [each.to("cuda:0") for each in parts]'),
+        (
+            Operand("parts", ("cpu", "cuda:0"), 9, "container"),
+            'parts = [each.to("cuda:0") for each in parts]',
+        ),
         (
             Operand("self.mask", ("cpu",), 9, is_unregistered=True),
             'self.register_buffer("mask", ...)  # in __init__, so that .to("cuda:0") takes it along',
@@ -61,7 +66,10 @@ def test_an_index_goes_to_the_data_and_not_the_data_to_the_index() -> None:
 
 
 def test_what_has_no_name_is_said_to_have_none() -> None:
-    assert told(MIXED[0], MODEL).what == "model is on cuda:0; what is made in the line or inside the call is on cpu."
+    assert (
+        told(MIXED[0], MODEL).what
+        == "model is on cuda:0; what is made in the line or inside the call is on cpu."
+    )
     assert "none of them has a name" in told(MIXED[0]).what
 
 
@@ -90,7 +98,10 @@ def test_what_a_comprehension_binds_is_moved_inside_it() -> None:
 def test_an_ordinal_that_is_not_there_is_told_with_those_that_are() -> None:
     text = "CUDA error: invalid device ordinal\nGPU device may be out of range, do you have enough GPUs?"
     found = told(text)
-    assert found.what == "The line asks for a device number that does not exist; there are cuda:0, cuda:1."
+    assert (
+        found.what
+        == "The line asks for a device number that does not exist; there are cuda:0, cuda:1."
+    )
 
 
 def test_a_loader_that_pins_what_is_on_the_device_is_told_not_to() -> None:
@@ -102,11 +113,16 @@ def test_a_loader_that_pins_what_is_on_the_device_is_told_not_to() -> None:
 
 def test_a_generator_is_made_where_the_numbers_go() -> None:
     text = "Expected a 'cuda' device type for generator but found 'cpu'"
-    assert told(text, Operand("gen", ("cpu",), 0, "generator")).fix == 'gen = torch.Generator("cuda:0")'
+    assert (
+        told(text, Operand("gen", ("cpu",), 0, "generator")).fix
+        == 'gen = torch.Generator("cuda:0")'
+    )
     assert told(text).fix == 'generator=torch.Generator("cuda:0")'
 
 
-@pytest.mark.parametrize("text", ["", "shape mismatch", "CUDA out of memory. Tried to allocate 2.00 GiB", "device"])
+@pytest.mark.parametrize(
+    "text", ["", "shape mismatch", "CUDA out of memory. Tried to allocate 2.00 GiB", "device"]
+)
 def test_other_errors_are_left_alone(text: str) -> None:
     assert told(text, MODEL, X) is None
 

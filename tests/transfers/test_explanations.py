@@ -51,12 +51,19 @@ CELLS = {
 }  # fmt: skip
 
 
-def explained(cell: str, device: str = "simgpu:0") -> tuple[Explanation | None, BaseException, DeviceRun]:
+def explained(
+    cell: str, device: str = "simgpu:0"
+) -> tuple[Explanation | None, BaseException, DeviceRun]:
     """Run a cell that fails, as the magic does."""
     namespace: dict[str, Any] = {}
     exec(corpus.SETUP, namespace)
     source = cell.strip()
-    linecache.cache["<failing>"] = (len(source), None, source.splitlines(keepends=True), "<failing>")
+    linecache.cache["<failing>"] = (
+        len(source),
+        None,
+        source.splitlines(keepends=True),
+        "<failing>",
+    )
     run = DeviceRun(device, namespace=namespace)
     run.open()
     try:
@@ -71,7 +78,9 @@ def explained(cell: str, device: str = "simgpu:0") -> tuple[Explanation | None, 
 
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("positions", ["as Python tells", "none"])
-def test_the_failing_line_is_explained_by_its_variables(cell: str, positions: str, monkeypatch) -> None:
+def test_the_failing_line_is_explained_by_its_variables(
+    cell: str, positions: str, monkeypatch
+) -> None:
     """Also where Python does not say which part of the line failed, as before 3.11."""
     what, fix = CELLS[cell]
     if positions == "none":
@@ -81,7 +90,12 @@ def test_the_failing_line_is_explained_by_its_variables(cell: str, positions: st
     assert what in found.what
     assert (fix or "") in (found.fix or "")
     assert (
-        found.line == [step.tb_lineno for step in steps(error) if step.tb_frame.f_code.co_filename == "<failing>"][-1]
+        found.line
+        == [
+            step.tb_lineno
+            for step in steps(error)
+            if step.tb_frame.f_code.co_filename == "<failing>"
+        ][-1]
     )
 
 
@@ -94,7 +108,8 @@ def steps(error: BaseException) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "cell", ["1 / 0", "raise RuntimeError('same device')", "torch.ones(2) @ torch.ones(3)", "y = zz"]
+    "cell",
+    ["1 / 0", "raise RuntimeError('same device')", "torch.ones(2) @ torch.ones(3)", "y = zz"],
 )
 def test_other_failures_are_not_explained(cell: str) -> None:
     assert explained(cell)[0] is None
@@ -141,12 +156,20 @@ def test_what_a_function_was_given_is_mended_where_it_is_called(line: str, fix: 
     cell = USES + 'given = {"inputs": small}\n' + line
     found, _, _ = explained(cell)
     assert found is not None
-    assert (found.line, found.code, found.function, found.fix) == (len(cell.strip().split("\n")), line, None, fix)
+    assert (found.line, found.code, found.function, found.fix) == (
+        len(cell.strip().split("\n")),
+        line,
+        None,
+        fix,
+    )
 
 
 def test_the_exception_is_the_users_own_and_a_block_shows_the_explanation_under_it() -> None:
     x, g = torch.ones(3), torch.ones(3, device="simgpu:0")
-    with pytest.raises(RuntimeError, match="Expected all tensors") as caught, gpumagic.ondevice("simgpu:0") as run:
+    with (
+        pytest.raises(RuntimeError, match="Expected all tensors") as caught,
+        gpumagic.ondevice("simgpu:0") as run,
+    ):
         x + g
     assert type(caught.value) is RuntimeError
     assert caught.value.__cause__ is caught.value.__context__ is None
@@ -159,7 +182,11 @@ def test_the_exception_is_the_users_own_and_a_block_shows_the_explanation_under_
 
 def test_blocks_inside_one_another_say_it_once() -> None:
     x, g = torch.ones(3), torch.ones(3, device="simgpu:0")
-    with pytest.raises(RuntimeError) as caught, gpumagic.ondevice("simgpu:0"), gpumagic.ondevice("simgpu:0"):
+    with (
+        pytest.raises(RuntimeError) as caught,
+        gpumagic.ondevice("simgpu:0"),
+        gpumagic.ondevice("simgpu:0"),
+    ):
         x + g
     assert len(getattr(caught.value, "__notes__", [0])) == 1
 
@@ -173,12 +200,17 @@ def test_a_decorated_function_is_explained_too() -> None:
 
     with pytest.raises(RuntimeError) as caught:
         work()
-    assert "x is on cpu, g on simgpu:0" in getattr(caught.value, "__notes__", ["x is on cpu, g on simgpu:0"])[0]
+    assert (
+        "x is on cpu, g on simgpu:0"
+        in getattr(caught.value, "__notes__", ["x is on cpu, g on simgpu:0"])[0]
+    )
 
 
 def test_nothing_of_the_failed_line_is_kept_alive() -> None:
     def fail() -> tuple[DeviceRun, Any]:
-        found, error, run = explained("def f(a):\n    return a + g\nf(torch.ones(8, 4, device='cpu'))")
+        found, error, run = explained(
+            "def f(a):\n    return a + g\nf(torch.ones(8, 4, device='cpu'))"
+        )
         assert found is not None
         lost = weakref.ref(error.__traceback__.tb_next.tb_next.tb_frame.f_locals["a"])  # type: ignore[union-attr]
         return run, lost

@@ -51,7 +51,9 @@ EVERY = [7, pytest.param(1, marks=pytest.mark.deep)]
 
 
 @pytest.mark.parametrize("every", EVERY)
-@pytest.mark.parametrize("magic", ["%%ondevice simgpu:1", "%%ondevice simgpu:1 --trace", "%%oomguard"])
+@pytest.mark.parametrize(
+    "magic", ["%%ondevice simgpu:1", "%%ondevice simgpu:1 --trace", "%%oomguard"]
+)
 def test_the_next_cell_finds_everything_as_it_was(shell, magic, every) -> None:
     shell.run_cell(f"{magic}\n1")  # what is made once for a process
     before, places = state(), []
@@ -68,7 +70,9 @@ def test_the_next_cell_finds_everything_as_it_was(shell, magic, every) -> None:
 
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("magic", ["%ondevice simgpu:1", "%oomguard"])
-def test_the_next_cell_finds_everything_as_it_was_before_the_cell_began(shell, magic, every) -> None:
+def test_the_next_cell_finds_everything_as_it_was_before_the_cell_began(
+    shell, magic, every
+) -> None:
     shell.run_cell(f"%{magic}\n1")
     before, places = state(), []
     for line in count(step=every):
@@ -77,7 +81,9 @@ def test_the_next_cell_finds_everything_as_it_was_before_the_cell_began(shell, m
         if not interrupt.where:
             break
         places.append(interrupt.where)
-        assert isinstance(shell.last_execution_result.error_in_exec, KeyboardInterrupt), interrupt.where
+        assert isinstance(shell.last_execution_result.error_in_exec, KeyboardInterrupt), (
+            interrupt.where
+        )
         shell.run_cell("1")
         assert state() == before, interrupt.where
     assert len(places) > 20 / every

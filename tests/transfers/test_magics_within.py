@@ -33,7 +33,8 @@ MAGICS = ("%%time", "%%prun -q", "%%capture out", "%%time\n%%capture out")
 
 
 @pytest.mark.parametrize(
-    ("magic", "is_below"), [*((each, below) for each in MAGICS for below in (True, False)), ("%%timeit -n1 -r1", True)]
+    ("magic", "is_below"),
+    [*((each, below) for each in MAGICS for below in (True, False)), ("%%timeit -n1 -r1", True)],
 )
 def test_lines_names_and_advice_are_those_of_the_cell_whichever_magic_is_above(
     shell: Any, magic: str, is_below: bool
@@ -41,7 +42,10 @@ def test_lines_names_and_advice_are_those_of_the_cell_whichever_magic_is_above(
     ours = "%%ondevice simgpu:0 -q -o r"
     report = report_of(shell, "\n".join([ours, magic, BODY] if is_below else [magic, ours, BODY]))
     first = magic.count("\n") + 3
-    assert [(row.line, row.name, row.count) for row in report] == [(first + 1, "x", 5), (first + 2, None, 1)]
+    assert [(row.line, row.name, row.count) for row in report] == [
+        (first + 1, "x", 5),
+        (first + 2, None, 1),
+    ]
     assert report[0].code == "y = x.to('simgpu:0')"
     assert report.advice[0].change == "move x before the loop"
     assert report.syncs == {first + 1: 5, first + 2: 1}
@@ -53,9 +57,15 @@ def test_a_traced_cell_under_time_has_its_own_lines(shell: Any) -> None:
 
 
 @pytest.mark.skipif(IPython.version_info < (8,), reason="its %%time shows an error and raises none")
-@pytest.mark.parametrize("cell", ["%%ondevice simgpu:0 -q -o r\n%%time", "%%time\n%%ondevice simgpu:0 -q -o r"])
-def test_an_error_about_devices_in_a_timed_cell_has_the_line_of_the_cell(shell: Any, cell: str) -> None:
-    result = shell.run_cell(f"{cell}\n\n!echo a\ng = torch.ones(1000, device='simgpu:0')\ny = x + g")
+@pytest.mark.parametrize(
+    "cell", ["%%ondevice simgpu:0 -q -o r\n%%time", "%%time\n%%ondevice simgpu:0 -q -o r"]
+)
+def test_an_error_about_devices_in_a_timed_cell_has_the_line_of_the_cell(
+    shell: Any, cell: str
+) -> None:
+    result = shell.run_cell(
+        f"{cell}\n\n!echo a\ng = torch.ones(1000, device='simgpu:0')\ny = x + g"
+    )
     assert isinstance(result.error_in_exec, RuntimeError)
     found = shell.user_ns["r"].explanation
     assert (found.line, found.code, found.fix) == (6, "y = x + g", 'x = x.to("simgpu:0")')
@@ -84,7 +94,11 @@ def test_commands_and_magics_are_shown_as_typed(shell: Any) -> None:
 
 def test_what_cannot_be_read_back_stays_as_it_is() -> None:
     code = "get_ipython().system(command)\nget_ipython().run_cell_magic('time', '', 'x')\nget_ipython().other('a')"
-    assert frames.as_typed(code) == ("get_ipython().system(command)", "%%time", "get_ipython().other('a')")
+    assert frames.as_typed(code) == (
+        "get_ipython().system(command)",
+        "%%time",
+        "get_ipython().other('a')",
+    )
 
 
 def test_a_copy_by_a_class_of_the_users_is_told_by_the_line_that_uses_it(shell: Any) -> None:
@@ -93,13 +107,18 @@ def test_a_copy_by_a_class_of_the_users_is_told_by_the_line_that_uses_it(shell: 
         "        return super().__torch_function__(f, types, args, kwargs or {})"
     )
     report = report_of(
-        shell, "%%ondevice simgpu:0 -q -o r\nown = torch.ones(9, device='cpu').as_subclass(Own)\ny = own.to('simgpu:0')"
+        shell,
+        "%%ondevice simgpu:0 -q -o r\nown = torch.ones(9, device='cpu').as_subclass(Own)\ny = own.to('simgpu:0')",
     )
     assert [(row.line, row.nbytes) for row in report] == [(3, 36)]
 
 
 def test_a_part_that_is_copied_again_is_a_repeat_and_no_stream(shell: Any) -> None:
-    report = report_of(shell, "%%ondevice simgpu:0 -q -o r\nfor _ in range(5):\n    y = x[:500].to('simgpu:0')")
+    report = report_of(
+        shell, "%%ondevice simgpu:0 -q -o r\nfor _ in range(5):\n    y = x[:500].to('simgpu:0')"
+    )
     assert [(row.count, row.repeats) for row in report] == [(5, 4)]
-    shell.run_cell("%%ondevice simgpu:0 -q -o r\nfor _ in range(5):\n    x += 1\n    y = x[:500].to('simgpu:0')")
+    shell.run_cell(
+        "%%ondevice simgpu:0 -q -o r\nfor _ in range(5):\n    x += 1\n    y = x[:500].to('simgpu:0')"
+    )
     assert [row.repeats for row in shell.user_ns["r"]] == [0]

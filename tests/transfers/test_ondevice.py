@@ -41,7 +41,9 @@ def test_what_the_cell_names_elsewhere_is_told_with_its_bytes() -> None:
 
 
 def test_containers_of_tensors_are_told_too() -> None:
-    report, _, _ = run("kept = [g, x, x]\npair = {'a': far}\ntexts = ['a'] * 5\nlast = g[0, 0].item()")
+    report, _, _ = run(
+        "kept = [g, x, x]\npair = {'a': far}\ntexts = ['a'] * 5\nlast = g[0, 0].item()"
+    )
     assert {(each.name, each.device, each.nbytes) for each in report.elsewhere} == {
         ("kept", "cpu", 4000), ("x", "cpu", 4000), ("pair", "simgpu:1", 100), ("far", "simgpu:1", 100),
     }  # fmt: skip
@@ -62,13 +64,17 @@ def test_a_module_that_cannot_say_what_it_holds_costs_not_the_report(odd: str) -
 def test_what_a_module_holds_elsewhere_is_read_as_it_is_stored() -> None:
     odd = "class Odd(torch.nn.Linear):\n    def parameters(self, recurse=True): raise RuntimeError('no')\n"
     report, _, _ = run(f"{odd}odd = Odd(3, 2, device='cpu')\ny = x.to('simgpu:0')")
-    assert ("odd", "cpu", 32) in [(each.name, each.device, each.nbytes) for each in report.elsewhere]
+    assert ("odd", "cpu", 32) in [
+        (each.name, each.device, each.nbytes) for each in report.elsewhere
+    ]
 
 
 @pytest.mark.parametrize("trace", [False, True])
 def test_a_sparse_tensor_is_created_with_the_bytes_of_its_parts(trace: bool) -> None:
     with gpumagic.ondevice("cpu", trace=trace) as on:
-        made = torch.sparse_coo_tensor([[0, 1], [1, 0]], [1.0, 2.0], (500, 500), check_invariants=True)
+        made = torch.sparse_coo_tensor(
+            [[0, 1], [1, 0]], [1.0, 2.0], (500, 500), check_invariants=True
+        )
     assert on.report.created == {"cpu": (1, 40)}
     assert bytes_by_device(made, "tensor") == {"cpu": 40}
 
@@ -92,7 +98,9 @@ def test_new_tensors_land_on_the_device(made: str) -> None:
 
 
 def test_an_explicit_device_and_a_generators_device_win() -> None:
-    _, _, names = run("a = torch.zeros(3, device='cpu')\nb = torch.rand(3, generator=torch.Generator('cpu'))")
+    _, _, names = run(
+        "a = torch.zeros(3, device='cpu')\nb = torch.rand(3, generator=torch.Generator('cpu'))"
+    )
     assert names["a"].device.type == names["b"].device.type == "cpu"
 
 
@@ -108,7 +116,9 @@ def test_a_shuffling_data_loader_works() -> None:
 
 
 def test_created_counts_and_bytes_are_those_of_the_factory_calls() -> None:
-    report, _, _ = run("a = torch.zeros(10)\nb = torch.ones(3, device='cpu')\nc = torch.zeros_like(a)\nd = a + 1")
+    report, _, _ = run(
+        "a = torch.zeros(10)\nb = torch.ones(3, device='cpu')\nc = torch.zeros_like(a)\nd = a + 1"
+    )
     assert report.created == {"cpu": (1, 12), "simgpu:0": (2, 80)}
 
 
@@ -123,7 +133,9 @@ def test_the_peak_is_told_only_if_the_cell_raised_it() -> None:
 
 
 @pytest.mark.parametrize("outer", [None, "cpu", "simgpu:1"])
-def test_an_outer_default_and_the_current_device_are_restored_after_an_error(outer: str | None) -> None:
+def test_an_outer_default_and_the_current_device_are_restored_after_an_error(
+    outer: str | None,
+) -> None:
     torch.set_default_device(outer)
     torch.simgpu.set_device(0)
     try:

@@ -70,8 +70,14 @@ def test_a_cell_that_wastes_is_told_so(cell: str, monkeypatch: pytest.MonkeyPatc
 
 def test_what_is_advised_for_a_loader_of_many_small_copies_leaves_one_per_batch() -> None:
     rows = "import numpy\nrows = [(numpy.ones(9), 1)] * 120\n"
-    loop = "for b, _ in torch.utils.data.DataLoader(rows, batch_size=60):\n    b = b.to('simgpu:0')\n"
-    followed, _, _ = run(rows + 'with torch.device("cpu"):\n' + "".join(f"    {line}\n" for line in loop.splitlines()))
+    loop = (
+        "for b, _ in torch.utils.data.DataLoader(rows, batch_size=60):\n    b = b.to('simgpu:0')\n"
+    )
+    followed, _, _ = run(
+        rows
+        + 'with torch.device("cpu"):\n'
+        + "".join(f"    {line}\n" for line in loop.splitlines())
+    )
     assert [row.count for row in followed] == [2]
 
 
@@ -81,7 +87,9 @@ def test_a_cell_that_only_looks_alike_is_not(name: str) -> None:
     assert report.advice == ()
 
 
-def test_pageable_copies_are_counted_where_pinning_makes_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pageable_copies_are_counted_where_pinning_makes_a_difference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     x = torch.ones(1 << 20)
     assert is_pageable(x, "simgpu:0") is None
     monkeypatch.setattr(log, "PINNABLE", frozenset({"simgpu"}))

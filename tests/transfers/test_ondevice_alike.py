@@ -85,12 +85,16 @@ def shell() -> InteractiveShell:
     shell.run_line_magic("unload_ext", "gpumagic")
     InteractiveShell.clear_instance()
     shell.reset(new_session=True)
-    sys.modules[shell._orig_sys_modules_main_name] = shell._orig_sys_modules_main_mod  # it had put itself there
+    sys.modules[shell._orig_sys_modules_main_name] = (
+        shell._orig_sys_modules_main_mod
+    )  # it had put itself there
     shell.user_ns.clear()  # a shell outlives its test in cycles of IPython's, and other tests ask what is on a device
     shell.last_execution_result = shell.InteractiveTB.tb = None
 
 
-def outcome(shell: InteractiveShell, cell: str, around: Any, capsys: pytest.CaptureFixture[str]) -> tuple[object, ...]:
+def outcome(
+    shell: InteractiveShell, cell: str, around: Any, capsys: pytest.CaptureFixture[str]
+) -> tuple[object, ...]:
     """Return what a fresh session has after a cell: names, output, value and exception."""
     shell.reset(new_session=True, aggressive=False)
     torch.set_default_device(None)
@@ -103,10 +107,18 @@ def outcome(shell: InteractiveShell, cell: str, around: Any, capsys: pytest.Capt
         torch.set_default_device(None)  # inside: torch's context does not forgive it later
     assert torch._C._len_torch_function_stack() == 0
     printed = capsys.readouterr().out
-    names = {name: plain(value) for name, value in shell.user_ns.items() if name not in before and name[0] != "_"}
-    names |= {name: plain(shell.user_ns.get(name)) for name in ("a", "b", "n", "host", "near", "far")}
+    names = {
+        name: plain(value)
+        for name, value in shell.user_ns.items()
+        if name not in before and name[0] != "_"
+    }
+    names |= {
+        name: plain(shell.user_ns.get(name)) for name in ("a", "b", "n", "host", "near", "far")
+    }
     error = result.error_in_exec
-    said = printed.partition("-----")[0]  # a traceback, of the cell or of showing its value, tells its own lines
+    said = printed.partition("-----")[
+        0
+    ]  # a traceback, of the cell or of showing its value, tells its own lines
     return names, said, plain(result.result), type(error), str(error)
 
 
@@ -124,11 +136,17 @@ def plain(value: Any) -> object:
     return value if isinstance(value, (int, str, torch.device)) else type(value).__name__
 
 
-@settings(examples(few=5, deep=60), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    examples(few=5, deep=60),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(CELLS)
 @example("torch.ones(4).as_subclass(type('Sub', (torch.Tensor,), {}))")
 def test_a_cell_does_what_it_does_under_torchs_own_context(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str], cell: str
 ) -> None:
     under_torch = outcome(shell, "\n" + cell, torch.device("simgpu:0"), capsys)
-    assert outcome(shell, "%%ondevice simgpu:0 -q\n" + cell, contextlib.nullcontext(), capsys) == under_torch
+    assert (
+        outcome(shell, "%%ondevice simgpu:0 -q\n" + cell, contextlib.nullcontext(), capsys)
+        == under_torch
+    )

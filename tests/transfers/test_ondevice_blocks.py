@@ -116,7 +116,9 @@ def test_a_decorated_function_keeps_the_report_of_its_last_call() -> None:
         assert str(work(n).device) == "simgpu:0"
     report = work.run.report
     assert (work.__name__, work.__doc__) == ("work", "Return a moved copy.")
-    assert [(row.name, row.count, row.code) for row in report] == [("mine", 1, 'return mine.to("simgpu:0")')]
+    assert [(row.name, row.count, row.code) for row in report] == [
+        ("mine", 1, 'return mine.to("simgpu:0")')
+    ]
     assert elsewhere(report) == [("mine", "cpu", 40)]
     assert report.lines[0][1] == '@gpumagic.ondevice("simgpu:0")'
     assert report.lines[-1][1] == '    return mine.to("simgpu:0")'

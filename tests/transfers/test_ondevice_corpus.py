@@ -18,7 +18,11 @@ GAPS = [cell for cell in CELLS if cell.gap is not None]
 def disagreement(cell: CorpusCell) -> str:
     """Return in what the report of a cell differs from the counters or from the cell's header; "" if in nothing."""
     report, copies, _ = corpus.run(cell.code, asks=cell.asks)
-    counters, expected, told = corpus.counted(copies), corpus.reported(cell.moves), corpus.reported(report)
+    counters, expected, told = (
+        corpus.counted(copies),
+        corpus.reported(cell.moves),
+        corpus.reported(report),
+    )
     if expected != counters:
         return f"the header says {expected}, the devices {counters}"
     if told != counters:

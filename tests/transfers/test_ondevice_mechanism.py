@@ -64,16 +64,34 @@ def run(cell: str, setup: str = "", **names: Any) -> dict[str, Any]:
 
 
 def test_what_a_cell_sees_of_torch_is_torchs_own() -> None:
-    owners = {"torch": torch, "Tensor": torch.Tensor, "UntypedStorage": torch.UntypedStorage, "fft": torch.fft}
+    owners = {
+        "torch": torch,
+        "Tensor": torch.Tensor,
+        "UntypedStorage": torch.UntypedStorage,
+        "fft": torch.fft,
+    }
     before = {name: dict(vars(owner)) for name, owner in owners.items()}
-    seen = run("seen = {name: dict(vars(owner)) for name, owner in owners.items()}", owners=owners)["seen"]
-    changed = [f"{name}.{key}" for name, own in before.items() for key in own if seen[name][key] is not own[key]]
+    seen = run("seen = {name: dict(vars(owner)) for name, owner in owners.items()}", owners=owners)[
+        "seen"
+    ]
+    changed = [
+        f"{name}.{key}"
+        for name, own in before.items()
+        for key in own
+        if seen[name][key] is not own[key]
+    ]
     assert changed == []
 
 
 @pytest.mark.parametrize(
     "kept",
-    ["f", "[f][0]", "functools.partial(f)", "type('Net', (), {'make': staticmethod(f)}).make", "lambda n, g=f: g(n)"],
+    [
+        "f",
+        "[f][0]",
+        "functools.partial(f)",
+        "type('Net', (), {'make': staticmethod(f)}).make",
+        "lambda n, g=f: g(n)",
+    ],
 )
 def test_a_function_lands_on_the_device_whoever_keeps_it(kept: str) -> None:
     make = eval(kept, {"f": torch.zeros, "functools": functools})
@@ -193,7 +211,9 @@ def operators_in(graph: str) -> list[str]:
 
 @pytest.mark.parametrize("trace", [False, True], ids=["plain", "traced"])
 @pytest.mark.parametrize("what", transformed.COMPILED)
-def test_compiling_makes_the_same_graphs_and_counts_the_copies_that_run(what: str, trace: bool) -> None:
+def test_compiling_makes_the_same_graphs_and_counts_the_copies_that_run(
+    what: str, trace: bool
+) -> None:
     def graphs(around: contextlib.AbstractContextManager[Any]) -> tuple[list[str], Any, Any]:
         torch._dynamo.reset()
         made: list[str] = []
@@ -212,7 +232,9 @@ def test_compiling_makes_the_same_graphs_and_counts_the_copies_that_run(what: st
         under, _, run = graphs(gpumagic.ondevice("simgpu:1", trace=trace))
     finally:
         torch._dynamo.reset()
-    if trace:  # its hooks of modules are traced too, and then a graph's inputs come in another order
+    if (
+        trace
+    ):  # its hooks of modules are traced too, and then a graph's inputs come in another order
         under, bare = [operators_in(each) for each in under], [operators_in(each) for each in bare]
     assert under == bare
     assert corpus.reported(run.report) == copies
@@ -220,7 +242,9 @@ def test_compiling_makes_the_same_graphs_and_counts_the_copies_that_run(what: st
 
 @pytest.mark.parametrize("trace", [False, True], ids=["plain", "traced"])
 @pytest.mark.parametrize("what", transformed.TRACED)
-def test_what_runs_under_torchs_context_runs_with_its_copies_counted(what: str, trace: bool) -> None:
+def test_what_runs_under_torchs_context_runs_with_its_copies_counted(
+    what: str, trace: bool
+) -> None:
     def outcome(around: contextlib.AbstractContextManager[Any]) -> tuple[Any, Any]:
         space: dict[str, Any] = {}
         exec(SETUP + transformed.SETUP, space)
@@ -237,7 +261,9 @@ def test_what_runs_under_torchs_context_runs_with_its_copies_counted(what: str, 
 
 
 def test_a_script_is_compiled_from_torchs_own_functions() -> None:
-    assert run("made = torch.jit.script(the_function)(2)", the_function=for_script)["made"].shape == (2,)
+    assert run("made = torch.jit.script(the_function)(2)", the_function=for_script)[
+        "made"
+    ].shape == (2,)
 
 
 def for_script(n: int) -> torch.Tensor:
@@ -295,11 +321,16 @@ def test_an_error_has_no_frame_of_ours() -> None:
             with gpumagic.ondevice("simgpu:1", trace=trace):
                 torch.ones(3) + torch.ones(3, device="cpu")
         except RuntimeError as error:
-            steps = [each.tb_frame.f_globals["__name__"] for each in frames.traceback_steps(error.__traceback__)]
+            steps = [
+                each.tb_frame.f_globals["__name__"]
+                for each in frames.traceback_steps(error.__traceback__)
+            ]
         assert steps == [__name__]
 
 
-def test_a_shell_shows_an_error_without_a_frame_of_ours(bare_shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shell_shows_an_error_without_a_frame_of_ours(
+    bare_shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     bare_shell.run_line_magic("load_ext", "gpumagic")
     for options in ("", "--trace"):
         bare_shell.run_cell(
@@ -383,7 +414,10 @@ def earlier_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
      "y = g.nonzero(); z = x.nonzero(); w = g[g > 0]", "y = torch.unique(g); z = torch.unique_consecutive(g, dim=0)"],
 )  # fmt: skip
 def test_before_torch_2_9_kernels_count_the_same_and_are_covered_in_between(cell: str) -> None:
-    has_kernel, is_open = torch._C._dispatch_has_kernel_for_dispatch_key, ("aten::copy_", "BackendSelect")
+    has_kernel, is_open = (
+        torch._C._dispatch_has_kernel_for_dispatch_key,
+        ("aten::copy_", "BackendSelect"),
+    )
     for _ in range(2):
         report, copies, _ = corpus.run(cell)
         assert corpus.reported(report) == corpus.counted(copies)

@@ -130,7 +130,9 @@ def test_what_is_loaded_is_moved_and_not_created() -> None:
         torch.load(text)
     assert run.report is not None
     assert run.report.created == {}
-    assert [(row.cause, row.target, row.nbytes) for row in run.report] == [("torch.load", "simgpu:1", 16)]
+    assert [(row.cause, row.target, row.nbytes) for row in run.report] == [
+        ("torch.load", "simgpu:1", 16)
+    ]
 
 
 def test_a_comprehensions_variable_names_what_it_moves() -> None:
@@ -140,8 +142,13 @@ def test_a_comprehensions_variable_names_what_it_moves() -> None:
 
 
 def test_what_exec_and_eval_copy_is_told_by_the_line_that_calls_them() -> None:
-    report, _, _ = corpus.run("a = 1\nexec('y = x.to(\"simgpu:0\")')\nz = eval('x.to(\"simgpu:1\")')")
-    assert [(row.line, row.target, row.nbytes) for row in report] == [(2, "simgpu:0", 4000), (3, "simgpu:1", 4000)]
+    report, _, _ = corpus.run(
+        "a = 1\nexec('y = x.to(\"simgpu:0\")')\nz = eval('x.to(\"simgpu:1\")')"
+    )
+    assert [(row.line, row.target, row.nbytes) for row in report] == [
+        (2, "simgpu:0", 4000),
+        (3, "simgpu:1", 4000),
+    ]
 
 
 def test_a_block_that_worked_on_the_host_or_on_another_device_says_so() -> None:
@@ -155,10 +162,14 @@ def test_a_block_that_worked_on_the_host_or_on_another_device_says_so() -> None:
     assert "the cell worked on simgpu:0 (z)" in to_text(elsewhere.report, width=200)
 
 
-def test_a_gradients_copy_is_told_by_the_line_that_calls_backward_also_from_within_a_checkpoint() -> None:
+def test_a_gradients_copy_is_told_by_the_line_that_calls_backward_also_from_within_a_checkpoint() -> (
+    None
+):
     w = torch.ones(4, requires_grad=True)
     with gpumagic.ondevice("simgpu:0") as run:
-        y = torch.utils.checkpoint.checkpoint(lambda v: v.to("simgpu:0").exp(), w, use_reentrant=True)
+        y = torch.utils.checkpoint.checkpoint(
+            lambda v: v.to("simgpu:0").exp(), w, use_reentrant=True
+        )
         y.sum().backward()
     assert run.report is not None
     code = {row.cause: row.code for row in run.report if row.direction == "device-to-host"}

@@ -71,7 +71,10 @@ PEAKS = {
 
 def peak_of(code: str, *, trace: bool) -> tuple[int, TransferReport]:
     """Return the most that a cell allocates beyond what was there, by the device's own counter."""
-    names: dict[str, object] = {"torch": torch, "x": torch.ones(1 << 18, device="simgpu:0", requires_grad=True)}
+    names: dict[str, object] = {
+        "torch": torch,
+        "x": torch.ones(1 << 18, device="simgpu:0", requires_grad=True),
+    }
     gc.collect()
     torch.simgpu.reset_peak_memory_stats(0)
     before = torch.simgpu.memory_allocated(0)

@@ -72,7 +72,13 @@ def test_a_tensors_name_is_bound_to_its_copy() -> None:
     assert str(names["x"].device) == THERE
     assert names["x"].stride() == x.stride()
     assert torch.equal(names["x"].cpu(), x)
-    assert (row.name, row.cause, row.source, row.target, row.nbytes) == ("x", "--move", "cpu", THERE, 24)
+    assert (row.name, row.cause, row.source, row.target, row.nbytes) == (
+        "x",
+        "--move",
+        "cpu",
+        THERE,
+        24,
+    )
 
 
 def test_what_is_there_already_stays_the_object_it_is() -> None:
@@ -101,7 +107,9 @@ def test_buffers_and_layers_of_a_module_go_along() -> None:
 
 
 def test_a_tied_weight_stays_tied() -> None:
-    model = torch.nn.ModuleList([torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)])
+    model = torch.nn.ModuleList(
+        [torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)]
+    )
     model[1].weight = model[0].weight
     move_all(model=model)
     assert model[1].weight is model[0].weight
@@ -127,7 +135,9 @@ def test_an_optimizer_inside_a_wrapper_follows_too(named: tuple[str, ...]) -> No
     model, optimizer = trained()
     move_all(THERE, *named, model=model, optimizer=Prepared(optimizer))
     assert {str(state["exp_avg"].device) for state in optimizer.state.values()} == {THERE}
-    assert {str(each.device) for group in optimizer.param_groups for each in group["params"]} == {THERE}
+    assert {str(each.device) for group in optimizer.param_groups for each in group["params"]} == {
+        THERE
+    }
 
 
 @pytest.mark.parametrize("named", [("model",), ("model", "optimizer"), ("optimizer",)])
@@ -139,7 +149,9 @@ def test_an_optimizer_follows_its_parameters_with_its_state(named: tuple[str, ..
         assert [id(each) for each in group["params"]] == [id(each) for each in model.parameters()]
     for parameter in group["params"]:
         assert str(parameter.device) == str(optimizer.state[parameter]["exp_avg"].device) == THERE
-        assert optimizer.state[parameter]["step"].device.type == "cpu"  # where torch itself keeps it
+        assert (
+            optimizer.state[parameter]["step"].device.type == "cpu"
+        )  # where torch itself keeps it
     assert len(optimizer.state) == 2
     assert "optimizer" in {row.name for row in rows}
 
@@ -156,7 +168,9 @@ def test_training_goes_on_as_if_nothing_had_been_moved() -> None:
     assert torch.allclose(stayed.weight, model.weight.cpu())
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.LBFGS, torch.optim.Adagrad])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.LBFGS, torch.optim.Adagrad]
+)
 def test_every_kind_of_state_follows(kind: type[torch.optim.Optimizer]) -> None:
     model = torch.nn.Linear(4, 3)
     options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
@@ -259,7 +273,9 @@ def test_from_card_to_card_and_back_to_the_host() -> None:
 def test_a_cell_moves_its_variables_first_and_reports_it(bare_shell) -> None:
     bare_shell.run_line_magic("load_ext", "gpumagic")
     bare_shell.run_cell("import torch; x = torch.ones(1000); model = torch.nn.Linear(1000, 2)")
-    result = bare_shell.run_cell("%%ondevice simgpu:0 --move model,x -o report\ny = model(x).sum().item()")
+    result = bare_shell.run_cell(
+        "%%ondevice simgpu:0 --move model,x -o report\ny = model(x).sum().item()"
+    )
     assert result.success
     report = bare_shell.user_ns["report"]
     moved = {(row.name, row.nbytes) for row in report if row.cause == "--move"}
@@ -281,7 +297,9 @@ def test_a_cell_that_cannot_move_does_not_run(bare_shell, line: str) -> None:
 
 def test_an_exported_script_is_told_in_one_line_too(bare_shell) -> None:
     bare_shell.run_line_magic("load_ext", "gpumagic")
-    result = bare_shell.run_cell("get_ipython().run_cell_magic('ondevice', 'simgpu:0 --move zz', 'ran = True')")
+    result = bare_shell.run_cell(
+        "get_ipython().run_cell_magic('ondevice', 'simgpu:0 --move zz', 'ran = True')"
+    )
     assert isinstance(result.error_in_exec, UsageError)
     assert "ran" not in bare_shell.user_ns
 
@@ -315,7 +333,11 @@ def test_a_functions_own_variable_cannot_be_moved_from_outside() -> None:
 def state(namespace: dict[str, Any]) -> Any:
     """Return all that must not have changed: which objects there are, and where each tensor lies."""
     model, optimizer = namespace["model"], namespace["optimizer"]
-    found = [*model.parameters(), *(each.grad for each in model.parameters()), *optimizer.param_groups[0]["params"]]
+    found = [
+        *model.parameters(),
+        *(each.grad for each in model.parameters()),
+        *optimizer.param_groups[0]["params"],
+    ]
     found += [value for kept in optimizer.state.values() for value in kept.values()]
     return (
         {name: id(value) for name, value in namespace.items()},
@@ -388,11 +410,17 @@ def test_a_module_that_raises_leaves_the_names_bound_as_they_were(last: Any, sai
 
 def test_too_much_is_refused_before_anything_is_copied() -> None:
     model, optimizer = trained()
-    namespace = {"model": model, "optimizer": optimizer, "x": torch.empty(5 * 2**30, dtype=torch.uint8)}
+    namespace = {
+        "model": model,
+        "optimizer": optimizer,
+        "x": torch.empty(5 * 2**30, dtype=torch.uint8),
+    }
     gc.collect()
     before = state(namespace)
     simgpu.reset_copies()
-    with pytest.raises(GpuMagicError, match=r"need 5.0 GiB on simgpu:0, which has .* free; nothing was moved"):
+    with pytest.raises(
+        GpuMagicError, match=r"need 5.0 GiB on simgpu:0, which has .* free; nothing was moved"
+    ):
         relocate(["model", "x"], namespace, THERE)
     assert state(namespace) == before
     assert simgpu.copies() == []
@@ -401,7 +429,11 @@ def test_too_much_is_refused_before_anything_is_copied() -> None:
 def test_running_out_all_the_same_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(move, "room", lambda device: None)
     model, optimizer = trained()
-    namespace = {"model": model, "optimizer": optimizer, "x": torch.empty(5 * 2**30, dtype=torch.uint8)}
+    namespace = {
+        "model": model,
+        "optimizer": optimizer,
+        "x": torch.empty(5 * 2**30, dtype=torch.uint8),
+    }
     before = state(namespace)
     with pytest.raises(GpuMagicError, match="out of memory"):
         relocate(["model", "x"], namespace, THERE)
@@ -420,7 +452,13 @@ def test_running_out_all_the_same_changes_nothing(monkeypatch: pytest.MonkeyPatc
 def test_a_name_that_cannot_be_meant_is_said_in_one_line(name: str, said: str) -> None:
     import numpy as np
 
-    namespace = {"model": torch.nn.Linear(2, 2), "lr": 0.1, "array": np.ones(3), "empty": [1, "a"], "graph": Graph()}
+    namespace = {
+        "model": torch.nn.Linear(2, 2),
+        "lr": 0.1,
+        "array": np.ones(3),
+        "empty": [1, "a"],
+        "graph": Graph(),
+    }
     namespace["packed"] = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
     with pytest.raises(OptionError, match=said):
         relocate(["model", name], namespace, THERE)
@@ -444,7 +482,9 @@ def test_nothing_of_the_move_is_kept_alive() -> None:
 trees = st.recursive(
     st.integers(0, 3) | st.none(),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=3)
     ),
     max_leaves=8,
 )
@@ -462,7 +502,11 @@ def test_any_container_keeps_its_shape_its_values_and_its_sharing(tree: Any) -> 
             return of(value)
         if isinstance(value, dict):
             return {key: planted(part, of) for key, part in value.items()}
-        return type(value)(planted(part, of) for part in value) if isinstance(value, list | tuple) else value
+        return (
+            type(value)(planted(part, of) for part in value)
+            if isinstance(value, list | tuple)
+            else value
+        )
 
     namespace = {"tree": [base, planted(tree, pool.__getitem__)], "base": base}
     relocate(["base", "tree"], namespace, THERE)

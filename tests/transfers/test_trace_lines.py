@@ -52,7 +52,21 @@ def test_runs_of_loops_recursion_generators_and_comprehensions() -> None:
         """
     )
     hits = {line: row.hits for line, row in rows.items()}
-    assert hits == {1: 1, 2: 6, 3: 3, 4: 3, 5: 1, 6: 8, 7: 6, 8: hits[8], 9: 1, 10: 4, 11: 3, 12: hits[12], 13: 1}
+    assert hits == {
+        1: 1,
+        2: 6,
+        3: 3,
+        4: 3,
+        5: 1,
+        6: 8,
+        7: 6,
+        8: hits[8],
+        9: 1,
+        10: 4,
+        11: 3,
+        12: hits[12],
+        13: 1,
+    }
     assert hits[12] == 3  # the lambda's body stands on the line that makes it
 
 
@@ -126,7 +140,9 @@ def test_coroutines_that_take_turns_each_have_what_their_own_lines_allocate() ->
     assert run.report is not None
     run.report.by_line.to_pandas()
     names = {"first": first, "second": second, "asyncio": asyncio, "torch": torch, "small": small}
-    report, _, _ = corpus.run("asyncio.run(both())", trace=["first", "second"], names={**names, "both": both})
+    report, _, _ = corpus.run(
+        "asyncio.run(both())", trace=["first", "second"], names={**names, "both": both}
+    )
     allocated = {row.code.strip(): row.allocated for row in report.by_line if row.function}
     assert allocated["small()"] == 3 * 4096
     assert allocated['torch.ones(2048, device="simgpu:0")'] == 2 * 8192
@@ -169,7 +185,10 @@ def test_named_functions_have_their_lines_in_libraries_too() -> None:
     found = {(row.function, row.code.strip()): (row.hits, row.allocated) for row in report.by_line}
     assert found["model.forward", "h = self.linear(x)"] == (3, 3 * 8192)
     assert found["model.forward", "return h * 2"] == (3, 3 * 8192)
-    assert found["torch.nn.Linear.forward", "return F.linear(input, self.weight, self.bias)"] == (3, 3 * 8192)
+    assert found["torch.nn.Linear.forward", "return F.linear(input, self.weight, self.bias)"] == (
+        3,
+        3 * 8192,
+    )
     assert found[None, "y = model(x)"] == (3, 6 * 8192)
 
 
@@ -189,7 +208,10 @@ def test_a_function_that_cannot_be_traced_is_refused_with_the_reason(name: str, 
 
 def test_the_option_takes_functions_behind_an_equals_sign_and_no_device() -> None:
     assert PARSERS["ondevice"].parse_line("--trace simgpu:0").trace is True
-    assert PARSERS["ondevice"].parse_line("simgpu:0 --trace=model.forward,step").trace == ["model.forward", "step"]
+    assert PARSERS["ondevice"].parse_line("simgpu:0 --trace=model.forward,step").trace == [
+        "model.forward",
+        "step",
+    ]
     assert PARSERS["ondevice"].parse_line("simgpu:0").trace is False
     with pytest.raises(OptionError, match=r"'a\.1' is not a function name"):
         PARSERS["ondevice"].parse_line("simgpu:0 --trace=a.1")
@@ -211,7 +233,9 @@ def test_a_debugger_or_coverage_keeps_its_trace_function() -> None:
         sys.settrace(before)
     assert kept is tracer
     assert seen
-    assert report.by_line.reason == ("" if MONITORING else "a debugger or coverage traces this code")
+    assert report.by_line.reason == (
+        "" if MONITORING else "a debugger or coverage traces this code"
+    )
     assert bool(report.by_line.rows) is MONITORING
 
 

@@ -9,7 +9,9 @@ from gpumagic.report.base import Holder, to_html, to_text
 from gpumagic.transfers.report import Explanation, Suggestion, TransferReport, TransferRow
 
 
-def row(line: int | None, nbytes: int, source: str = "cpu", target: str = "cuda:0", **more: Any) -> TransferRow:
+def row(
+    line: int | None, nbytes: int, source: str = "cpu", target: str = "cuda:0", **more: Any
+) -> TransferRow:
     given = {"count": 1, "seconds": 0.001, "code": None, "name": "x", "cause": ".to", **more}
     return TransferRow("host-to-device", source, target, nbytes=nbytes, line=line, **given)
 
@@ -31,7 +33,12 @@ REPORT = TransferReport(
     elapsed=1.5,
     elsewhere=(Holder("labels", "cpu", 4000),),
     advice=(
-        Suggestion(3, "512.0 MiB copied to cuda:0 100 times by line 3", "move batch before the loop", 507 * 2**20),
+        Suggestion(
+            3,
+            "512.0 MiB copied to cuda:0 100 times by line 3",
+            "move batch before the loop",
+            507 * 2**20,
+        ),
         Suggestion(5, "100 syncs by .item() in a loop, line 5", "read once at the end"),
     ),
     lines=LINES,
@@ -74,7 +81,10 @@ def test_a_block_says_in_a_sentence_what_was_moved_first() -> None:
 
 
 def test_what_code_outside_the_cell_moved_is_said() -> None:
-    text = to_text(TransferReport("cuda:0", (row(None, 4096, name=None, cause="copy_"),), lines=LINES), width=80)
+    text = to_text(
+        TransferReport("cuda:0", (row(None, 4096, name=None, cause="copy_"),), lines=LINES),
+        width=80,
+    )
     assert "Copied by code outside the cell: cpu → cuda:0 4.0 KiB by copy_." in text
 
 
@@ -94,8 +104,17 @@ def test_a_long_cell_takes_no_more_than_a_screen_and_the_rest_is_folded() -> Non
 
 def test_only_lines_with_transfers_or_syncs_are_shown_each_with_the_one_above_it() -> None:
     lines = tuple((n, f"line{n}") for n in range(1, 51))
-    text = to_text(TransferReport("cuda:0", (row(30, 10), row(41, 20)), syncs={7: 1}, lines=lines), width=80)
-    assert re.findall(r"line\d+", text) == ["line6", "line7", "line29", "line30", "line40", "line41"]
+    text = to_text(
+        TransferReport("cuda:0", (row(30, 10), row(41, 20)), syncs={7: 1}, lines=lines), width=80
+    )
+    assert re.findall(r"line\d+", text) == [
+        "line6",
+        "line7",
+        "line29",
+        "line30",
+        "line40",
+        "line41",
+    ]
 
 
 def test_indentation_is_kept_and_foreign_text_is_escaped_in_html() -> None:
@@ -110,11 +129,16 @@ def test_indentation_is_kept_and_foreign_text_is_escaped_in_html() -> None:
 def test_why_it_failed_and_what_repairs_it_is_the_first_line() -> None:
     why = Explanation("x is on cpu, model on cuda:0.", 'x = x.to("cuda:0")', 7, "model(x)")
     text = to_text(TransferReport("cuda:0", (), error="RuntimeError", explanation=why), width=80)
-    assert text.splitlines() == ['Line 7: x is on cpu, model on cuda:0. Fix: x = x.to("cuda:0")', "cuda:0, 0 us"]
+    assert text.splitlines() == [
+        'Line 7: x is on cpu, model on cuda:0. Fix: x = x.to("cuda:0")',
+        "cuda:0, 0 us",
+    ]
 
 
 def test_a_sync_without_a_transfer_has_its_line() -> None:
-    text = to_text(TransferReport("cuda:0", (), syncs={3: 5}, lines=((3, "torch.cuda.synchronize()"),)))
+    text = to_text(
+        TransferReport("cuda:0", (), syncs={3: 5}, lines=((3, "torch.cuda.synchronize()"),))
+    )
     assert re.search(r"^ +3  torch.cuda.synchronize\(\) +5$", text, re.MULTILINE)
 
 
@@ -125,12 +149,16 @@ def test_a_run_with_nothing_to_change_says_that_nothing_was_copied_again() -> No
 
 
 def test_a_cell_that_worked_elsewhere_hears_it_in_the_first_line() -> None:
-    on_host = TransferReport("cuda:1", (), allocations={"cuda:1": 0}, elsewhere=(Holder("y", "cpu", 40),))
+    on_host = TransferReport(
+        "cuda:1", (), allocations={"cuda:1": 0}, elsewhere=(Holder("y", "cpu", 40),)
+    )
     on_other = TransferReport(
         "cuda:1", (), created={"cuda:0": (1, 4)}, allocations={"cuda:0": 3, "cuda:1": 0},
         elsewhere=(Holder("y", "cuda:0", 40), Holder("x", "cpu", 40)),
     )  # fmt: skip
-    there = TransferReport("cuda:1", (), allocations={"cuda:1": 1}, elsewhere=(Holder("y", "cpu", 40),))
+    there = TransferReport(
+        "cuda:1", (), allocations={"cuda:1": 1}, elsewhere=(Holder("y", "cpu", 40),)
+    )
     said = [to_text(each, width=200).splitlines()[0] for each in (on_host, on_other, there)]
     assert said == [
         "Nothing was allocated on cuda:1: the cell worked on cpu (y); --move NAMES copies tensors first",

@@ -100,7 +100,11 @@ class Runs:
         for seed in (torch.manual_seed, np.random.seed, random.seed):
             seed(0)
         _forget_graphs()
-        guard = DeviceRun(self.device, namespace=space, trace=way == "trace") if way in WAYS[1:] else None
+        guard = (
+            DeviceRun(self.device, namespace=space, trace=way == "trace")
+            if way in WAYS[1:]
+            else None
+        )
         start = time.perf_counter()
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -118,7 +122,9 @@ class Runs:
             try:
                 exec(code, space)
             except Exception as error:
-                found.error = re.sub("0x[0-9a-f]+", "0x", f"{type(error).__name__}: {str(error)[:100]}")
+                found.error = re.sub(
+                    "0x[0-9a-f]+", "0x", f"{type(error).__name__}: {str(error)[:100]}"
+                )
             finally:
                 copies = self._copies()
                 found.peak = torch.accelerator.max_memory_allocated(self.device) - memory
@@ -132,11 +138,16 @@ class Runs:
             for row in guard.report:
                 found.lines[row.line, row.source, row.target, "copies"] += row.count
                 found.lines[row.line, row.source, row.target, "bytes"] += row.nbytes
-            found.untrue = _untrue(space, self.device) if asks_devices and self._asks_devices else []
+            found.untrue = (
+                _untrue(space, self.device) if asks_devices and self._asks_devices else []
+            )
         return found
 
     def _compile(self, cell: Cell, way: str) -> Any:
-        name, source = f"<{cell.library} {cell.name} {way}>", cell.code.replace("DEVICE", self.device)
+        name, source = (
+            f"<{cell.library} {cell.name} {way}>",
+            cell.code.replace("DEVICE", self.device),
+        )
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         return compile(source, name, "exec")
 
@@ -157,7 +168,9 @@ class Runs:
 
 
 @contextlib.contextmanager
-def _counting_by_line(filename: str, copies: Callable[[], list[Any]], lines: Counter[Any]) -> Iterator[None]:
+def _counting_by_line(
+    filename: str, copies: Callable[[], list[Any]], lines: Counter[Any]
+) -> Iterator[None]:
     """Count each line's copies in the frames of a file, by asking the devices after each line that runs there."""
     running: list[int] = []
     seen = 0
@@ -195,7 +208,9 @@ def _counting_by_line(filename: str, copies: Callable[[], list[Any]], lines: Cou
 @contextlib.contextmanager
 def _ended_at(limit: float) -> Iterator[None]:
     def end(*_: object) -> None:
-        raise NoValueEndsItError(f"it runs on for {limit:.0f} s and more, where no kernel computes what would end it")
+        raise NoValueEndsItError(
+            f"it runs on for {limit:.0f} s and more, where no kernel computes what would end it"
+        )
 
     before = signal.signal(signal.SIGVTALRM, end)
     signal.setitimer(signal.ITIMER_VIRTUAL, limit)
@@ -225,7 +240,11 @@ def _untrue(space: dict[str, Any], device: str) -> list[str]:
     gc.disable()  # else a collection takes, some time, what is told to come back by one
     try:
         report = gpumagic.devices(namespace=space)
-        return [*_wrong_names(report, space), *_wrong_sums(report), *_wrong_promises(report, space, device)]
+        return [
+            *_wrong_names(report, space),
+            *_wrong_sums(report),
+            *_wrong_promises(report, space, device),
+        ]
     except Exception as error:
         return [f"{type(error).__name__}: {error}"]
     finally:
@@ -260,7 +279,10 @@ def _wrong_promises(report: Any, space: dict[str, Any], device: str) -> Iterator
     """Run each line that promises bytes of a device in a fork."""
     held = [row for row in report.leaks() if row.device == device]
     lines = [(line, sum(row.nbytes for row in rows)) for line, rows in promises(held)]
-    largest = sorted((row for row in report if row.device == device and row.name), key=lambda row: -(row.nbytes or 0))
+    largest = sorted(
+        (row for row in report if row.device == device and row.name),
+        key=lambda row: -(row.nbytes or 0),
+    )
     for row in largest[:LARGEST]:
         why = gpumagic.why(row.name, namespace=space)
         if why.frees is not None:
@@ -269,7 +291,11 @@ def _wrong_promises(report: Any, space: dict[str, Any], device: str) -> Iterator
         freed = _freed_by(line, space, device)
         COUNTED["promises"] += 1
         if freed != promised:
-            yield f"{line!r} frees {freed:,}, not {promised:,}" if isinstance(freed, int) else f"{line!r}: {freed}"
+            yield (
+                f"{line!r} frees {freed:,}, not {promised:,}"
+                if isinstance(freed, int)
+                else f"{line!r}: {freed}"
+            )
 
 
 def _freed_by(line: str, space: dict[str, Any], device: str) -> int | str:
@@ -288,7 +314,9 @@ def freed_in_fork(free: Callable[[], object], allocated: Callable[[], int]) -> i
     """Return the bytes that a function frees in a fork, or how it failed there."""
     read, write = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: torch's wait for work, and hold no lock
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of threads: torch's wait for work, and hold no lock
         child = os.fork()
     if not child:
         try:
@@ -309,9 +337,15 @@ def freed_in_fork(free: Callable[[], object], allocated: Callable[[], int]) -> i
 def same(one: Any, other: Any) -> bool:
     """Return whether two results are the same, but for rounding."""
     if isinstance(one, torch.Tensor):
-        return one.shape == other.shape and torch.allclose(one.cpu().double(), other.cpu().double(), equal_nan=True)
+        return one.shape == other.shape and torch.allclose(
+            one.cpu().double(), other.cpu().double(), equal_nan=True
+        )
     if isinstance(one, float):
-        return one == other or abs(one - other) <= 1e-5 * max(abs(one), abs(other)) or (isnan(one) and isnan(other))
+        return (
+            one == other
+            or abs(one - other) <= 1e-5 * max(abs(one), abs(other))
+            or (isnan(one) and isnan(other))
+        )
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, dict):
@@ -341,7 +375,9 @@ def faults(found: dict[str, Outcome], *, has_values: bool) -> list[str]:
         if _differ(told, here.copies):
             said.append(f"{way}: told {_brief(told)}, made {_brief(here.copies)}")
         if HOOKED in found and not base.error and here.lines != hooked.lines:
-            said.append(f"{way}: on lines {dict(here.lines - hooked.lines)}, not {dict(hooked.lines - here.lines)}")
+            said.append(
+                f"{way}: on lines {dict(here.lines - hooked.lines)}, not {dict(hooked.lines - here.lines)}"
+            )
     return said
 
 
@@ -386,7 +422,9 @@ def _savings(advice: Any, before: Outcome, after: Outcome) -> tuple[int, int]:
     if found is None:
         return 0, 0  # what overlaps or goes is not counted here
     is_of_syncs = found[2] == "syncs"
-    counts = [(each.report.syncs if is_of_syncs else each.copies[0]).values() for each in (before, after)]
+    counts = [
+        (each.report.syncs if is_of_syncs else each.copies[0]).values() for each in (before, after)
+    ]
     return int(found[1].replace(",", "")), sum(counts[0]) - sum(counts[1])
 
 
@@ -396,7 +434,8 @@ def _differ(told: Any, made: Any) -> bool:
 
 def _brief(totals: Any) -> str:
     return ", ".join(
-        f"{source} to {target} {n} of {totals[1][source, target]:,} B" for (source, target), n in totals[0].items()
+        f"{source} to {target} {n} of {totals[1][source, target]:,} B"
+        for (source, target), n in totals[0].items()
     )
 
 
@@ -422,7 +461,9 @@ def main(libraries: list[str]) -> None:
         said += [f"%devices after it: {each}" for each in found["plain"].untrue[:3]]
         followed = follow(runs, cell, found["torch.device"], found["plain"]) if held_out else []
         said += [f"{each.advice}: {each.fault}" for each in followed if each.fault]
-        advised += [f"| {cell.name} | {each.advice} | {each.said:,} | {each.saved:,} |" for each in followed]
+        advised += [
+            f"| {cell.name} | {each.advice} | {each.said:,} | {each.saved:,} |" for each in followed
+        ]
         rows[cell.library] += not said
         if not found["torch.device"].error:
             whole[cell.library] += 1
@@ -486,7 +527,12 @@ def _table(
         lines += ["## Not right", "", *wrong, ""]
     if failing:
         why = "; no kernel computes a value here, so cells that need one fail, or do not end and are not compared"
-        lines += [f"## Fail under `with torch.device(...)` too{'' if runs.has_values else why}", "", *failing, ""]
+        lines += [
+            f"## Fail under `with torch.device(...)` too{'' if runs.has_values else why}",
+            "",
+            *failing,
+            "",
+        ]
     return "\n".join(lines)
 
 

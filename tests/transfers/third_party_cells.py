@@ -82,13 +82,21 @@ def cells() -> list[Cell]:
         *_torchvision(),
         *_optimizers(),
         *_own(),
-        *(_cell(library, name, code) for library, given in CELLS.items() for name, code in given.items()),
+        *(
+            _cell(library, name, code)
+            for library, given in CELLS.items()
+            for name, code in given.items()
+        ),
     ]
 
 
 def held_out_cells() -> list[Cell]:
     """Return cells of libraries that no other cell uses, and that need not be installed."""
-    return [_cell(library, name, code) for library, given in HELD_OUT.items() for name, code in given.items()]
+    return [
+        _cell(library, name, code)
+        for library, given in HELD_OUT.items()
+        for name, code in given.items()
+    ]
 
 
 def _cell(library: str, name: str, code: str) -> Cell:
@@ -99,9 +107,7 @@ def _transformers() -> Iterator[Cell]:
     ids = "ids = torch.arange(1, 17, device='cpu').reshape(2, 8).to('DEVICE')\n"
     for name, config in CAUSAL.items():
         head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
-        made = (
-            f"import transformers\nnet = transformers.{name}{head}(transformers.{name}Config({config})).to('DEVICE')\n"
-        )
+        made = f"import transformers\nnet = transformers.{name}{head}(transformers.{name}Config({config})).to('DEVICE')\n"
         yield _cell(
             "transformers",
             f"{name} trains",
@@ -110,7 +116,9 @@ def _transformers() -> Iterator[Cell]:
         yield _cell(
             "transformers",
             f"{name} generates",
-            made + ids + "out = net.eval().generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()",
+            made
+            + ids
+            + "out = net.eval().generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()",
         )
     beams = (
         "import transformers\nnet = transformers.GPT2LMHeadModel(transformers.GPT2Config("
@@ -241,7 +249,9 @@ def _trainers() -> Iterator[Cell]:
         "import accelerate\n"
         + data
         + "accelerator = accelerate.Accelerator(cpu=True)\nlosses = []\n"
-        + loop.format("accelerator.backward(loss); losses.append(accelerator.gather(loss.detach()))")
+        + loop.format(
+            "accelerator.backward(loss); losses.append(accelerator.gather(loss.detach()))"
+        )
         + "out = torch.stack(losses).mean().item()",
     )
     yield _cell(

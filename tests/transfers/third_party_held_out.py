@@ -834,7 +834,10 @@ EDITS: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
     "images augmented one by one": {
         "join them": (
             ("out = []\n", "out, images = [], []\n"),
-            ("[None].to('DEVICE')", "[None]\n    images.append(x)\nfor x in torch.stack(images).to('DEVICE'):"),
+            (
+                "[None].to('DEVICE')",
+                "[None]\n    images.append(x)\nfor x in torch.stack(images).to('DEVICE'):",
+            ),
         ),
         "accumulate": ((".item())", ")\nout = torch.stack(out).tolist()"),),
     },

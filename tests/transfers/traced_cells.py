@@ -80,6 +80,9 @@ def traced(backend: str) -> list[Taken]:
     before = after - sum(row.allocated - row.freed for row in rows.values())
     found = []
     for number in range(len(setup) + 1, len(setup) + len(STATEMENTS) + 1):
-        row, start = rows[number], before + sum(rows[each].allocated - rows[each].freed for each in range(1, number))
+        row, start = (
+            rows[number],
+            before + sum(rows[each].allocated - rows[each].freed for each in range(1, number)),
+        )
         found.append(Taken(row.allocated, row.freed, row.peak - start))
     return found

@@ -35,23 +35,44 @@ MOST_PARTS = 64
 
 def smaller(facts: Facts) -> Iterator[Choice]:
     """Lower the batch the cell works with."""
-    if not facts.batches or not facts.may_take_less or (facts.trainer and facts.trainer.library == "transformers"):
+    if (
+        not facts.batches
+        or not facts.may_take_less
+        or (facts.trainer and facts.trainer.library == "transformers")
+    ):
         return  # of a trainer of transformers `loops.batch` knows what else its arguments say
     found = facts.batches[0]
-    if facts.stage not in ("forward", "backward") and not facts.trains and not _goes_with(facts, found):
+    if (
+        facts.stage not in ("forward", "backward")
+        and not facts.trains
+        and not _goes_with(facts, found)
+    ):
         return
     where = f"line {found.line}{f' of {found.cell}' if found.cell else ''}"
-    said = f"the cell uses {found.name}, which is " if found.line is None else f"{where} says {found.name}="
+    said = (
+        f"the cell uses {found.name}, which is "
+        if found.line is None
+        else f"{where} says {found.name}="
+    )
     said = f"{found.name} is a DataLoader of batches of " if found.loader else said
 
     def edit(value: int, steps: int) -> Edit:
-        lower, passes = _edit(facts, found, value), loops.accumulating(facts, found, steps) if steps > 1 else {}
+        lower, passes = (
+            _edit(facts, found, value),
+            loops.accumulating(facts, found, steps) if steps > 1 else {},
+        )
         return together(lower, passes) if passes or steps == 1 else {}
 
     yield loops.lowered(
-        facts, found.name, found.value, f"{found.name}'s batch_size" if found.loader else found.name,
-        f"{said}{found.value}", edit, is_setting=not found.loader and not found.cell, least=found.value // MOST_PARTS,
-    )  # fmt: skip
+        facts,
+        found.name,
+        found.value,
+        f"{found.name}'s batch_size" if found.loader else found.name,
+        f"{said}{found.value}",
+        edit,
+        is_setting=not found.loader and not found.cell,
+        least=found.value // MOST_PARTS,
+    )
 
 
 def _goes_with(facts: Facts, found: BatchSize) -> bool:
@@ -63,14 +84,20 @@ def _goes_with(facts: Facts, found: BatchSize) -> bool:
         names |= names_in(loop.iter) if isinstance(loop, ast.For) else set()
     at_work = [*(facts.tensors.get(name) for name in names), *facts.operands.values()]
     lengths = {fact.shape[0] for fact in at_work if fact is not None and fact.shape}
-    return found.name.partition(".")[0] in names or bool(lengths & {found.value, 2 * found.value})  # two views of each
+    return found.name.partition(".")[0] in names or bool(
+        lengths & {found.value, 2 * found.value}
+    )  # two views of each
 
 
 def _edit(facts: Facts, found: BatchSize, value: int) -> Edit:
     if found.loader:
         return {"first": f"{found.name}.batch_sampler.batch_size = {value}"}
     for text in (each for each in facts.texts if each.cell == found.cell):
-        numbers = [each for name, each in ints_named(text.tree) if (name, each.value) == (found.name, found.value)]
+        numbers = [
+            each
+            for name, each in ints_named(text.tree)
+            if (name, each.value) == (found.name, found.value)
+        ]
         if numbers:
             return written(text, numbers)(value)
     code = f"{found.name} = {value}"
@@ -86,10 +113,19 @@ _MADE_UP = ("randn", "rand", "ones", "zeros", "empty", "full")
 def unnamed(facts: Facts) -> Iterator[Choice]:
     """Lower the number of rows where the cell has written it into each call that makes a tensor."""
     text = facts.text
-    if facts.batches or text is None or not facts.may_take_less or not (facts.trains or facts.stage == "forward"):
+    if (
+        facts.batches
+        or text is None
+        or not facts.may_take_less
+        or not (facts.trains or facts.stage == "forward")
+    ):
         return
-    at_work = {each.shape[0] for each in (*facts.tensors.values(), *facts.operands.values()) if each.shape}
-    found = [(call, *each) for _, call in calls([text], *_MADE_UP, "randint") for each in _rows(call)]
+    at_work = {
+        each.shape[0] for each in (*facts.tensors.values(), *facts.operands.values()) if each.shape
+    }
+    found = [
+        (call, *each) for _, call in calls([text], *_MADE_UP, "randint") for each in _rows(call)
+    ]
     times = Counter(rows for _, rows, _ in found if rows in at_work)
     now = max(times, key=lambda rows: (times[rows], rows), default=1)
     if now < 2:
@@ -99,11 +135,16 @@ def unnamed(facts: Facts) -> Iterator[Choice]:
     where = f"lines {', '.join(map(str, lines))} make" if lines[1:] else f"line {lines[0]} makes"
     makes_up = any(rows == now and called_name(call) in _MADE_UP for call, rows, _ in found)
     yield numbered(
-        "batch", now, "Lower the batch", written(text, literals), evidence=f"{where} tensors of {now} rows",
+        "batch",
+        now,
+        "Lower the batch",
+        written(text, literals),
+        evidence=f"{where} tensors of {now} rows",
         cost="a different gradient" if facts.trains else "fewer rows, or more passes by hand",
-        changes_result=facts.trains and not makes_up,  # of data that the cell makes up nothing is lost by making less
+        changes_result=facts.trains
+        and not makes_up,  # of data that the cell makes up nothing is lost by making less
         least=now // MOST_PARTS,
-    )  # fmt: skip
+    )
 
 
 def _rows(call: ast.Call) -> Iterator[tuple[int, ast.expr]]:
@@ -132,7 +173,11 @@ def accumulate(facts: Facts) -> Iterator[Choice]:
         for each in region.through_backward
         for part in (each.body if isinstance(each, ast.With | ast.For) else [each])
     ]
-    cleared = [each for each in statements if isinstance(each, ast.Expr) and called_name(each.value) == "zero_grad"]
+    cleared = [
+        each
+        for each in statements
+        if isinstance(each, ast.Expr) and called_name(each.value) == "zero_grad"
+    ]
     rest = [each for each in statements if each not in cleared]
     if not all(isinstance(each, ast.Assign) or each is region.backward for each in rest):
         return  # a sum or a step in between would be made once for each part
@@ -147,13 +192,20 @@ def accumulate(facts: Facts) -> Iterator[Choice]:
     least = 1 + any("batch norm" in each.uneven for each in facts.models if each.training)
     most = 1 << min(MOST_DOUBLINGS, (rows // least).bit_length() - 1)
     yield numbered(
-        "halvings to spare", most.bit_length(),
-        lambda left: f"Train on {2 * most >> left} parts of {', '.join(names)}, one after the other",
-        lambda left: {"text": region.text, "changes": _loop(facts, region, names, 2 * most >> left, cleared)},
+        "halvings to spare",
+        most.bit_length(),
+        lambda left: (
+            f"Train on {2 * most >> left} parts of {', '.join(names)}, one after the other"
+        ),
+        lambda left: {
+            "text": region.text,
+            "changes": _loop(facts, region, names, 2 * most >> left, cleared),
+        },
         evidence=f"{names[0]} has {count(rows, 'row')}, all in one step",
         cost=f"the same gradient{loops.but(facts.models)}; {', '.join(sorted(made))} of the last part is left",
-        guess=most.bit_length() - 1, is_rounded=False,
-    )  # fmt: skip
+        guess=most.bit_length() - 1,
+        is_rounded=False,
+    )
 
 
 def _is_of_some(node: ast.AST, names: Sequence[str]) -> bool:
@@ -167,17 +219,34 @@ def _is_of_some(node: ast.AST, names: Sequence[str]) -> bool:
 def _divisible(facts: Facts, region: Region) -> list[str]:
     """Return the tensors that the region reads and that have the data's length, the first one it reads first."""
     called = [call for each in region.forward for call in called_models(facts, each)]
-    found = {node.id: facts.tensors[node.id] for node in read_tensors(region) if node.id in facts.tensors}
+    found = {
+        node.id: facts.tensors[node.id] for node in read_tensors(region) if node.id in facts.tensors
+    }
     length = next((fact.shape[0] for fact in found.values() if fact.shape), 0)
     data = {name: fact for name, fact in found.items() if fact.shape and fact.shape[0] == length}
-    given = [found[name] for call in called for each in call.args for name in names_in(each) if name in found]
-    has_edges = any("int" in fact.dtype and fact.shape and fact.shape[0] != length for fact in given)  # of a graph
-    if not called or has_edges or length < 2 or any(fact.requires_grad or fact.graph for fact in data.values()):
+    given = [
+        found[name]
+        for call in called
+        for each in call.args
+        for name in names_in(each)
+        if name in found
+    ]
+    has_edges = any(
+        "int" in fact.dtype and fact.shape and fact.shape[0] != length for fact in given
+    )  # of a graph
+    if (
+        not called
+        or has_edges
+        or length < 2
+        or any(fact.requires_grad or fact.graph for fact in data.values())
+    ):
         return []
     return list(data)
 
 
-def _loop(facts: Facts, region: Region, names: list[str], parts: int, cleared: Sequence[ast.stmt]) -> list[Change]:
+def _loop(
+    facts: Facts, region: Region, names: list[str], parts: int, cleared: Sequence[ast.stmt]
+) -> list[Change]:
     """Return the changes that put the region into a loop over parts of these names, after what clears gradients."""
     text = region.text
     targets = ", ".join(f"{name}_part" for name in names)
@@ -195,7 +264,9 @@ def _loop(facts: Facts, region: Region, names: list[str], parts: int, cleared: S
     return [*before, *wrapped, *map(text.remove, cleared), *used, *scaled]
 
 
-_DEPTH = re.compile(r"^((n|num|number)_?(of_)?((hidden|encoder|decoder)_)?(layers?|blocks)|depth)$", re.IGNORECASE)
+_DEPTH = re.compile(
+    r"^((n|num|number)_?(of_)?((hidden|encoder|decoder)_)?(layers?|blocks)|depth)$", re.IGNORECASE
+)
 LEAST_LENGTH = 16
 """Smaller numbers are seldom how many there are of something."""
 
@@ -203,29 +274,54 @@ LEAST_LENGTH = 16
 def numbers(facts: Facts) -> Iterator[Choice]:
     """Lower a number written under a name: of layers where a model does not fit, else of what tensors are long."""
     moving = facts.texts if facts.stage == "move" and facts.moving else ()
-    for text, name, literal in ((each, *named) for each in moving for named in ints_named(each.tree)):
+    for text, name, literal in (
+        (each, *named) for each in moving for named in ints_named(each.tree)
+    ):
         if _DEPTH.match(name) and literal.value > 1:
             yield numbered(
-                name, literal.value, f"Make the model smaller: {name}", written(text, [literal]),
-                evidence=f"its parameters take {size(facts.moving)}", is_rounded=False,
+                name,
+                literal.value,
+                f"Make the model smaller: {name}",
+                written(text, [literal]),
+                evidence=f"its parameters take {size(facts.moving)}",
+                is_rounded=False,
                 cost="a smaller model; training it takes its size again for gradients, and twice for Adam",
-            )  # fmt: skip
+            )
             return
     if facts.memory != "device" or facts.trainer is not None or facts.text is None:
         return
-    lengths = {length for each in (*facts.tensors.values(), *facts.operands.values()) for length in each.shape}
-    lengths |= {each for each in facts.numbers.values() if type(each) is int}  # of what was about to be made
+    lengths = {
+        length
+        for each in (*facts.tensors.values(), *facts.operands.values())
+        for length in each.shape
+    }
+    lengths |= {
+        each for each in facts.numbers.values() if type(each) is int
+    }  # of what was about to be made
     named = dict(ints_named(facts.text.tree))
     for name, literal in named.items():
         now = literal.value
         if now >= LEAST_LENGTH and now in lengths and not is_batch_name(name):
             # The same number without a name is most likely a bound of what is looked up there
-            unnamed = [each for each in facts.text.nodes() if isinstance(each, ast.Constant) and each.value == now
-                       and type(each.value) is int and each not in named.values()]  # fmt: skip
+            unnamed = [
+                each
+                for each in facts.text.nodes()
+                if isinstance(each, ast.Constant)
+                and each.value == now
+                and type(each.value) is int
+                and each not in named.values()
+            ]
             yield numbered(
-                name, now, f"Lower {name}", written(facts.text, [literal, *unnamed]), cost="another result",
-                evidence=f"tensors at work are {now} long", changes_result=True, is_setting=not unnamed, least=now // 8,
-            )  # fmt: skip
+                name,
+                now,
+                f"Lower {name}",
+                written(facts.text, [literal, *unnamed]),
+                cost="another result",
+                evidence=f"tensors at work are {now} long",
+                changes_result=True,
+                is_setting=not unnamed,
+                least=now // 8,
+            )
 
 
 VMAP = frozenset({"vmap_impl", "_flat_vmap"})
@@ -236,10 +332,18 @@ def mapped(facts: Facts) -> Iterator[Choice]:
     """Have `vmap` map over some of the rows at a time."""
     for text, call in calls(facts.texts) if facts.functions & VMAP else ():
         made = call.func
-        if not isinstance(made, ast.Call) or called_name(made) != "vmap" or keyword(made, "chunk_size") is not None:
+        if (
+            not isinstance(made, ast.Call)
+            or called_name(made) != "vmap"
+            or keyword(made, "chunk_size") is not None
+        ):
             continue
         in_dims = keyword(made, "in_dims")
-        dims = in_dims.value.elts if in_dims is not None and isinstance(in_dims.value, ast.Tuple) else []
+        dims = (
+            in_dims.value.elts
+            if in_dims is not None and isinstance(in_dims.value, ast.Tuple)
+            else []
+        )
         told = [each for each, dim in zip(call.args, dims, strict=False) if text.code(dim) == "0"]
         names = [text.code(each) for each in (told if dims else call.args)]
         rows = next((facts.tensors[name].shape[0] for name in names if name in facts.tensors), 0)
@@ -251,10 +355,19 @@ def mapped(facts: Facts) -> Iterator[Choice]:
 def _in_chunks(facts: Facts, text: CellText, call: ast.Call, rows: int) -> Choice:
     statement = text.statement_at(call.lineno)
     # What vmap differentiates has graphs of its own
-    without = text.wrap([statement], "with torch.no_grad():") if statement is not None and not facts.trains else ()
+    without = (
+        text.wrap([statement], "with torch.no_grad():")
+        if statement is not None and not facts.trains
+        else ()
+    )
     return numbered(
-        "chunk_size", rows, lambda number: f"Map over {count(number, 'row')} at a time",
-        lambda number: {"text": text, "changes": [text.add_argument(call, f"chunk_size={number}"), *without]},
+        "chunk_size",
+        rows,
+        lambda number: f"Map over {count(number, 'row')} at a time",
+        lambda number: {
+            "text": text,
+            "changes": [text.add_argument(call, f"chunk_size={number}"), *without],
+        },
         evidence=f"vmap has all {count(rows, 'row')} in memory at once",
         cost=f"a little time{'; its results have no autograd graph' if without else ''}",
-    )  # fmt: skip
+    )

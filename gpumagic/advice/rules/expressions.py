@@ -51,7 +51,9 @@ def _parsed(pattern: str) -> ast.expr:
 
 def _is_like(pattern: ast.expr, node: ast.expr, found: dict[str, ast.expr]) -> bool:
     if isinstance(pattern, ast.Name) and pattern.id.isupper():
-        return hasattr(node, "lineno") and ast.dump(found.setdefault(pattern.id, node)) == ast.dump(node)
+        return hasattr(node, "lineno") and ast.dump(found.setdefault(pattern.id, node)) == ast.dump(
+            node
+        )
     (one, parts), (other, others) = _form(pattern), _form(node)
     return (
         one == other
@@ -64,21 +66,37 @@ def _form(node: ast.expr) -> tuple[str, list[ast.expr]]:
     """Return what an expression does, and to what."""
     if isinstance(node, ast.BinOp):
         is_square = isinstance(node.op, ast.Pow) and ast.unparse(node.right) == "2"
-        return ("square", [node.left]) if is_square else (type(node.op).__name__, [node.left, node.right])
+        return (
+            ("square", [node.left])
+            if is_square
+            else (type(node.op).__name__, [node.left, node.right])
+        )
     if isinstance(node, ast.List | ast.Tuple):
         return "list", node.elts
     if isinstance(node, ast.Attribute) and node.attr == "mT":
         return "mT", [node.value]
     if isinstance(node, ast.Subscript):
-        words = [ast.unparse(each) for each in (node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice])]
-        return "column" if words in _COLUMN else "row" if words in _ROW else f"[{words}]", [node.value]
+        words = [
+            ast.unparse(each)
+            for each in (node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice])
+        ]
+        return "column" if words in _COLUMN else "row" if words in _ROW else f"[{words}]", [
+            node.value
+        ]
     return _form_of_call(node) if isinstance(node, ast.Call) else (ast.unparse(node), [])
 
 
 def _form_of_call(node: ast.Call) -> tuple[str, list[ast.expr]]:
-    name, owner = called_name(node), node.func.value if isinstance(node.func, ast.Attribute) else None
+    name, owner = (
+        called_name(node),
+        node.func.value if isinstance(node.func, ast.Attribute) else None,
+    )
     is_method = owner is not None and not ast.unparse(owner).endswith(FUNCTIONS)
-    parts = [*([owner] if owner is not None and is_method else []), *node.args, *(each.value for each in node.keywords)]
+    parts = [
+        *([owner] if owner is not None and is_method else []),
+        *node.args,
+        *(each.value for each in node.keywords),
+    ]
     if name in CASTS:
         return "cast", parts[:1]
     if name == "einsum" and len(parts) == 3 and isinstance(parts[0], ast.Constant):
@@ -104,7 +122,12 @@ class Joined:
     @property
     def lost(self) -> list[str]:
         """What it costs that the other statements go, as a sentence; none where there are none."""
-        names = [target.id for each in self.before for target in each.targets if isinstance(target, ast.Name)]
+        names = [
+            target.id
+            for each in self.before
+            for target in each.targets
+            if isinstance(target, ast.Name)
+        ]
         return [f"{', '.join(names)} {'are' if names[1:] else 'is'} not made"] if names else []
 
     def changes(self, text: CellText, *changes: Change) -> list[Change]:
@@ -121,7 +144,10 @@ def joined_in(text: CellText, failed: ast.stmt | None = None) -> Iterator[Joined
     failed = failed or text.statement_at(text.line)
     if failed is None:
         return
-    outer = next((each for each in text.nodes() if isinstance(each, ast.With) and failed in each.body), failed)
+    outer = next(
+        (each for each in text.nodes() if isinstance(each, ast.With) and failed in each.body),
+        failed,
+    )
     block = in_a_row(text.block_of(outer))
     place = next((i for i, each in enumerate(block) if each is failed), 0)
     for i, last in enumerate(block[place : place + MOST_STATEMENTS], place):
@@ -134,21 +160,39 @@ def joined_in(text: CellText, failed: ast.stmt | None = None) -> Iterator[Joined
             yield Joined(whole, value, tuple(used))
 
 
-def _inlined(text: CellText, value: ast.expr, before: Sequence[ast.stmt]) -> tuple[str, list[ast.Assign]]:
+def _inlined(
+    text: CellText, value: ast.expr, before: Sequence[ast.stmt]
+) -> tuple[str, list[ast.Assign]]:
     """Return an expression's code with the values of variables in their place that are bound and read only once."""
     code, used = text.code(value), list[ast.Assign]()
     for each in reversed(before):
-        target = each.targets[0] if isinstance(each, ast.Assign) and len(each.targets) == 1 else None
-        if not isinstance(each, ast.Assign) or not isinstance(target, ast.Name) or not text.stands_alone(each):
+        target = (
+            each.targets[0] if isinstance(each, ast.Assign) and len(each.targets) == 1 else None
+        )
+        if (
+            not isinstance(each, ast.Assign)
+            or not isinstance(target, ast.Name)
+            or not text.stands_alone(each)
+        ):
             continue
-        if not names_in(each.value) - {"torch", "F", "nn"} or any(map(_makes_anew, ast.walk(each.value))):
+        if not names_in(each.value) - {"torch", "F", "nn"} or any(
+            map(_makes_anew, ast.walk(each.value))
+        ):
             continue
-        uses = [node for node in text.nodes() if isinstance(node, ast.Name) and node.id == target.id]
+        uses = [
+            node for node in text.nodes() if isinstance(node, ast.Name) and node.id == target.id
+        ]
         reads = sum(isinstance(node.ctx, ast.Load) for node in uses)
         later = [node for node in uses if node.lineno > (each.end_lineno or 0)]
-        bound = min((node.lineno for node in later if not isinstance(node.ctx, ast.Load)), default=math.inf)
+        bound = min(
+            (node.lineno for node in later if not isinstance(node.ctx, ast.Load)), default=math.inf
+        )
         read_after = sum(isinstance(node.ctx, ast.Load) and node.lineno <= bound for node in later)
-        if 2 * reads == len(uses) and read_after == 1 and len(re.findall(rf"\b{target.id}\b", code)) == 1:
+        if (
+            2 * reads == len(uses)
+            and read_after == 1
+            and len(re.findall(rf"\b{target.id}\b", code)) == 1
+        ):
             put = f"({text.code(each.value)})".replace("\\", r"\\")  # no escapes of a template
             code, used = re.sub(rf"\b{target.id}\b", put, code), [*used, each]
     return code, used
@@ -187,33 +231,51 @@ _SOFTMAX = "softmax makes a second matrix as large as the scores"
 REWRITES = (
     *(
         Rewrite(
-            "Compute the distances with torch.cdist", f"sum(square(column(A) - row(B)), {last})",
-            "(torch.cdist({A}, {B}) ** 2)", "it makes all differences before it sums them", dimensions={"A": 2, "B": 2},
+            "Compute the distances with torch.cdist",
+            f"sum(square(column(A) - row(B)), {last})",
+            "(torch.cdist({A}, {B}) ** 2)",
+            "it makes all differences before it sums them",
+            dimensions={"A": 2, "B": 2},
         )
         for last in ("-1", "2")
     ),
     Rewrite(
-        "Look the rows up by index", "cast(one_hot(IDS, N)) @ TABLE", "{TABLE}[{IDS}]",
-        "it makes a matrix of zeros and ones", "none: the values are the same", {"TABLE": 2},
+        "Look the rows up by index",
+        "cast(one_hot(IDS, N)) @ TABLE",
+        "{TABLE}[{IDS}]",
+        "it makes a matrix of zeros and ones",
+        "none: the values are the same",
+        {"TABLE": 2},
     ),
-    Rewrite("Multiply the small matrices first", "A @ B @ C", "{A} @ ({B} @ {C})", _PRODUCT, dimensions={"A": 2}),
+    Rewrite(
+        "Multiply the small matrices first",
+        "A @ B @ C",
+        "{A} @ ({B} @ {C})",
+        _PRODUCT,
+        dimensions={"A": 2},
+    ),
     *(
         Rewrite(
-            "Use scaled_dot_product_attention", f"softmax({mask.format(scores)}, -1) @ V",
-            f"torch.nn.functional.scaled_dot_product_attention({{Q}}, {{K}}, {{V}}, {given}scale={scale})", _SOFTMAX,
-            dimensions={"Q": 4}, fused=True,  # its kernels take batch, heads, length and width
+            "Use scaled_dot_product_attention",
+            f"softmax({mask.format(scores)}, -1) @ V",
+            f"torch.nn.functional.scaled_dot_product_attention({{Q}}, {{K}}, {{V}}, {given}scale={scale})",
+            _SOFTMAX,
+            dimensions={"Q": 4},
+            fused=True,  # its kernels take batch, heads, length and width
         )
         for (scores, scale), (mask, given) in itertools.product(_SCORES.items(), _MASKS.items())
     ),
     *(
         Rewrite(
-            f"Attend with {QUERIES} queries at a time", f"softmax({scores}, -1) @ V",
-            f"torch.cat([{{PART}} for q_part in {{Q}}.split({QUERIES}, dim=-2)], dim=-2)", _SOFTMAX,
+            f"Attend with {QUERIES} queries at a time",
+            f"softmax({scores}, -1) @ V",
+            f"torch.cat([{{PART}} for q_part in {{Q}}.split({QUERIES}, dim=-2)], dim=-2)",
+            _SOFTMAX,
             "a little time",
         )
         for scores in _SCORES
     ),
-)  # fmt: skip
+)
 
 
 def rewritten(facts: Facts) -> Iterator[Advice]:
@@ -226,19 +288,25 @@ def rewritten(facts: Facts) -> Iterator[Advice]:
                     continue
                 part = substituted(joined.text, node, found["Q"], "q_part") if "Q" in found else ""
                 new = rewrite.new.format(
-                    PART=part, **{name: bracketed(joined.text, each) for name, each in found.items()}
+                    PART=part,
+                    **{name: bracketed(joined.text, each) for name, each in found.items()},
                 )
                 yield propose(
-                    rewrite.title, text=text, changes=joined.changes(text, joined.text.replace(node, new)),
+                    rewrite.title,
+                    text=text,
+                    changes=joined.changes(text, joined.text.replace(node, new)),
                     evidence=f"the line asks for {size(facts.requested)}: {rewrite.why}",
                     cost="; ".join([rewrite.cost, *joined.lost]),
-                )  # fmt: skip
+                )
                 return
 
 
 def _holds(facts: Facts, text: CellText, rewrite: Rewrite, found: Mapping[str, ast.expr]) -> bool:
     shapes = {name: facts.tensors.get(text.code(found[name])) for name in rewrite.dimensions}
-    is_so = all(fact is not None and len(fact.shape) == rewrite.dimensions[name] for name, fact in shapes.items())
+    is_so = all(
+        fact is not None and len(fact.shape) == rewrite.dimensions[name]
+        for name, fact in shapes.items()
+    )
     is_split = "Q" in found and text.code(found["Q"]) == "q_part"  # by this very advice
     return is_so and not is_split and (facts.fused_attention or not rewrite.fused)
 
@@ -250,17 +318,23 @@ _WRITES = re.compile(r"\w_\(|[-+*/]=|\]\s*=[^=]|\bout=")
 def expand(facts: Facts) -> Iterator[Advice]:
     """Repeat without copies what has one element in the repeated dimension."""
     for text, node in calls(filter(None, [facts.failing]), "repeat"):
-        owner, counts = text.code(node.func).removesuffix(".repeat"), [text.code(each) for each in node.args]
+        owner, counts = (
+            text.code(node.func).removesuffix(".repeat"),
+            [text.code(each) for each in node.args],
+        )
         fact = facts.tensors.get(owner)
         if fact is None or _WRITES.search(text.source):
             continue
         if all("1" in pair for pair in zip(counts[::-1], map(str, fact.shape[::-1]), strict=False)):
             added = len(counts) - len(fact.shape)
-            arguments = ", ".join("-1" if code == "1" and i >= added else code for i, code in enumerate(counts))
+            arguments = ", ".join(
+                "-1" if code == "1" and i >= added else code for i, code in enumerate(counts)
+            )
             yield propose(
-                f"Expand {owner} instead of repeating it", text=text,
+                f"Expand {owner} instead of repeating it",
+                text=text,
                 changes=[text.replace(node, f"{owner}.expand({arguments})")],
                 evidence=f"repeat copies {size(facts.requested)}; expand makes a view",
                 cost="the view must not be written to",
-            )  # fmt: skip
+            )
             return

@@ -39,17 +39,23 @@ def leftovers(facts: Facts) -> Iterator[Advice]:
         cells, them = ("their cells", "them") if names[1:] else ("its cell", "it")
         yield propose(
             f"Delete {count(len(names), word)} that earlier cells left",
-            frees=sum(claim.nbytes for claim in others), first=_deletion(names), evidence=_unused(others, names),
+            frees=sum(claim.nbytes for claim in others),
+            first=_deletion(names),
+            evidence=_unused(others, names),
             cost=f"run {cells} again when you need {them}",
-        )  # fmt: skip
+        )
     claimed = {name for claim in models for name in claim.names}
-    modules = sorted(each.name for each in facts.kept if each.kind == "module" and each.name in claimed)
+    modules = sorted(
+        each.name for each in facts.kept if each.kind == "module" and each.name in claimed
+    )
     # What trains without a model of its own differentiates what an earlier cell computed, maybe with these
     if modules and (facts.models or not facts.trains):
         yield propose(
-            f"Move {', '.join(modules)} to the CPU", first="\n".join(f"{name}.cpu()" for name in modules),
-            evidence=_unused(models, modules), cost="move it back before you use it",
-        )  # fmt: skip
+            f"Move {', '.join(modules)} to the CPU",
+            first="\n".join(f"{name}.cpu()" for name in modules),
+            evidence=_unused(models, modules),
+            cost="move it back before you use it",
+        )
 
 
 def _unused(claims: list[Ownership], names: list[str]) -> str:
@@ -62,10 +68,12 @@ def stale(facts: Facts) -> Iterator[Advice]:
     for name, frees in facts.stale.items():
         if frees >= LARGE:
             yield propose(
-                f"Delete the old {name} before the cell makes the new one", frees=frees, first=f"del {name}",
+                f"Delete the old {name} before the cell makes the new one",
+                frees=frees,
+                first=f"del {name}",
                 evidence=f"the {name} of an earlier run, {size(frees)}, stays alive until the new one is bound",
                 cost="none: the cell replaces it",
-            )  # fmt: skip
+            )
 
 
 def last_turn(facts: Facts) -> Iterator[Advice]:
@@ -81,11 +89,12 @@ def last_turn(facts: Facts) -> Iterator[Advice]:
         seen |= names_in(each)
     if names:
         yield propose(
-            f"Delete {', '.join(names)} at the end of each pass", text=text,
+            f"Delete {', '.join(names)} at the end of each pass",
+            text=text,
             changes=text.insert_after(loop.body[-1], f"del {', '.join(names)}"),
             evidence=f"{', '.join(names)} of the previous pass was alive while the next was made",
             cost="its last value is gone after the loop, too",
-        )  # fmt: skip
+        )
 
 
 def unread(facts: Facts) -> Iterator[Advice]:
@@ -95,21 +104,28 @@ def unread(facts: Facts) -> Iterator[Advice]:
         changes = text.insert(statement, f"del {', '.join(names)}") if names else ()
         if changes:
             yield propose(
-                f"Delete {', '.join(names)} before line {statement.lineno}", text=text, changes=changes,
+                f"Delete {', '.join(names)} before line {statement.lineno}",
+                text=text,
+                changes=changes,
                 cost=f"{', '.join(names)} {'are' if names[1:] else 'is'} gone after the cell, too",
                 evidence=f"nothing reads {'them' if names[1:] else 'it'} after that",
-            )  # fmt: skip
+            )
 
 
 QUERY_KEY_VALUE = 3
 weights = Remedy(
     "Let attention return its result only",
     lambda facts: not facts.trains and facts.stage == "forward",
-    "the weights of all pairs of tokens are made to be returned", "the weights are None",
-    argument="need_weights=False", in_line=True,
-    of=lambda facts, _, call, given: not given and len(call.args) == QUERY_KEY_VALUE
-    and called_name(call) in {model.name for model in facts.models},
-)  # fmt: skip
+    "the weights of all pairs of tokens are made to be returned",
+    "the weights are None",
+    argument="need_weights=False",
+    in_line=True,
+    of=lambda facts, _, call, given: (
+        not given
+        and len(call.args) == QUERY_KEY_VALUE
+        and called_name(call) in {model.name for model in facts.models}
+    ),
+)
 
 
 def _deletion(names: list[str]) -> str:
@@ -124,7 +140,9 @@ def _deletion(names: list[str]) -> str:
     return "\n".join([*deleted, *(f"%xdel {each}" for each in displayed)])
 
 
-WITHOUT_GRAPH = "with torch.no_grad():"  # what `inference_mode` makes, a later cell could not write to
+WITHOUT_GRAPH = (
+    "with torch.no_grad():"  # what `inference_mode` makes, a later cell could not write to
+)
 
 
 def earlier_graph(facts: Facts) -> Iterator[Advice]:
@@ -132,12 +150,19 @@ def earlier_graph(facts: Facts) -> Iterator[Advice]:
     found = facts.graphs
     if found is not None and found.nbytes >= LARGE:
         names = " and ".join(sorted(found.names))
-        keep, graphs = ("keep", "their autograd graphs") if found.names - {names} else ("keeps", "its autograd graph")
+        keep, graphs = (
+            ("keep", "their autograd graphs")
+            if found.names - {names}
+            else ("keeps", "its autograd graph")
+        )
         yield propose(
-            f"Detach {names} from {graphs}", frees=found.nbytes, first=found.code,
+            f"Detach {names} from {graphs}",
+            frees=found.nbytes,
+            first=found.code,
             evidence=f"{names} {keep} {size(found.nbytes)} of activations for a backward; neither this cell nor what "
-            "it calls uses them", cost="none, unless a later cell calls backward()",
-        )  # fmt: skip
+            "it calls uses them",
+            cost="none, unless a later cell calls backward()",
+        )
 
 
 def evaluates(facts: Facts) -> Iterator[Advice]:
@@ -148,8 +173,14 @@ def evaluates(facts: Facts) -> Iterator[Advice]:
 
 def only_looks(facts: Facts) -> Iterator[Advice]:
     """Run models without recording a graph, where nothing is known that would need it."""
-    is_trained = any(each.training and each.name in _updated(facts) for each in facts.models)  # by another cell
-    yield from () if is_trained or any(evaluates(facts)) else _evaluated(facts, "nothing here updates a model")
+    is_trained = any(
+        each.training and each.name in _updated(facts) for each in facts.models
+    )  # by another cell
+    yield from (
+        ()
+        if is_trained or any(evaluates(facts))
+        else _evaluated(facts, "nothing here updates a model")
+    )
 
 
 def _updated(facts: Facts) -> frozenset[str]:
@@ -161,15 +192,24 @@ def _evaluated(facts: Facts, said: str) -> Iterator[Advice]:
         return
     if facts.failing is not None and re.search("no_grad|inference_mode", facts.failing.source):
         return  # the function that failed does so already
-    if any(name.isidentifier() and each.requires_grad and not each.graph for name, each in facts.tensors.items()):
+    if any(
+        name.isidentifier() and each.requires_grad and not each.graph
+        for name, each in facts.tensors.items()
+    ):
         return  # who asks for the gradient of a tensor computes it, if in a function that is not seen here
-    graphs = [*facts.graph_names, *(name for name, each in facts.collections.items() if each.graphs)]
+    graphs = [
+        *facts.graph_names,
+        *(name for name, each in facts.collections.items() if each.graphs),
+    ]
     if graphs or facts.stage == "forward":
         yield propose(
-            "Evaluate without an autograd graph", text=facts.text, changes=ungraphed(facts),
-            evidence=f"{said} and nothing calls backward" + (f", yet {graphs[0]} has a graph" if graphs else ""),
+            "Evaluate without an autograd graph",
+            text=facts.text,
+            changes=ungraphed(facts),
+            evidence=f"{said} and nothing calls backward"
+            + (f", yet {graphs[0]} has a graph" if graphs else ""),
             cost="its results cannot be part of a backward pass",
-        )  # fmt: skip
+        )
 
 
 def of_a_frozen_model(facts: Facts) -> Iterator[Advice]:
@@ -177,10 +217,11 @@ def of_a_frozen_model(facts: Facts) -> Iterator[Advice]:
     for model in facts.models if facts.optimizers_there and facts.trains else ():
         if model.name not in _updated(facts) and not model.local and not model.frozen:
             yield propose(
-                f"Freeze {model.name}", **prepare(facts, model.name, f"{model.name}.requires_grad_(False)"),
+                f"Freeze {model.name}",
+                **prepare(facts, model.name, f"{model.name}.requires_grad_(False)"),
                 evidence=f"no optimizer updates {model.name}",
                 cost=f"no gradients for {model.name}: unfreeze it to train it later",
-            )  # fmt: skip
+            )
 
 
 def _owner(text: CellText, call: ast.Call) -> str:
@@ -188,12 +229,21 @@ def _owner(text: CellText, call: ast.Call) -> str:
 
 
 retained = Remedy(
-    lambda _, *call: f"Let {_owner(*call[:2])}.backward free its graph", lambda facts: facts.graph_names,
-    lambda _, *call: f"retain_graph=True kept the graph of {_owner(*call[:2])} while the next was made",
-    "none: backward is called once", argument="retain_graph=False", calls=("backward",), by_default=True,
-    of=lambda facts, text, call, given: given == "True" and _owner(text, call) in facts.graph_names
-    and text.source.count("backward(") == 1,
-)  # fmt: skip
+    lambda _, *call: f"Let {_owner(*call[:2])}.backward free its graph",
+    lambda facts: facts.graph_names,
+    lambda _, *call: (
+        f"retain_graph=True kept the graph of {_owner(*call[:2])} while the next was made"
+    ),
+    "none: backward is called once",
+    argument="retain_graph=False",
+    calls=("backward",),
+    by_default=True,
+    of=lambda facts, text, call, given: (
+        given == "True"
+        and _owner(text, call) in facts.graph_names
+        and text.source.count("backward(") == 1
+    ),
+)
 
 
 def ungraphed(facts: Facts) -> Sequence[Change]:
@@ -206,7 +256,9 @@ def ungraphed(facts: Facts) -> Sequence[Change]:
         return text.insert(block[-1], "@torch.no_grad()")
     names = set(facts.graph_names)
     made = [
-        each for each in block if isinstance(each, ast.Assign) and names & set().union(*map(names_in, each.targets))
+        each
+        for each in block
+        if isinstance(each, ast.Assign) and names & set().union(*map(names_in, each.targets))
     ]
     return text.wrap(block[block.index([*made, block[-1]][0]) :], WITHOUT_GRAPH)
 
@@ -216,38 +268,73 @@ def read_no_more(facts: Facts) -> set[str]:
     text = facts.text
     row = in_a_row(text.tree.body) if text is not None else []
     failing = text.statement_at(facts.line) if text is not None else None
-    if text is None or facts.cell is None or failing is None or not any(each is failing for each in row):
+    if (
+        text is None
+        or facts.cell is None
+        or failing is None
+        or not any(each is failing for each in row)
+    ):
         return set()
     names = [node for node in text.nodes() if isinstance(node, ast.Name)]
     after = {each.id for each in names if each.lineno > (failing.end_lineno or 0)}
     before = {each.id for each in names if each.lineno < failing.lineno} & facts.cell.bound_first
-    return (before & (facts.large | {name for name, each in facts.collections.items() if each.nbytes >= LARGE})) - after
+    return (
+        before
+        & (facts.large | {name for name, each in facts.collections.items() if each.nbytes >= LARGE})
+    ) - after
 
 
 _SIGNS = {ast.Add: "add_", ast.Sub: "sub_", ast.Mult: "mul_", ast.Div: "div_", ast.Pow: "pow_"}
-_NEW = UNARY | {"sum", "mean", "std", "var", "prod", "norm", "max", "min", "matmul", "mm", "cdist", "rsqrt", "solve"}
+_NEW = UNARY | {
+    "sum",
+    "mean",
+    "std",
+    "var",
+    "prod",
+    "norm",
+    "max",
+    "min",
+    "matmul",
+    "mm",
+    "cdist",
+    "rsqrt",
+    "solve",
+}
 """Functions and methods whose result is no view."""
 
 
 def update_in_place(facts: Facts) -> Iterator[Advice]:
     """Write over what nothing reads any more, in the statement that failed and in those after it."""
     for text, failing in failed(facts):
-        functions = [each for each in text.nodes() if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+        functions = [
+            each
+            for each in text.nodes()
+            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
         is_in_function = any(each is failing for one in functions for each in ast.walk(one))
         # A function's argument may be somebody else's tensor
-        found = list(_overwriting(facts, text, failing)) if not (text.cell or is_in_function) else []
+        found = (
+            list(_overwriting(facts, text, failing)) if not (text.cell or is_in_function) else []
+        )
         olds = ", ".join(dict.fromkeys(old for _, old, _ in found if old))
         is_kept = any(old not in ("", target) for target, old, _ in found)
         if found:
             yield propose(
-                f"Compute {', '.join(dict.fromkeys(target for target, _, _ in found))} in place", text=text,
+                f"Compute {', '.join(dict.fromkeys(target for target, _, _ in found))} in place",
+                text=text,
                 changes=[change for _, _, change in found],
-                evidence=f"nothing else needs the old {olds}" if olds else "each step makes a tensor of its own",
-                cost=f"the old values of {olds} are gone{'' if is_kept else ' if the cell fails'}" if olds else "none",
-            )  # fmt: skip
+                evidence=f"nothing else needs the old {olds}"
+                if olds
+                else "each step makes a tensor of its own",
+                cost=f"the old values of {olds} are gone{'' if is_kept else ' if the cell fails'}"
+                if olds
+                else "none",
+            )
 
 
-def _overwriting(facts: Facts, text: CellText, failing: ast.stmt) -> Iterator[tuple[str, str, Change]]:
+def _overwriting(
+    facts: Facts, text: CellText, failing: ast.stmt
+) -> Iterator[tuple[str, str, Change]]:
     """Yield what is computed in place, the tensor that is written over, if it has a name, and the change."""
     row, fresh = in_a_row(text.tree.body), set[str]()
     is_once = any(each is failing for each in row)
@@ -255,7 +342,11 @@ def _overwriting(facts: Facts, text: CellText, failing: ast.stmt) -> Iterator[tu
     rest = block[block.index(failing) :]
     for place, each in enumerate(rest):
         value = each.value if isinstance(each, ast.Assign | ast.Expr) else None
-        if value is None or not text.stands_alone(each) or (isinstance(each, ast.Assign) and each.targets[1:]):
+        if (
+            value is None
+            or not text.stands_alone(each)
+            or (isinstance(each, ast.Assign) and each.targets[1:])
+        ):
             continue
         target = text.code(each.targets[0]) if isinstance(each, ast.Assign) else ""
         read, later = names_in(value), rest[place + 1 :] if is_once else [text.tree]
@@ -265,14 +356,24 @@ def _overwriting(facts: Facts, text: CellText, failing: ast.stmt) -> Iterator[tu
             first = list[str]()
             new = _in_place(facts, text, name, value, first)
             if new:
-                lines = [*first, *([f"{target} = {new}" if target else new] if new != target else [])]
+                lines = [
+                    *first,
+                    *([f"{target} = {new}" if target else new] if new != target else []),
+                ]
                 change = text.replace(each, f"\n{' ' * each.col_offset}".join(lines))
                 yield target or f"line {each.lineno}", name, change
                 fresh.add(target)
                 break
         else:
-            is_large = isinstance(value, ast.BinOp) or called_name(value) in {*UNARY, "cat", "stack"}
-            is_float = any(name in fresh or _is_float(facts, name) or name in facts.collections for name in read)
+            is_large = isinstance(value, ast.BinOp) or called_name(value) in {
+                *UNARY,
+                "cat",
+                "stack",
+            }
+            is_float = any(
+                name in fresh or _is_float(facts, name) or name in facts.collections
+                for name in read
+            )
             fresh = fresh | {target} if is_large and is_float else fresh - {target}
 
 
@@ -287,9 +388,13 @@ def _is_new(value: ast.AST) -> bool:
 
 def _may_go(facts: Facts, name: str, fresh: set[str], between: Sequence[ast.stmt]) -> bool:
     """Return whether nothing else may look at a tensor's memory: no other name, no graph, and no view made since."""
-    is_shared = any(name in (names := holder.name.split(", ")) and len(names) > 1 for holder in facts.holders)
+    is_shared = any(
+        name in (names := holder.name.split(", ")) and len(names) > 1 for holder in facts.holders
+    )
     # What makes a tensor of its own does not look at another later, as a view or a second name does
-    is_seen = any(name in names_in(each) and not _is_new(getattr(each, "value", each)) for each in between)
+    is_seen = any(
+        name in names_in(each) and not _is_new(getattr(each, "value", each)) for each in between
+    )
     return (name in fresh or _is_float(facts, name)) and not is_shared and not is_seen
 
 
@@ -298,10 +403,16 @@ def _in_place(facts: Facts, text: CellText, name: str, value: ast.expr, first: l
 
     Without a name the part itself makes the tensor. What has to be done before goes to `first`.
     """
-    read = (fact for each in names_in(value) if (fact := facts.tensors.get(each)) is not None and fact.shape)
+    read = (
+        fact
+        for each in names_in(value)
+        if (fact := facts.tensors.get(each)) is not None and fact.shape
+    )
     if len({fact.dtype for fact in read if "float" in fact.dtype}) > 1:
         return ""  # the result has the wider type, and what is written over keeps its own
-    for part in (node for node in ast.walk(value) if isinstance(node, ast.BinOp | ast.Call | ast.UnaryOp)):
+    for part in (
+        node for node in ast.walk(value) if isinstance(node, ast.BinOp | ast.Call | ast.UnaryOp)
+    ):
         first.clear()
         code = _steps(facts, text, name, part, first)
         is_all = not name or not re.search(rf"\b{name}\b", substituted(text, value, part, ""))
@@ -320,9 +431,13 @@ def _steps(facts: Facts, text: CellText, name: str, value: ast.expr, first: list
     of, method, given = _last_step(text, name, value)
     before = _steps(facts, text, name, of, first) if of is not None else ""
     if not before:
-        made_of = [fact for each in names_in(value) if (fact := facts.tensors.get(each)) is not None]
+        made_of = [
+            fact for each in names_in(value) if (fact := facts.tensors.get(each)) is not None
+        ]
         is_copy = any(each.device != facts.device or "float" not in each.dtype for each in made_of)
-        is_made = (isinstance(value, ast.BinOp) and made_of) or (called_name(value) in CASTS and is_copy)
+        is_made = (isinstance(value, ast.BinOp) and made_of) or (
+            called_name(value) in CASTS and is_copy
+        )
         return bracketed(text, value) if is_made and not name else ""
     code = ", ".join(map(text.code, given))
     if any(name in names_in(each) for each in given):
@@ -345,10 +460,16 @@ def _last_step(text: CellText, name: str, value: ast.expr) -> tuple[Any, str, li
     if isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.USub):
         return value.operand, "neg_", []
     if isinstance(value, ast.BinOp) and type(value.op) in _SIGNS:
-        is_turned = isinstance(value.op, ast.Add | ast.Mult) and name in names_in(value.right) - names_in(value.left)
+        is_turned = isinstance(value.op, ast.Add | ast.Mult) and name in names_in(
+            value.right
+        ) - names_in(value.left)
         of, other = (value.right, value.left) if is_turned else (value.left, value.right)
         return of, _SIGNS[type(value.op)], [other]
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and called_name(value) in UNARY:
+    if (
+        isinstance(value, ast.Call)
+        and isinstance(value.func, ast.Attribute)
+        and called_name(value) in UNARY
+    ):
         given: list[Any] = [*value.args, *value.keywords]
         is_function = value.args and text.code(value.func.value).endswith(FUNCTIONS)
         of, *given = given if is_function else [value.func.value, *given]

@@ -34,16 +34,29 @@ def outer(facts: Facts) -> Outer | None:
         for node in ast.walk(statement):
             pair: list[tuple[ast.expr, TensorFact | None]] = []
             if isinstance(node, ast.BinOp) and not isinstance(node.op, ast.MatMult):
-                pair = [(each, facts.tensors.get(text.code(each))) for each in (node.left, node.right)]
-            elif isinstance(node, ast.Call) and len(node.args) == 2:  # a loss; the request proves that it broadcasts
                 pair = [
-                    (each, facts.operands.get(name)) for each, name in zip(node.args, ("input", "target"), strict=True)
+                    (each, facts.tensors.get(text.code(each))) for each in (node.left, node.right)
+                ]
+            elif (
+                isinstance(node, ast.Call) and len(node.args) == 2
+            ):  # a loss; the request proves that it broadcasts
+                pair = [
+                    (each, facts.operands.get(name))
+                    for each, name in zip(node.args, ("input", "target"), strict=True)
                 ]
             for (one, column), (other, row) in (pair, pair[::-1]) if pair else ():
-                if row is None or len(row.shape) != 1 or not facts.asked_for(row.shape[0] * row.nbytes):
+                if (
+                    row is None
+                    or len(row.shape) != 1
+                    or not facts.asked_for(row.shape[0] * row.nbytes)
+                ):
                     continue
                 # A call's result may have any shape: the request proves it
-                if column.shape == (*row.shape, 1) if column is not None else isinstance(one, ast.Call):
+                if (
+                    column.shape == (*row.shape, 1)
+                    if column is not None
+                    else isinstance(one, ast.Call)
+                ):
                     return Outer(one, other, row.shape[0], row.shape[0] * row.nbytes)
     return None
 
@@ -54,23 +67,31 @@ def squeeze(facts: Facts) -> Iterator[Advice]:
     if found is not None and text is not None:
         n = found.length
         yield propose(
-            f"Give {text.code(found.column)} the shape of {text.code(found.row)}", text=text,
+            f"Give {text.code(found.column)} the shape of {text.code(found.row)}",
+            text=text,
             changes=[text.replace(found.column, f"{bracketed(text, found.column)}.squeeze(-1)")],
             evidence=f"{shape((n, 1))} with {shape((n,))} makes {shape((n, n))}, {size(found.nbytes)}",
             cost="none: the result was not what was meant",
-        )  # fmt: skip
+        )
 
 
 size_bug = Remedy(
-    "Print the sizes this line passes; one is negative or overflowed", lambda facts: facts.kind == "size bug",
-    lambda facts, *_: f"line {facts.line}" if facts.line is not None else "the failing line", cost="",
-)  # fmt: skip
+    "Print the sizes this line passes; one is negative or overflowed",
+    lambda facts: facts.kind == "size bug",
+    lambda facts, *_: f"line {facts.line}" if facts.line is not None else "the failing line",
+    cost="",
+)
 fraction = Remedy(
-    "Lift the cap on this process's memory", lambda facts: facts.kind == "memory fraction",
-    "the allocator refused before it asked the driver", "none, unless others share the device",
-    first=lambda facts, *_: "torch.cuda.set_per_process_memory_fraction(1.0"
-    + ("" if facts.device in (None, "cuda:0") else f', "{facts.device}"') + ")",
-)  # fmt: skip
+    "Lift the cap on this process's memory",
+    lambda facts: facts.kind == "memory fraction",
+    "the allocator refused before it asked the driver",
+    "none, unless others share the device",
+    first=lambda facts, *_: (
+        "torch.cuda.set_per_process_memory_fraction(1.0"
+        + ("" if facts.device in (None, "cuda:0") else f', "{facts.device}"')
+        + ")"
+    ),
+)
 
 A_FAIR_SHARE = 8
 """Every process has pieces too small for the next request; less than one part in so many is no fragmentation."""
@@ -93,31 +114,44 @@ def is_fragmented(facts: Facts) -> bool:
 expandable_segments = Remedy(
     "Let the allocator's segments grow: set this before the kernel starts",
     lambda facts: facts.segments_can_expand and is_fragmented(facts),
-    lambda facts, *_: f"{size(facts.unallocated)} was reserved but unallocated, {size(facts.requested)} requested",
-    "a restart of the kernel; not with CUDA IPC", edit="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-)  # fmt: skip
+    lambda facts, *_: (
+        f"{size(facts.unallocated)} was reserved but unallocated, {size(facts.requested)} requested"
+    ),
+    "a restart of the kernel; not with CUDA IPC",
+    edit="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+)
 _MOVED = {
-    "module": "{name}.{to}", "tensor": "{name} = {name}.{to}", "list": "{name} = [each.{to} for each in {name}]",
-}  # fmt: skip
+    "module": "{name}.{to}",
+    "tensor": "{name} = {name}.{to}",
+    "list": "{name} = [each.{to} for each in {name}]",
+}
 """How variables are moved, by their kinds."""
 
 
 def compact(facts: Facts) -> Iterator[Advice]:
     """Take what survives in half-empty segments to the host and back: it comes back side by side."""
-    if not is_fragmented(facts) or facts.after is None or any(optimizer.state for optimizer in facts.optimizers):
+    if (
+        not is_fragmented(facts)
+        or facts.after is None
+        or any(optimizer.state for optimizer in facts.optimizers)
+    ):
         return
-    stuck = facts.after.reserved - facts.after.allocated  # the cache has been emptied since: this is pinned by names
+    stuck = (
+        facts.after.reserved - facts.after.allocated
+    )  # the cache has been emptied since: this is pinned by names
     named = [each for each in facts.kept if each.kind in _MOVED]
     out, back = (
-        [_MOVED[each.kind].format(name=each.name, to=to) for each in named] for to in ("cpu()", f'to("{facts.device}")')
+        [_MOVED[each.kind].format(name=each.name, to=to) for each in named]
+        for to in ("cpu()", f'to("{facts.device}")')
     )
     yield propose(
         "Move what is there to the host and back, into whole segments",
-        first="\n".join([*out, f"torch.{backend(facts)}.empty_cache()", *back]), frees=stuck,
+        first="\n".join([*out, f"torch.{backend(facts)}.empty_cache()", *back]),
+        frees=stuck,
         evidence=f"{size(stuck)} lies between blocks of {', '.join(each.name for each in named)}, "
         "where emptying the cache cannot reach it",
         cost=f"copies {size(sum(each.nbytes for each in named))} twice; other views of these tensors stay behind",
-    )  # fmt: skip
+    )
 
 
 _IN_WORKERS = ("dataloader killed", "dataloader bus error", "shared memory")
@@ -125,25 +159,35 @@ _IN_WORKERS = ("dataloader killed", "dataloader bus error", "shared memory")
 
 def workers(facts: Facts) -> Iterator[Advice]:
     """Load batches in the kernel's own process, where workers ran out."""
-    if facts.kind not in _IN_WORKERS and not (facts.kind == "python" and "_process_data" in facts.functions):
+    if facts.kind not in _IN_WORKERS and not (
+        facts.kind == "python" and "_process_data" in facts.functions
+    ):
         return
     for loader in facts.loaders:
         if loader.workers:
             yield propose(
-                "Load the batches without worker processes", cost="batches are no longer loaded ahead",
+                "Load the batches without worker processes",
+                cost="batches are no longer loaded ahead",
                 evidence=f"{count(loader.workers, 'worker')}, each with its own copy of what the dataset holds and "
                 "two batches ahead" + (" in /dev/shm" if facts.memory == "shared" else ""),
                 **prepare(facts, loader.name, f"{loader.name}.num_workers = 0"),
-            )  # fmt: skip
+            )
 
 
 on_the_host = Remedy(
-    "Load the checkpoint into the host's memory", lambda facts: facts.stage == "load" and facts.memory == "device",
-    lambda *known: f"map_location={known[-1]} puts the tensors beside the model's own" if known[-1]
-    else "torch.load was putting the tensors where they were saved",
-    "its tensors are on the CPU until they are copied or moved", argument='map_location="cpu"',
-    of=lambda _, text, call, given: text.code(call.func) in ("torch.load", "load") and "cpu" not in given,
-)  # fmt: skip
+    "Load the checkpoint into the host's memory",
+    lambda facts: facts.stage == "load" and facts.memory == "device",
+    lambda *known: (
+        f"map_location={known[-1]} puts the tensors beside the model's own"
+        if known[-1]
+        else "torch.load was putting the tensors where they were saved"
+    ),
+    "its tensors are on the CPU until they are copied or moved",
+    argument='map_location="cpu"',
+    of=lambda _, text, call, given: (
+        text.code(call.func) in ("torch.load", "load") and "cpu" not in given
+    ),
+)
 LEAST_ROOM = 0.95
 """Where more than this share of a device is taken by what no change lowers, nothing fits."""
 CONTEXT = 1 << 30
@@ -155,7 +199,9 @@ SMALL = 4 << 30
 def other_device(facts: Facts) -> Iterator[Advice]:
     """Run the cell on the device of the same type that has most room."""
     device = max(facts.free_elsewhere, key=lambda each: facts.free_elsewhere[each], default="")
-    if facts.free_elsewhere.get(device, 0) <= (facts.free or 0) or any(each.state for each in facts.optimizers):
+    if facts.free_elsewhere.get(device, 0) <= (facts.free or 0) or any(
+        each.state for each in facts.optimizers
+    ):
         return  # an optimizer's state would have to move with its parameters, and has no method for it
     least = facts.requested if facts.need is None else facts.need.alone
     if (least or 0) > facts.free_elsewhere[device]:
@@ -164,26 +210,38 @@ def other_device(facts: Facts) -> Iterator[Advice]:
     if any(each.kind not in ("module", "tensor", "optimizer") for each in facts.brought):
         return
     names, edit = ", ".join(each.name for each in moved), _redirected(facts, device, moved)
-    where = f"{names} {'are' if moved[1:] else 'is'} on {device} then" if moved else "its results are there"
+    where = (
+        f"{names} {'are' if moved[1:] else 'is'} on {device} then"
+        if moved
+        else "its results are there"
+    )
     yield propose(
         f"Run the cell on {device}" + (f", with {names} moved there" if moved else ""),
         evidence=f"{device} has {size(facts.free_elsewhere[device])} free",
-        cost=where + ("; what it makes without a device is made there" if "edit" in edit else ""), **edit,
-    )  # fmt: skip
+        cost=where + ("; what it makes without a device is made there" if "edit" in edit else ""),
+        **edit,
+    )
 
 
 def on_the_cpu(facts: Facts) -> Iterator[Advice]:
     """Run a cell that trains nothing on the CPU, where that takes little enough to be tried."""
     moved, is_small = facts.brought, facts.need is not None and facts.need.needed <= SMALL
-    if not is_small or facts.trains or not facts.may_take_less or any(each.kind not in _MOVED for each in moved):
+    if (
+        not is_small
+        or facts.trains
+        or not facts.may_take_less
+        or any(each.kind not in _MOVED for each in moved)
+    ):
         return
     edit = _redirected(facts, "cpu", moved)
     if facts.text is not None and (edit["first"] or edit["changes"]):
         yield propose(
-            ON_THE_CPU, **edit, evidence="its memory is the host's",
+            ON_THE_CPU,
+            **edit,
+            evidence="its memory is the host's",
             cost="slower, and its results are on the CPU"
             + (f", with {', '.join(each.name for each in moved)}" if moved else ""),
-        )  # fmt: skip
+        )
 
 
 def larger(facts: Facts) -> Iterator[Advice]:
@@ -191,13 +249,24 @@ def larger(facts: Facts) -> Iterator[Advice]:
     need = facts.need
     if need is None or not need.missing or facts.capacity is None:
         return
-    trained = (2 * each.nbytes + max(each.state, 2 * each.nbytes * (each.kind in ADAMS)) for each in facts.optimizers)
+    trained = (
+        2 * each.nbytes + max(each.state, 2 * each.nbytes * (each.kind in ADAMS))
+        for each in facts.optimizers
+    )
     fixed, why = max(need.fixed, sum(trained)), f"as it is, the cell needs {size(need.needed)}"
     if fixed > LEAST_ROOM * need.had:
         why += f"; parameters, gradients and optimizer state alone are {size(fixed)} of {size(need.had)}"
-    room = {name: GPUS[name].capacity for name in USUAL if GPUS[name].capacity >= need.needed + CONTEXT}
-    for name in sorted(room, key=lambda name: room[name]) if facts.capacity >= SMALL and room else [""]:
-        example = f", such as {'an' if name[0] in 'AHLR' else 'a'} {name} ({size(room[name])})" if name else ""
+    room = {
+        name: GPUS[name].capacity for name in USUAL if GPUS[name].capacity >= need.needed + CONTEXT
+    }
+    for name in (
+        sorted(room, key=lambda name: room[name]) if facts.capacity >= SMALL and room else [""]
+    ):
+        example = (
+            f", such as {'an' if name[0] in 'AHLR' else 'a'} {name} ({size(room[name])})"
+            if name
+            else ""
+        )
         yield propose(f"Use a larger GPU{example}", evidence=why, cost="another machine", gpu=name)
 
 
@@ -215,15 +284,19 @@ _LAYERS = "[each for each in {model}.modules() if each._parameters]"
 
 def divided(facts: Facts) -> Iterator[Advice]:
     """Shard a model that is too large alone among the devices of the machine."""
-    number, is_fixed = 1 + len(facts.free_elsewhere), facts.need is not None and facts.need.fixed > facts.need.had
+    number, is_fixed = (
+        1 + len(facts.free_elsewhere),
+        facts.need is not None and facts.need.fixed > facts.need.had,
+    )
     if backend(facts) not in ("cuda", "xpu") or number == 1 or facts.memory != "device":
         return
     if facts.stage in ("move", "step") or is_fixed:
         yield propose(
             f"Shard the model over the {number} devices here (fully_shard of torch.distributed.fsdp)",
             cost="a script of its own, started by torchrun",
-            evidence="parameters, gradients and optimizer state are divided among them", **_sharded(facts, number),
-        )  # fmt: skip
+            evidence="parameters, gradients and optimizer state are divided among them",
+            **_sharded(facts, number),
+        )
 
 
 def _sharded(facts: Facts, number: int) -> dict[str, Any]:
@@ -232,9 +305,15 @@ def _sharded(facts: Facts, number: int) -> dict[str, Any]:
     blocks = {each.name: each.blocks for each in facts.models_there}
     for statement in text.tree.body if text is not None and backend(facts) == "cuda" else ():
         move = statement.value if isinstance(statement, ast.Assign | ast.Expr) else None
-        if text is None or not isinstance(move, ast.Call) or not isinstance(move.func, ast.Attribute):
+        if (
+            text is None
+            or not isinstance(move, ast.Call)
+            or not isinstance(move.func, ast.Attribute)
+        ):
             continue
-        model = text.code(statement.targets[0] if isinstance(statement, ast.Assign) else move.func.value)
+        model = text.code(
+            statement.targets[0] if isinstance(statement, ast.Assign) else move.func.value
+        )
         fails = facts.stage == "move" and statement is text.statement_at(text.line)
         if move.func.attr not in ("cuda", "to") or not (fails or model in blocks):
             continue
@@ -254,7 +333,11 @@ def _redirected(facts: Facts, device: str, moved: Sequence[Holder]) -> dict[str,
     changes = list(_renamed(facts, text, device)) if text is not None else []
     if not changes and not facts.device_names and device != "cpu":
         magic = f"%%ondevice {device}"
-        return {"first": "\n".join(first) or None, "changes": [Change(1, 0, "", f"{magic}\n")], "edit": magic}
+        return {
+            "first": "\n".join(first) or None,
+            "changes": [Change(1, 0, "", f"{magic}\n")],
+            "edit": magic,
+        }
     return {"first": "\n".join(first) or None, "text": text, "changes": changes}
 
 
@@ -263,5 +346,7 @@ def _renamed(facts: Facts, text: CellText, device: str) -> Iterator[Change]:
     for node in text.nodes():
         if isinstance(node, ast.Constant) and node.value in own and isinstance(node.value, str):
             yield text.replace(node, f'"{device}"')
-        elif isinstance(node, ast.Call) and called_name(node) == backend(facts) and not node.args:  # x.cuda()
+        elif (
+            isinstance(node, ast.Call) and called_name(node) == backend(facts) and not node.args
+        ):  # x.cuda()
             yield text.replace(node, f'{text.code(node.func).rpartition(".")[0]}.to("{device}")')

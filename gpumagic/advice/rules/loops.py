@@ -11,7 +11,16 @@ from typing import Any, NamedTuple
 from gpumagic.advice.facts import Facts, Model, Trainer
 from gpumagic.advice.records import Advice
 from gpumagic.advice.rules.expressions import FUNCTIONS
-from gpumagic.advice.rules.proposal import Choice, Edit, argued, bracketed, loop_around, numbered, passes, propose
+from gpumagic.advice.rules.proposal import (
+    Choice,
+    Edit,
+    argued,
+    bracketed,
+    loop_around,
+    numbered,
+    passes,
+    propose,
+)
 from gpumagic.source.cell_code import BatchSize
 from gpumagic.source.text import CellText, Change, apply_changes, called_name, keyword, names_in
 
@@ -27,7 +36,12 @@ ARGUMENTS = {
 def argument(facts: Facts, remedy: str) -> Edit:
     """Return the edit that tells a trainer an argument, with the evidence; nothing where it is told already."""
     trainer = facts.trainer
-    if trainer is None or (remedy, trainer.library) not in ARGUMENTS or _evaluates(facts) or facts.memory != "device":
+    if (
+        trainer is None
+        or (remedy, trainer.library) not in ARGUMENTS
+        or _evaluates(facts)
+        or facts.memory != "device"
+    ):
         return {}
     name, value, unless = ARGUMENTS[remedy, trainer.library]
     if any(keyword(trainer.call, each) is not None for each in (name, *unless)):
@@ -44,7 +58,11 @@ def batch(facts: Facts) -> Iterator[Choice]:
     now = number(trainer, name, 8)
     if now is None or now < 2:
         return
-    said = "says so" if keyword(trainer.call, name) is not None else "says nothing else than the default"
+    said = (
+        "says so"
+        if keyword(trainer.call, name) is not None
+        else "says nothing else than the default"
+    )
     before = number(trainer, "gradient_accumulation_steps", 1)
 
     def edit(value: int, steps: int) -> Edit:
@@ -53,34 +71,59 @@ def batch(facts: Facts) -> Iterator[Choice]:
         passes = {"gradient_accumulation_steps": str(steps * (before or 1))} if steps > 1 else {}
         return told(trainer, {name: str(value), **passes})
 
-    yield lowered(facts, name, now, name, f"{_where(trainer)} {said}", edit, evaluates=_evaluates(facts))
+    yield lowered(
+        facts, name, now, name, f"{_where(trainer)} {said}", edit, evaluates=_evaluates(facts)
+    )
 
 
 def lowered(
-    facts: Facts, name: str, now: int, called: str, evidence: str, edit: Callable[[int, int], Edit],
-    *, evaluates: bool = False, **more: Any,
-) -> Choice:  # fmt: skip
+    facts: Facts,
+    name: str,
+    now: int,
+    called: str,
+    evidence: str,
+    edit: Callable[[int, int], Edit],
+    *,
+    evaluates: bool = False,
+    **more: Any,
+) -> Choice:
     """Return the choice of a smaller batch: in training of one that divides it, whose gradients add up.
 
     `edit` returns the edit for a value and a number of passes a step, nothing where it is unclear how; the title calls
     the number what it is `called`. Where it only `evaluates` nothing is trained.
     """
     trains = facts.trains and not evaluates
-    cost = "a different gradient, unless several passes make a step" if trains else f"more passes{but(facts.models)}"
+    cost = (
+        "a different gradient, unless several passes make a step"
+        if trains
+        else f"more passes{but(facts.models)}"
+    )
 
     def accumulated(most: int) -> Advice | None:
         steps = passes(now, most)
         change, together = edit(now // steps, steps), now // steps * steps
-        return None if not change else propose(
-            f"Lower {called} from {now} to {now // steps} and accumulate {steps} passes a step", **change,
-            evidence=f"{evidence}; up to {most} fits",
-            cost=f"the same gradient{f', of {together} of {now}' if together < now else ''}{but(facts.models)}",
-        )  # fmt: skip
+        return (
+            None
+            if not change
+            else propose(
+                f"Lower {called} from {now} to {now // steps} and accumulate {steps} passes a step",
+                **change,
+                evidence=f"{evidence}; up to {most} fits",
+                cost=f"the same gradient{f', of {together} of {now}' if together < now else ''}{but(facts.models)}",
+            )
+        )
 
     return numbered(
-        name, now, f"Lower {called}", lambda value: edit(value, 1), evidence=evidence, cost=cost,
-        finish=accumulated if trains else None, changes_result=trains, **more,
-    )  # fmt: skip
+        name,
+        now,
+        f"Lower {called}",
+        lambda value: edit(value, 1),
+        evidence=evidence,
+        cost=cost,
+        finish=accumulated if trains else None,
+        changes_result=trains,
+        **more,
+    )
 
 
 def but(models: Sequence[Model]) -> str:
@@ -162,16 +205,37 @@ def _counted(
     made = [_targets(each) for each in assigned if called_name(each.value) == "DataLoader"]
     loaders = {each.name for each in facts.loaders}.union(*made)
     if names_in(source) & ({found.name} | loaders):
-        if called_name(source) == "enumerate" and isinstance(target, ast.Tuple) and isinstance(source, ast.Call):
+        if (
+            called_name(source) == "enumerate"
+            and isinstance(target, ast.Tuple)
+            and isinstance(source, ast.Call)
+        ):
             is_plain = len(source.args) == 1 and isinstance(target.elts[0], ast.Name)
             return ([], text.code(target.elts[0])) if is_plain else None
-        counter = next((each for each in ("i", "micro_step") if each not in names_in(text.tree)), "nth_micro_batch")
+        counter = next(
+            (each for each in ("i", "micro_step") if each not in names_in(text.tree)),
+            "nth_micro_batch",
+        )
         bound = text.code(target)
-        bound = f"({bound})" if isinstance(target, ast.Tuple) and not bound.startswith("(") else bound
-        head = [text.replace(target, f"{counter}, {bound}"), text.replace(source, f"enumerate({text.code(source)})")]
+        bound = (
+            f"({bound})" if isinstance(target, ast.Tuple) and not bound.startswith("(") else bound
+        )
+        head = [
+            text.replace(target, f"{counter}, {bound}"),
+            text.replace(source, f"enumerate({text.code(source)})"),
+        ]
         return head, counter
-    reads = [node for node in ast.walk(loop) if isinstance(node, ast.Name) and node.id == getattr(target, "id", None)]
-    if called_name(source) == "range" and isinstance(source, ast.Call) and len(source.args) == 1 and len(reads) == 1:
+    reads = [
+        node
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Name) and node.id == getattr(target, "id", None)
+    ]
+    if (
+        called_name(source) == "range"
+        and isinstance(source, ast.Call)
+        and len(source.args) == 1
+        and len(reads) == 1
+    ):
         last = source.args[0]
         code = text.code(last) if isinstance(last, ast.Constant) else bracketed(text, last)
         return [text.replace(last, f"{steps} * {code}")], text.code(target)
@@ -186,20 +250,38 @@ def divided(
     There is none where it is a sum, which the parts add up to. None where parts of the data have no part of the loss.
     """
     call = next(node for node in ast.walk(backward) if called_name(node) == "backward")
-    loss = call.func.value if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else None
+    loss = (
+        call.func.value
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+        else None
+    )
     if loss is None:
         return []
     made: dict[str, list[ast.expr]] = {}
-    for each in (node for one in statements for node in ast.walk(one) if isinstance(node, ast.Assign | ast.AugAssign)):
+    for each in (
+        node
+        for one in statements
+        for node in ast.walk(one)
+        if isinstance(node, ast.Assign | ast.AugAssign)
+    ):
         for name in _targets(each):
             made.setdefault(name, []).append(each.value)
-    if isinstance(call, ast.Call) and call.args and isinstance(loss, ast.Name) and loss.id not in made:
+    if (
+        isinstance(call, ast.Call)
+        and call.args
+        and isinstance(loss, ast.Name)
+        and loss.id not in made
+    ):
         loss = call.args[0]  # of `accelerator.backward(loss)`
     kind = _Loss(text, facts.sums, made, {}).kind(loss)
     if kind in ("sum", None):
         return None if kind is None else []
     is_name = isinstance(loss, ast.Name)
-    return [text.replace(loss, f"({text.code(loss)} / {parts})") if is_name else text.append(loss, f".div({parts})")]
+    return [
+        text.replace(loss, f"({text.code(loss)} / {parts})")
+        if is_name
+        else text.append(loss, f".div({parts})")
+    ]
 
 
 def _targets(statement: ast.Assign | ast.AugAssign) -> set[str]:
@@ -207,8 +289,25 @@ def _targets(statement: ast.Assign | ast.AugAssign) -> set[str]:
     return set().union(*map(names_in, targets))
 
 
-_LINEAR = frozenset({"backward", "scale", "sum", "mean", "item", "detach", "add", "sub", "mul", "div", "to", "float"})
-_OF_ALL = frozenset({"std", "var", "norm", "max", "min", "amax", "amin", "prod", "logsumexp", "median"})
+_LINEAR = frozenset(
+    {
+        "backward",
+        "scale",
+        "sum",
+        "mean",
+        "item",
+        "detach",
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "to",
+        "float",
+    }
+)
+_OF_ALL = frozenset(
+    {"std", "var", "norm", "max", "min", "amax", "amin", "prod", "logsumexp", "median"}
+)
 """Functions of which that of all rows is no sum of those of some."""
 _ALONG = _OF_ALL | {"mean", "sum", "softmax", "log_softmax", "normalize", "cumsum", "sort", "topk"}
 _OF_PAIRS = frozenset({"T", "mT", "t", "matmul", "mm", "einsum", "cdist"})
@@ -240,7 +339,11 @@ class _Loss(NamedTuple):
             return self._of_call(node)
         if isinstance(node, ast.Attribute) and (node.attr in _OF_PAIRS or _LOSS.search(node.attr)):
             return None if node.attr in _OF_PAIRS else "mean"
-        parts = (each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr | ast.comprehension))
+        parts = (
+            each
+            for each in ast.iter_child_nodes(node)
+            if isinstance(each, ast.expr | ast.comprehension)
+        )
         return _together(map(self.kind, parts))
 
     def _of_two(self, node: ast.BinOp) -> str | None:
@@ -250,7 +353,9 @@ class _Loss(NamedTuple):
         if isinstance(node.op, ast.MatMult) or (left and right):
             return None
         is_scaled = isinstance(node.op, ast.Mult) or (isinstance(node.op, ast.Div) and not right)
-        is_by_number = isinstance(node.right if left else node.left, ast.Constant)  # a name may say how many rows
+        is_by_number = isinstance(
+            node.right if left else node.left, ast.Constant
+        )  # a name may say how many rows
         total = left or right
         return total if not total or (is_scaled and (total == "mean" or is_by_number)) else None
 
@@ -270,7 +375,15 @@ class _Loss(NamedTuple):
         is_sum = self.text.code(node.func) in self.sums
         if is_sum or _LOSS.search(name):
             said = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
-            return None if of else "sum" if is_sum or "sum" in said else "" if "none" in said else "mean"
+            return (
+                None
+                if of
+                else "sum"
+                if is_sum or "sum" in said
+                else ""
+                if "none" in said
+                else "mean"
+            )
         return of if not of or name in _LINEAR else None
 
 

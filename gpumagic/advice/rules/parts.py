@@ -30,8 +30,14 @@ def smaller(facts: Facts) -> Iterator[Choice]:
         found = list(_parts_in(text, text.line or facts.line))
         for call, number in found:
             now = _int(facts, text, number)
-            if now is not None and (now > 1 or called_name(call) in _COUNTS) and text.code(number) not in batches:
-                on_line = (each for _, each in found if each.lineno == number.lineno)  # two tensors that go together
+            if (
+                now is not None
+                and (now > 1 or called_name(call) in _COUNTS)
+                and text.code(number) not in batches
+            ):
+                on_line = (
+                    each for _, each in found if each.lineno == number.lineno
+                )  # two tensors that go together
                 alike = [each for each in on_line if text.code(each) == text.code(number)]
                 yield _smaller_parts(facts, text, call, alike, now)
                 return
@@ -42,14 +48,26 @@ def _int(facts: Facts, text: CellText, node: ast.expr) -> int | None:
     return value if type(value) is int else None
 
 
-def _smaller_parts(facts: Facts, text: CellText, call: ast.Call, alike: list[ast.expr], now: int) -> Choice:
+def _smaller_parts(
+    facts: Facts, text: CellText, call: ast.Call, alike: list[ast.expr], now: int
+) -> Choice:
     number, is_count = alike[0], called_name(call) in _COUNTS
     name = number.id if isinstance(number, ast.Name) else ""
     places = [] if name else [*alike]
     places += [each for said, each in ints_named(text.tree) if said == name]
-    if called_name(call) == "range" and not name:  # the number is written again in slices: ``x[i : i + 512]``
-        ends = [node.upper for node in text.nodes() if isinstance(node, ast.Slice) and node.lower is not None]
-        added = [each.right for each in ends if isinstance(each, ast.BinOp) and each.lineno >= call.lineno]
+    if (
+        called_name(call) == "range" and not name
+    ):  # the number is written again in slices: ``x[i : i + 512]``
+        ends = [
+            node.upper
+            for node in text.nodes()
+            if isinstance(node, ast.Slice) and node.lower is not None
+        ]
+        added = [
+            each.right
+            for each in ends
+            if isinstance(each, ast.BinOp) and each.lineno >= call.lineno
+        ]
         places += [each for each in added if isinstance(each, ast.Constant) and each.value == now]
     put = written(text, places) if places else lambda value: {"first": f"{name} = {value}"}
     line = f"line {number.lineno}{f' of {text.cell}' if text.cell else ''}"
@@ -63,29 +81,49 @@ def _smaller_parts(facts: Facts, text: CellText, call: ast.Call, alike: list[ast
             what = f"Make {told(value)} parts" if is_count else f"Take {value} at a time"
             return f"{what} in {line}, not {now}: {text.code(call)}"
         how = "makes so many parts" if is_count else "takes so many at a time"
-        return f"{'Raise' if is_count else 'Lower'} {name} from {now} to {told(value)}: {line} {how}"
+        return (
+            f"{'Raise' if is_count else 'Lower'} {name} from {now} to {told(value)}: {line} {how}"
+        )
 
     return numbered(
-        "parts" if is_count else name or "parts", most, title, lambda value: put(told(value)), is_rounded=not is_count,
+        "parts" if is_count else name or "parts",
+        most,
+        title,
+        lambda value: put(told(value)),
+        is_rounded=not is_count,
         evidence=f"{text.code(number)} in {line} is {now} {'parts' if is_count else 'at a time'}",
-        cost="a different gradient" if facts.trains else "a little time", changes_result=facts.trains,
+        cost="a different gradient" if facts.trains else "a little time",
+        changes_result=facts.trains,
         is_setting=bool(name) and not is_count,
-    )  # fmt: skip
+    )
 
 
 def _parts_in(text: CellText, line: int | None) -> Iterator[tuple[ast.Call, ast.expr]]:
     """Yield what is told how large parts are, or how many, with the number: in loops around a line, then of loaders."""
-    loops = [node for node in text.nodes() if isinstance(node, ast.For | ast.ListComp | ast.GeneratorExp)]
-    around = [each for each in loops if line is not None and each.lineno <= line <= (each.end_lineno or 0)]
+    loops = [
+        node for node in text.nodes() if isinstance(node, ast.For | ast.ListComp | ast.GeneratorExp)
+    ]
+    around = [
+        each for each in loops if line is not None and each.lineno <= line <= (each.end_lineno or 0)
+    ]
     for loop in sorted(around, key=lambda each: -each.lineno):  # the innermost first
-        sources = [loop.iter] if isinstance(loop, ast.For) else [each.iter for each in loop.generators]
-        for call in (each for one in sources for each in ast.walk(one) if isinstance(each, ast.Call)):
+        sources = (
+            [loop.iter] if isinstance(loop, ast.For) else [each.iter for each in loop.generators]
+        )
+        for call in (
+            each for one in sources for each in ast.walk(one) if isinstance(each, ast.Call)
+        ):
             # Of a function it is the second argument, of a method the first
             name, is_function = called_name(call), text.code(call.func).startswith(_MODULES)
             place = {"range": 2, "batched": 1, "chunked": 1}.get(name, int(is_function))
-            if name in ("range", "split", "batched", "chunked", *_COUNTS) and len(call.args) > place:
+            if (
+                name in ("range", "split", "batched", "chunked", *_COUNTS)
+                and len(call.args) > place
+            ):
                 yield call, call.args[place]
-    yield from ((call, call.args[1]) for _, call in calls([text], "DataLoader") if len(call.args) > 1)
+    yield from (
+        (call, call.args[1]) for _, call in calls([text], "DataLoader") if len(call.args) > 1
+    )
 
 
 REDUCING = frozenset({
@@ -94,7 +132,19 @@ REDUCING = frozenset({
 """Methods that make one or a few numbers of each row."""
 ALONG = frozenset({"softmax", "log_softmax", "sort", "argsort", "cumsum", "normalize", "squeeze"})
 """Methods that leave a row as long as it is."""
-BY_ROWS = frozenset({"cdist", "stft", "interpolate", "flatten", "contiguous", "float", "half", "bfloat16", "one_hot"})
+BY_ROWS = frozenset(
+    {
+        "cdist",
+        "stft",
+        "interpolate",
+        "flatten",
+        "contiguous",
+        "float",
+        "half",
+        "bfloat16",
+        "one_hot",
+    }
+)
 """Functions and methods that compute each row of their first argument by itself."""
 _RESHAPING = ("stft", "flatten")
 OF_ELEMENTS = UNARY | {"max", "min", "maximum", "minimum", "where"}
@@ -126,12 +176,16 @@ class Rows:
 
 def by_rows(facts: Facts) -> Iterator[Choice]:
     """Compute a part of the rows at a time where the result is much smaller than what leads to it."""
-    places = list(failed(facts)) if not facts.functions & VMAP else []  # which takes no hooks of checkpoints
+    places = (
+        list(failed(facts)) if not facts.functions & VMAP else []
+    )  # which takes no hooks of checkpoints
     statement = facts.text.statement_at(facts.line) if facts.text is not None else None
     if facts.text is not None and statement is not None:
         places.append((facts.text, statement))  # what failed may be in a model that it calls
         block = facts.text.block_of(statement) if does(statement, "backward") else []
-        places = [(facts.text, each) for each in block if each.lineno < statement.lineno][::-1] or places
+        places = [(facts.text, each) for each in block if each.lineno < statement.lineno][
+            ::-1
+        ] or places
     # A sum of what failed, else what most statements make of it
     ways = [
         (is_sum, text, each)
@@ -145,9 +199,18 @@ def by_rows(facts: Facts) -> Iterator[Choice]:
     # What the statements after it compute of as many rows goes with it
     text = found.text
     last = text.statement_at(found.joined.last.lineno)
-    later = [each for each in text.block_of(last) if each.lineno > last.lineno] if last is not None else []
-    alike = (_part(facts, is_sum, text, one) for each in later for is_sum in (True, False)
-             for one in joined_in(text, each) if not one.before)  # fmt: skip
+    later = (
+        [each for each in text.block_of(last) if each.lineno > last.lineno]
+        if last is not None
+        else []
+    )
+    alike = (
+        _part(facts, is_sum, text, one)
+        for each in later
+        for is_sum in (True, False)
+        for one in joined_in(text, each)
+        if not one.before
+    )
     rows, sources = found.rows.length, found.sources.keys()
     of_these = [each for each in alike if each is not None and each.rows.length == rows]
     all_found = [found, *(each for each in of_these if sources & each.sources.keys())]
@@ -167,7 +230,10 @@ class _Part:
     @property
     def sources(self) -> dict[str, str]:
         """The code of what the rows are of, and the name of the tensor in it: ``series.unfold(0, 96, 1)``."""
-        return {self.joined.text.code(each): min(names_in(getattr(each, "func", each))) for each in self.rows.uses}
+        return {
+            self.joined.text.code(each): min(names_in(getattr(each, "func", each)))
+            for each in self.rows.uses
+        }
 
 
 def _part(facts: Facts, is_sum: bool, text: CellText, joined: Joined) -> _Part | None:
@@ -185,8 +251,12 @@ def _part(facts: Facts, is_sum: bool, text: CellText, joined: Joined) -> _Part |
             continue
         found = _Part(text, joined, node, rows)
         tensors = [facts.tensors[name] for name in found.sources.values()]
-        is_wide = facts.requested is not None and 2 * facts.requested >= sum(each.nbytes for each in tensors)
-        is_head = method == "cross_entropy" and (tensors[0].graph or tensors[0].requires_grad)  # not all of a model
+        is_wide = facts.requested is not None and 2 * facts.requested >= sum(
+            each.nbytes for each in tensors
+        )
+        is_head = method == "cross_entropy" and (
+            tensors[0].graph or tensors[0].requires_grad
+        )  # not all of a model
         if rows.length > 1 and (is_head or not facts.trains if rows.of_model else is_wide):
             return found
     return None
@@ -201,13 +271,16 @@ def _advice(facts: Facts, found: Sequence[_Part], number: int) -> Advice:
     return propose(
         f"Compute line{'s' if lines[1:] else ''} {', '.join(lines)} with {count(number, 'row')} of "
         f"{', '.join(sources)} at a time{', without an autograd graph' if any(without) else ''}",
-        text=found[0].text, changes=[change for changes, _ in edits for change in changes],
+        text=found[0].text,
+        changes=[change for changes, _ in edits for change in changes],
         cost="; ".join(dict.fromkeys(cost for _, cost in edits)),
         evidence=f"the line makes {size(facts.requested)} at once for all {count(found[0].rows.length, 'row')}",
-    )  # fmt: skip
+    )
 
 
-def _in_parts(facts: Facts, found: _Part, is_without_graph: bool, number: int) -> tuple[list[Change], str]:
+def _in_parts(
+    facts: Facts, found: _Part, is_without_graph: bool, number: int
+) -> tuple[list[Change], str]:
     """Return the changes that compute an expression part by part, and what they cost."""
     joined, node, text = found.joined, found.node, found.joined.text
     sources, method = found.sources, _summed(node)
@@ -231,17 +304,24 @@ def _in_parts(facts: Facts, found: _Part, is_without_graph: bool, number: int) -
     parts = f"{part}{margin}    for {one} in {pairs}{margin}"
     code = f"sum({margin}    {parts})" if method else f"torch.cat([{margin}    {parts}])"
     statement = found.text.statement_at(joined.last.lineno)
-    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Tuple):  # values and indices
+    if isinstance(statement, ast.Assign) and isinstance(
+        statement.targets[0], ast.Tuple
+    ):  # values and indices
         code = f"map(torch.cat, zip(*[{margin}    {parts}]))"
     if method in ("mean", "cross_entropy"):
         total = found.rows.length if method == "mean" else f"({list(sources)[-1]} != -100).sum()"
         code = f"({code} / {total})"
     masks = {
-        f"{name}.sum()": f"sum(part.sum() for part in {name}.split({number}))" for name, each in facts.tensors.items()
+        f"{name}.sum()": f"sum(part.sum() for part in {name}.split({number}))"
+        for name, each in facts.tensors.items()
         if each.dtype == "bool" and each.shape[:1] == (found.rows.length,)
-    }  # fmt: skip
-    inside = set(map(id, ast.walk(node)))  # outside of it torch makes integers of all booleans that it adds up
-    others = [each for each in text.expressions() if text.code(each) in masks and id(each) not in inside]
+    }
+    inside = set(
+        map(id, ast.walk(node))
+    )  # outside of it torch makes integers of all booleans that it adds up
+    others = [
+        each for each in text.expressions() if text.code(each) in masks and id(each) not in inside
+    ]
     counts = [text.replace(each, masks[text.code(each)]) for each in others]
     changes = joined.changes(found.text, text.replace(node, code), *counts)
     if is_without_graph and statement is not None:
@@ -252,8 +332,16 @@ def _in_parts(facts: Facts, found: _Part, is_without_graph: bool, number: int) -
 def _summed(node: ast.expr) -> str:
     """Return `mean` or `sum` where that is taken of everything, in the end, or `cross_entropy`, a mean of its own."""
     name = called_name(node)
-    is_of_all = name in ("mean", "sum") and isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    is_plain = isinstance(node, ast.Call) and not node.keywords and (name == "cross_entropy" or not node.args)
+    is_of_all = (
+        name in ("mean", "sum")
+        and isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+    )
+    is_plain = (
+        isinstance(node, ast.Call)
+        and not node.keywords
+        and (name == "cross_entropy" or not node.args)
+    )
     return name if is_plain and (is_of_all or name == "cross_entropy") else ""
 
 
@@ -273,14 +361,20 @@ class _Reader(NamedTuple):
         if isinstance(node, ast.Name):
             fact = self.facts.tensors.get(node.id)
             is_there = fact is not None and fact.shape and fact.device == self.facts.device
-            return Rows((node,), fact.shape[0], len(fact.shape)) if fact is not None and is_there else None
+            return (
+                Rows((node,), fact.shape[0], len(fact.shape))
+                if fact is not None and is_there
+                else None
+            )
         if isinstance(node, ast.Subscript):
             index = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
             first, *others = map(ast.unparse, index)
             numbers = sum(":" not in each and each != "None" for each in others)
             rows = self.rows_of(node.value) if first in (":", "...") else None
             return rows and rows.with_dimensions(others.count("None") - numbers - (first == "..."))
-        if isinstance(node, ast.UnaryOp) or (isinstance(node, ast.Attribute) and node.attr in _OF_RESULTS):
+        if isinstance(node, ast.UnaryOp) or (
+            isinstance(node, ast.Attribute) and node.attr in _OF_RESULTS
+        ):
             return self.rows_of(node.operand if isinstance(node, ast.UnaryOp) else node.value)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             rows = self.rows_of(node.left)
@@ -297,18 +391,29 @@ class _Reader(NamedTuple):
         if not rows or (len(rows) > 1 and not all(each.dimensions for each in rows)):
             return None
         first = max(rows, key=lambda each: each.dimensions)
-        aligned = [each for each in rows if (each.dimensions, each.length) == (first.dimensions, first.length)]
-        if not all(any(each is one for one in aligned) or self._is_beside(node, first) for node, each in found):
+        aligned = [
+            each
+            for each in rows
+            if (each.dimensions, each.length) == (first.dimensions, first.length)
+        ]
+        if not all(
+            any(each is one for one in aligned) or self._is_beside(node, first)
+            for node, each in found
+        ):
             return None
         return replace(
-            first, uses=tuple(use for each in aligned for use in each.uses),
-            reduces=all(each.reduces for each in aligned), of_model=any(each.of_model for each in aligned),
-        )  # fmt: skip
+            first,
+            uses=tuple(use for each in aligned for use in each.uses),
+            reduces=all(each.reduces for each in aligned),
+            of_model=any(each.of_model for each in aligned),
+        )
 
     def _is_number(self, node: ast.expr) -> bool:
         node = node.operand if isinstance(node, ast.UnaryOp) else node
         code = self.text.code(node)
-        return isinstance(node, ast.Constant) or code in self.facts.numbers or code.startswith("len(")
+        return (
+            isinstance(node, ast.Constant) or code in self.facts.numbers or code.startswith("len(")
+        )
 
     def _is_beside(self, node: ast.expr, rows: Rows) -> bool:
         """Return whether all of an operand goes with each row: a number, a vector beside a matrix, ``other[None]``."""
@@ -322,40 +427,76 @@ class _Reader(NamedTuple):
 
     def _of_call(self, call: ast.Call) -> Rows | None:
         name, given, dim = called_name(call), list(call.args), keyword(call, "dim")
-        if isinstance(call.func, ast.Attribute) and not self.text.code(call.func.value).endswith(FUNCTIONS):
+        if isinstance(call.func, ast.Attribute) and not self.text.code(call.func.value).endswith(
+            FUNCTIONS
+        ):
             given.insert(0, call.func.value)
         if not given:
             return None
         of, *rest = given
-        said = dim.value if dim is not None else rest[name == "topk"] if len(rest) > (name == "topk") else None
+        said = (
+            dim.value
+            if dim is not None
+            else rest[name == "topk"]
+            if len(rest) > (name == "topk")
+            else None
+        )
         # On the last dimensions: it says so, or it is `topk`, which does unless told
         is_within = ast.unparse(said) in WITHIN if said is not None else name == "topk"
         if name in ("cat", "concat") and isinstance(of, ast.List):
             return self._of_elements(of.elts) if is_within else None
-        if name in OF_ELEMENTS and rest and dim is None and not ast.unparse(rest[0]).lstrip("-").isdigit():
+        if (
+            name in OF_ELEMENTS
+            and rest
+            and dim is None
+            and not ast.unparse(rest[0]).lstrip("-").isdigit()
+        ):
             return self._of_elements(given)
         rows = self.rows_of(of)
         model = next((each for each in self.facts.models if each.name == name), None)
         if rows is not None and model is not None and isinstance(call.func, ast.Name):
             # Statistics of a batch and lists that hooks fill are of all rows
-            is_apart = not (rest or self.facts.emptied or (model.training and "batch norm" in model.uneven))
+            is_apart = not (
+                rest or self.facts.emptied or (model.training and "batch norm" in model.uneven)
+            )
             return replace(rows, reduces=True, of_model=True, dimensions=0) if is_apart else None
         return rows and self._of_function(rows, call, given, is_within)
 
-    def _of_function(self, rows: Rows, call: ast.Call, given: Sequence[ast.expr], is_within: bool) -> Rows | None:
+    def _of_function(
+        self, rows: Rows, call: ast.Call, given: Sequence[ast.expr], is_within: bool
+    ) -> Rows | None:
         """Return the rows of a function or method of some rows; `is_within` tells whether it is along each."""
         name, (of, *rest) = called_name(call), given
         if (name, len(given)) in (("cross_entropy", 2), ("gather", 3)):  # the rows of two
             last = self.rows_of(given[-1])
-            is_so = last is not None and last.length == rows.length and (is_within or last.dimensions == 1)
-            return replace(rows, uses=(*rows.uses, *last.uses)) if last is not None and is_so else None
+            is_so = (
+                last is not None
+                and last.length == rows.length
+                and (is_within or last.dimensions == 1)
+            )
+            return (
+                replace(rows, uses=(*rows.uses, *last.uses)) if last is not None and is_so else None
+            )
         if name == "unfold" and len(rest) == 3:
             width = _int(self.facts, self.text, rest[1])
-            is_so = isinstance(of, ast.Name) and [ast.unparse(each) for each in rest[::2]] == ["0", "1"]
+            is_so = isinstance(of, ast.Name) and [ast.unparse(each) for each in rest[::2]] == [
+                "0",
+                "1",
+            ]
             length = rows.length - (width or 0) + 1
-            return rows.with_dimensions(1, uses=(call,), length=length) if is_so and width is not None else None
-        if name in BY_ROWS or (name in UNARY and all(isinstance(each, ast.Constant) for each in rest)):
-            return replace(rows, dimensions=0) if name in _RESHAPING else rows.with_dimensions(name == "one_hot")
+            return (
+                rows.with_dimensions(1, uses=(call,), length=length)
+                if is_so and width is not None
+                else None
+            )
+        if name in BY_ROWS or (
+            name in UNARY and all(isinstance(each, ast.Constant) for each in rest)
+        ):
+            return (
+                replace(rows, dimensions=0)
+                if name in _RESHAPING
+                else rows.with_dimensions(name == "one_hot")
+            )
         if name not in REDUCING | ALONG or not is_within:
             return None
         is_gone = name in REDUCING and name != "topk" and keyword(call, "keepdim") is None

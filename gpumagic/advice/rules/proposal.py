@@ -45,7 +45,9 @@ def find(facts: Facts) -> Region | None:
     found = list[Region]()
     for text in reversed(facts.texts):
         lines = [text.line, facts.line] if text.cell == "" else [text.line]
-        found += [each for line in filter(None, lines) if (each := _around(facts, text, line)) is not None]
+        found += [
+            each for line in filter(None, lines) if (each := _around(facts, text, line)) is not None
+        ]
     return next((each for each in found if each.backward is not None), found[0] if found else None)
 
 
@@ -65,13 +67,23 @@ def _around(facts: Facts, text: CellText, line: int) -> Region | None:
         return None
     place = next(i for i, each in enumerate(block) if each is statement)
     last = next((i for i, each in enumerate(block) if i >= place and does(each, "backward")), None)
-    first = next((i for i, each in enumerate(block) if i <= place and any(called_models(facts, each))), place)
+    first = next(
+        (i for i, each in enumerate(block) if i <= place and any(called_models(facts, each))), place
+    )
     first = max([first, *(i + 1 for i in range(first, place) if does(block[i], "backward"))])
-    if first == place and does(statement, "backward"):  # of a function that calls its model what it likes
-        first = next((i for i in range(place) if bound_in(block[i]) & set(facts.graph_names)), place)
+    if first == place and does(
+        statement, "backward"
+    ):  # of a function that calls its model what it likes
+        first = next(
+            (i for i in range(place) if bound_in(block[i]) & set(facts.graph_names)), place
+        )
     if isinstance(statement, ast.For):  # with what it goes on from
         carried = {name for each in statement.body for name in bound_in(each)}
-        while first and isinstance(block[first - 1], ast.Assign) and bound_in(block[first - 1]) & carried:
+        while (
+            first
+            and isinstance(block[first - 1], ast.Assign)
+            and bound_in(block[first - 1]) & carried
+        ):
             first -= 1
     backward = block[last] if last is not None else None
     end = place + 1 if last is None else max(last, first + 1)
@@ -83,17 +95,29 @@ def _around(facts: Facts, text: CellText, line: int) -> Region | None:
 
 def bound_in(statement: ast.stmt) -> set[str]:
     """Return the variables that a statement binds."""
-    return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return {
+        node.id
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
 
 
 def in_a_row(block: Iterable[ast.stmt]) -> list[ast.stmt]:
     """Return the statements of a block that run one after the other, those under a `with` in its place."""
-    return [part for each in block for part in (in_a_row(each.body) if isinstance(each, ast.With) else [each])]
+    return [
+        part
+        for each in block
+        for part in (in_a_row(each.body) if isinstance(each, ast.With) else [each])
+    ]
 
 
 def _out_of_with(text: CellText, statement: ast.stmt | None) -> ast.stmt | None:
     """Return the `with` or the loop that a statement is in where `backward` follows that, else the statement."""
-    around = (each for each in text.nodes() if isinstance(each, ast.With | ast.For) and statement in each.body)
+    around = (
+        each
+        for each in text.nodes()
+        if isinstance(each, ast.With | ast.For) and statement in each.body
+    )
     outer = next((each for each in around if not does(each, "backward")), None)
     follows = text.block_of(outer) if outer is not None else []
     return outer if any(does(each, "backward") for each in follows) else statement
@@ -135,7 +159,9 @@ def substituted(text: CellText, node: ast.expr, inner: ast.expr, new: str) -> st
 def loop_around(text: CellText, line: int | None) -> ast.For | ast.While | None:
     """Return the innermost loop that a line is in."""
     loops = [node for node in text.nodes() if isinstance(node, ast.For | ast.While)]
-    around = [loop for loop in loops if line is not None and loop.lineno < line <= (loop.end_lineno or 0)]
+    around = [
+        loop for loop in loops if line is not None and loop.lineno < line <= (loop.end_lineno or 0)
+    ]
     return max(around, key=lambda loop: loop.lineno, default=None)
 
 
@@ -143,7 +169,11 @@ def called_models(facts: Facts, node: ast.AST) -> Iterator[ast.Call]:
     """Yield the calls of models in code."""
     models = {model.name for model in facts.models}
     for each in ast.walk(node):
-        if isinstance(each, ast.Call) and isinstance(each.func, ast.Name) and each.func.id in models:
+        if (
+            isinstance(each, ast.Call)
+            and isinstance(each.func, ast.Name)
+            and each.func.id in models
+        ):
             yield each
 
 
@@ -195,7 +225,11 @@ class Choice:
     @property
     def goes_on(self) -> str:
         """The line with which a search goes on that was cut short."""
-        return f"%%dryrun --fit {self.name}" if self.is_setting else "%config GPUMagic.advice_seconds = 60"
+        return (
+            f"%%dryrun --fit {self.name}"
+            if self.is_setting
+            else "%config GPUMagic.advice_seconds = 60"
+        )
 
 
 def passes(now: int, most: int) -> int:
@@ -219,7 +253,9 @@ def propose(
     """
     try:
         edit = text.after(changes) if text is not None and changes else first
-    except ValueError:  # changes that overlap: a suggestion without its edit is better than no report
+    except (
+        ValueError
+    ):  # changes that overlap: a suggestion without its edit is better than no report
         changes, edit = (), first
     return Advice(title, frees, None, changes=tuple(changes), first=first, **{"edit": edit, **more})
 
@@ -230,13 +266,20 @@ Edit = dict[str, Any]
 
 def written(text: CellText, numbers: Sequence[ast.expr]) -> Callable[[int], Edit]:
     """Return the edit that writes another number in the place of some that are there."""
-    return lambda number: {"text": text, "changes": [text.replace(each, str(number)) for each in numbers]}
+    return lambda number: {
+        "text": text,
+        "changes": [text.replace(each, str(number)) for each in numbers],
+    }
 
 
 def argued(text: CellText, call: ast.Call, **arguments: str) -> list[Change]:
     """Return the changes that give a call keyword arguments, each in the place of one that it has."""
     given = {name: keyword(call, name) for name in arguments}
-    changes = [text.replace(each.value, arguments[name]) for name, each in given.items() if each is not None]
+    changes = [
+        text.replace(each.value, arguments[name])
+        for name, each in given.items()
+        if each is not None
+    ]
     new = ", ".join(f"{name}={code}" for name, code in arguments.items() if given[name] is None)
     return [*changes, *([text.add_argument(call, new)] if new else [])]
 
@@ -250,9 +293,15 @@ def together(*edits: Edit) -> Edit:
 
 
 def numbered(
-    name: str, now: int, title: str | Callable[[int], str], edit: Callable[[int], Edit], *, evidence: str, cost: str,
+    name: str,
+    now: int,
+    title: str | Callable[[int], str],
+    edit: Callable[[int], Edit],
+    *,
+    evidence: str,
+    cost: str,
     **more: Any,
-) -> Choice:  # fmt: skip
+) -> Choice:
     """Return the choice of a smaller number, half of it where none can be tried; `more` are other fields."""
 
     def make(number: int) -> Advice:
@@ -267,9 +316,17 @@ def cleared(first: str | None, facts: Facts) -> str | None:
     said = set(re.findall(r"\w+", first or ""))
     left = [name for name in facts.residue if name not in said]
     lines = [f"del {', '.join(left)}"] if left else []
-    lines += [f"{each}.clear()" for each in facts.emptied if each.partition(".")[0] not in said | set(left)]
+    lines += [
+        f"{each}.clear()"
+        for each in facts.emptied
+        if each.partition(".")[0] not in said | set(left)
+    ]
     if any(calls(facts.texts, "zero_grad")):  # what has gradients now has them from the failed pass
-        there = [each for each in facts.models if each.gradients >= LARGE and not each.local and each.name not in left]
+        there = [
+            each
+            for each in facts.models
+            if each.gradients >= LARGE and not each.local and each.name not in left
+        ]
         lines += [f"{each.name}.zero_grad()" for each in there]
     return "\n".join([*lines, *([first] if first else [])]) or None
 
@@ -278,7 +335,11 @@ def prepare(facts: Facts, name: str, code: str) -> dict[str, Any]:
     """Return how to run code on a variable before it is used: in the cell where that makes it anew, else before it."""
     for text in facts.texts:
         assignments = [node for node in text.nodes() if isinstance(node, ast.Assign)]
-        made = [each for each in assignments if any(getattr(target, "id", None) == name for target in each.targets)]
+        made = [
+            each
+            for each in assignments
+            if any(getattr(target, "id", None) == name for target in each.targets)
+        ]
         changes = text.insert_after(made[-1], code) if made else ()
         if changes:
             return {"text": text, "changes": changes}
@@ -321,7 +382,9 @@ class Remedy:
             return
         statements = failed(facts) if self.in_line else ((text, text.tree) for text in facts.texts)
         for text, call in ((text, node) for text, part in statements for node in ast.walk(part)):
-            if not isinstance(call, ast.Call) or (self.calls and called_name(call) not in self.calls):
+            if not isinstance(call, ast.Call) or (
+                self.calls and called_name(call) not in self.calls
+            ):
                 continue
             argument = _said(self.argument, facts, text, call)
             name, _, value = argument.partition("=")

@@ -39,10 +39,13 @@ def one_by_one(facts: Facts) -> Iterator[Advice]:
     edit = _switched(facts, "fused" if fused else "foreach", "True" if fused else "False")
     if edit and (_fails_in_copies(facts) or (facts.trains and in_a_pass(facts))):
         yield propose(
-            "Let the optimizer update in place, fused" if fused else "Let the optimizer update one parameter at a time",
+            "Let the optimizer update in place, fused"
+            if fused
+            else "Let the optimizer update one parameter at a time",
             evidence="its step makes copies of all parameters at once",
-            cost="none" if fused else "a step of many small parameters takes longer", **edit,
-        )  # fmt: skip
+            cost="none" if fused else "a step of many small parameters takes longer",
+            **edit,
+        )
 
 
 def _fails_in_copies(facts: Facts) -> bool:
@@ -56,7 +59,9 @@ def _switched(facts: Facts, name: str, value: str) -> Edit:
         flag = keyword(call, name)
         if flag is not None and text.code(flag.value) == value:
             return {}
-        other = {"foreach": "False"} if name == "fused" and keyword(call, "foreach") is not None else {}
+        other = (
+            {"foreach": "False"} if name == "fused" and keyword(call, "foreach") is not None else {}
+        )
         return {"text": text, "changes": argued(text, call, **{name: value}, **other)}
     if found is not None and not found.local:
         return {"first": f'for group in {found.name}.param_groups:\n    group["foreach"] = False'}
@@ -67,33 +72,44 @@ def leaner(facts: Facts) -> Iterator[Advice]:
     """Use an optimizer with less state, where Adam's is what does not fit: the least intrusive first."""
     if facts.trainer is not None and facts.trainer.library == "transformers":
         edit = loops.argument(facts, "adafactor")
-        title, cost = "Replace AdamW by Adafactor", "another optimizer: tune the learning rate again"
+        title, cost = (
+            "Replace AdamW by Adafactor",
+            "another optimizer: tune the learning rate again",
+        )
         yield from [propose(title, cost=cost, **edit)] if edit else []
         return
     found = next((each for each in facts.optimizers if each.kind in ADAMS), None)
     if found is None or 2 * found.nbytes < LARGE or not (facts.stage == "step" or in_a_pass(facts)):
         return
     there = f"{size(found.state)} of it is there" if found.state else "none is allocated yet"
-    for name, what in (("Adafactor", "another optimizer"), ("SGD", "no state at all, and slower to converge")):
+    for name, what in (
+        ("Adafactor", "another optimizer"),
+        ("SGD", "no state at all, and slower to converge"),
+    ):
         edit = _constructed(facts, found, f"torch.optim.{name}")
         if edit:
             yield propose(
-                f"Replace {found.kind} by {name}", cost=f"{what}: tune the learning rate again", **edit,
+                f"Replace {found.kind} by {name}",
+                cost=f"{what}: tune the learning rate again",
+                **edit,
                 evidence=f"{found.name}'s state takes {size(2 * found.nbytes)}, twice the parameters; {there}",
-            )  # fmt: skip
+            )
     edit = _sparse(facts, found)
     if edit:
         yield propose(
-            f"Replace {found.kind} by SGD, with sparse gradients of embeddings", **edit,
+            f"Replace {found.kind} by SGD, with sparse gradients of embeddings",
+            **edit,
             cost="no state at all, and slower to converge: tune the learning rate again",
             evidence="a step changes only the rows that it looks up, and the gradient has all of the table's",
-        )  # fmt: skip
+        )
 
 
 def _constructed(facts: Facts, found: Optimizer, constructor: str) -> Edit:
     """Return the edit that makes another optimizer where the cell makes this one, else before it."""
     for text, call in calls(facts.texts, found.kind):
-        shared = [f"{each.arg}={text.code(each.value)}" for each in call.keywords if each.arg in SHARED]
+        shared = [
+            f"{each.arg}={text.code(each.value)}" for each in call.keywords if each.arg in SHARED
+        ]
         given = ", ".join(filter(None, (*map(text.code, call.args), *shared)))
         changes = [text.replace(call, f"{constructor}({given})")]
         return {"text": text, "changes": changes} if len(call.args) == 1 else {}
@@ -108,8 +124,9 @@ def _sparse(facts: Facts, found: Optimizer) -> Edit:
     edit = _constructed(facts, found, "torch.optim.SGD")
     told = [
         prepare(facts, model.name, "\n".join(f"{each}.sparse = True" for each in model.embeddings))
-        for model in facts.models if model.embeddings and model.name in found.models and not model.local
-    ]  # fmt: skip
+        for model in facts.models
+        if model.embeddings and model.name in found.models and not model.local
+    ]
     cells = {each["text"].cell for each in (edit, *told) if "text" in each}
     return together(*told, edit) if edit and told and len(cells) < 2 else {}
 
@@ -120,7 +137,10 @@ def _autocast(facts: Facts) -> str:
 
 def mixed(facts: Facts) -> Iterator[Advice]:
     """Run the forward pass in bfloat16 where the model is float32 and nothing else says so."""
-    title, cost = "Compute the forward pass in bfloat16", "three digits of precision in the products"
+    title, cost = (
+        "Compute the forward pass in bfloat16",
+        "three digits of precision in the products",
+    )
     if facts.trainer is not None:
         edit = loops.argument(facts, "bfloat16")
         yield from [propose(title, cost=cost, **edit)] if edit else []
@@ -133,19 +153,26 @@ def mixed(facts: Facts) -> Iterator[Advice]:
         region = find(facts)
         changes = region.text.wrap(region.computed, _autocast(facts)) if region is not None else ()
         yield propose(
-            title, cost=cost,
-            **({"text": region.text, "changes": changes} if region and changes else {"edit": _autocast(facts)}),
+            title,
+            cost=cost,
+            **(
+                {"text": region.text, "changes": changes}
+                if region and changes
+                else {"edit": _autocast(facts)}
+            ),
             evidence=f"{full[0].name} has {size(full[0].float32_nbytes)} of float32 parameters, the cell uses no "
             "autocast; activations shrink, parameters do not",
-        )  # fmt: skip
+        )
     for text, statement in failed(facts) if not full else ():
         product = statement.value if isinstance(statement, ast.Assign) else None
         if isinstance(product, ast.BinOp) and isinstance(product.op, ast.MatMult):
             yield propose(
-                f"Compute line {statement.lineno} in bfloat16", text=text,
-                changes=text.wrap([statement], _autocast(facts)), cost="three digits of precision in its result",
+                f"Compute line {statement.lineno} in bfloat16",
+                text=text,
+                changes=text.wrap([statement], _autocast(facts)),
+                cost="three digits of precision in its result",
                 evidence=f"a product of float32 matrices, {size(facts.requested)}",
-            )  # fmt: skip
+            )
 
 
 _MOVES = ("to", "cuda", "tensor", "as_tensor")
@@ -156,28 +183,44 @@ def _says_no_dtype(text: CellText, call: ast.Call) -> bool:
 
 
 smaller_parameters = Remedy(
-    "Keep the model's parameters in bfloat16", lambda facts: facts.stage == "move" and facts.moving,
+    "Keep the model's parameters in bfloat16",
+    lambda facts: facts.stage == "move" and facts.moving,
     lambda facts, *_: f"the model being moved has {size(facts.moving)} of float32 parameters",
     "enough for inference; training in it loses precision; its inputs must be bfloat16 too",
-    first=lambda facts, *_: "\n".join(f"{model.name}.cpu()" for model in facts.models if not model.local),
-    argument="dtype=torch.bfloat16", calls=_MOVES, in_line=True,
+    first=lambda facts, *_: "\n".join(
+        f"{model.name}.cpu()" for model in facts.models if not model.local
+    ),
+    argument="dtype=torch.bfloat16",
+    calls=_MOVES,
+    in_line=True,
     of=lambda _, text, call, *__: _says_no_dtype(text, call),
-)  # fmt: skip
+)
 
 
 def _wide(facts: Facts, call: ast.Call) -> str:
     """Return what a call moves of float64 on the host, if anything."""
-    wide = {name for name, fact in facts.tensors.items() if (fact.dtype, fact.device) == ("float64", "cpu")}
-    return next((each.id for each in ast.walk(call) if isinstance(each, ast.Name) and each.id in wide), "")
+    wide = {
+        name
+        for name, fact in facts.tensors.items()
+        if (fact.dtype, fact.device) == ("float64", "cpu")
+    }
+    return next(
+        (each.id for each in ast.walk(call) if isinstance(each, ast.Name) and each.id in wide), ""
+    )
 
 
 single = Remedy(
-    lambda facts, _, call, *__: f"Keep {_wide(facts, call)} in float32 on the device", lambda facts: facts.tensors,
-    lambda facts, _, call, *__: f"{_wide(facts, call)} is float64, numpy's default, "
-    f"{size(facts.tensors[_wide(facts, call)].nbytes)}",
-    "seven digits instead of sixteen; models are float32 anyway", argument="dtype=torch.float32", calls=_MOVES,
+    lambda facts, _, call, *__: f"Keep {_wide(facts, call)} in float32 on the device",
+    lambda facts: facts.tensors,
+    lambda facts, _, call, *__: (
+        f"{_wide(facts, call)} is float64, numpy's default, "
+        f"{size(facts.tensors[_wide(facts, call)].nbytes)}"
+    ),
+    "seven digits instead of sixteen; models are float32 anyway",
+    argument="dtype=torch.float32",
+    calls=_MOVES,
     of=lambda facts, text, call, _: _wide(facts, call) and _says_no_dtype(text, call),
-)  # fmt: skip
+)
 
 
 _WRAP = """\
@@ -197,8 +240,12 @@ def checkpoint(facts: Facts) -> Iterator[Advice]:
         edit = {"evidence": held, **edit} if edit else {}
     if edit:
         is_counted = any("batch norm" in model.uneven for model in facts.models if model.training)
-        cost = "a step takes about a fifth longer" + ("; batch norm counts each pass twice" if is_counted else "")
-        yield propose("Recompute activations in backward instead of keeping them", cost=cost, **edit)
+        cost = "a step takes about a fifth longer" + (
+            "; batch norm counts each pass twice" if is_counted else ""
+        )
+        yield propose(
+            "Recompute activations in backward instead of keeping them", cost=cost, **edit
+        )
 
 
 def on_the_host(facts: Facts) -> Iterator[Advice]:
@@ -206,11 +253,12 @@ def on_the_host(facts: Facts) -> Iterator[Advice]:
     region = find(facts) if facts.trains and in_a_pass(facts) else None
     if region is not None and region.backward is not None:
         yield propose(
-            "Keep activations in the host's memory until backward", text=region.text,
+            "Keep activations in the host's memory until backward",
+            text=region.text,
             changes=region.text.wrap(region.computed, "with torch.autograd.graph.save_on_cpu():"),
             evidence=f"{size(facts.transient)} of what was in use was held by graphs and frames only",
             cost="each activation is copied to the host and back, which takes longer than to compute it",
-        )  # fmt: skip
+        )
 
 
 _SETTINGS = (
@@ -239,14 +287,23 @@ def _switch(facts: Facts, model: Model) -> Edit:
     if model.blocks is not None:
         return prepare(facts, model.name, _WRAP.format(blocks=model.blocks))
     for text, call in calls(facts.texts, model.name):
-        loop, inner = loop_around(text, call.lineno), text.code(call)[len(text.code(call.func)) + 1 : -1]
+        loop, inner = (
+            loop_around(text, call.lineno),
+            text.code(call)[len(text.code(call.func)) + 1 : -1],
+        )
         if model.sequential and len(call.args) == 1:
             run = f"checkpoint_sequential({model.name}, min(4, len({model.name})), {inner}"
-        elif loop is not None and not any(does(each, "backward") for each in loop.body):  # of several one at a time
+        elif loop is not None and not any(
+            does(each, "backward") for each in loop.body
+        ):  # of several one at a time
             run = f"checkpoint({model.name}, {inner}"
         else:
             continue
         changes = [text.replace(call, f"torch.utils.checkpoint.{run}, use_reentrant=False)")]
-        first = f"for each in {model.name}.modules():\n    each.inplace = False\n" if model.in_place else ""
+        first = (
+            f"for each in {model.name}.modules():\n    each.inplace = False\n"
+            if model.in_place
+            else ""
+        )
         return {"text": text, "changes": changes, "first": f"{first}import torch.utils.checkpoint"}
     return {}

@@ -27,7 +27,11 @@ class Verdict(NamedTuple):
 
 def explain(facts: Facts) -> Verdict:
     """Return the first explanation, from the most particular to a plain shortage, that the facts bear."""
-    return Verdict(*next(itertools.chain(_not_the_device(facts), _device(facts)), ("shortage", _shortage(facts))))
+    return Verdict(
+        *next(
+            itertools.chain(_not_the_device(facts), _device(facts)), ("shortage", _shortage(facts))
+        )
+    )
 
 
 def _not_the_device(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -47,7 +51,11 @@ def _not_the_device(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "host memory", said
     elif facts.memory == "host":
         asked = f" {size(facts.requested)} was asked for." if facts.requested is not None else ""
-        there = f" The machine has {size(facts.capacity)} of it, {size(facts.free)} available." if facts.free else ""
+        there = (
+            f" The machine has {size(facts.capacity)} of it, {size(facts.free)} available."
+            if facts.free
+            else ""
+        )
         yield "host memory", f"Host memory (RAM) ran out, not a GPU's.{asked}{there}"
     elif facts.memory == "shared":
         said = "Shared memory (/dev/shm), through which DataLoader workers pass batches, ran out, not a GPU's."
@@ -65,7 +73,10 @@ def _device(facts: Facts) -> Iterator[tuple[str, str]]:
         )
         yield "one request", said
     if facts.kind == "memory fraction":
-        yield "cap", f"{device} did not run out: this process is capped by set_per_process_memory_fraction."
+        yield (
+            "cap",
+            f"{device} did not run out: this process is capped by set_per_process_memory_fraction.",
+        )
     if facts.short is not None and capacity and others >= worth_blaming:
         said = f"Other processes hold {size(others)} of the {size(capacity)} of {device}; {size(short)} is missing."
         yield "other process", said
@@ -89,14 +100,20 @@ def _device(facts: Facts) -> Iterator[tuple[str, str]]:
 def _shortage(facts: Facts) -> str:
     where, need = facts.device or "the device", facts.need
     if facts.requested is None:
-        room = f": {size(facts.free)} of {size(facts.capacity)} was free" if facts.free is not None else ""
+        room = (
+            f": {size(facts.free)} of {size(facts.capacity)} was free"
+            if facts.free is not None
+            else ""
+        )
         where = facts.device or "The device"
         return f"{where} ran out of memory in {facts.kind}{room}; the error does not say how much it asked for."
     if need is not None and need.missing:
         return _too_large(facts, need, where)
     if facts.free is None:
         return f"Not enough memory: a request of {size(facts.requested)} did not fit on {where}."
-    return f"Not enough memory on {where}: {size(facts.requested)} requested, {size(facts.free)} free."
+    return (
+        f"Not enough memory on {where}: {size(facts.requested)} requested, {size(facts.free)} free."
+    )
 
 
 def _too_large(facts: Facts, need: Need, where: str) -> str:

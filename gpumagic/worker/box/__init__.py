@@ -26,7 +26,9 @@ from gpumagic.worker.box import files, seccomp
 
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _FILES, _SIGNALS = "files that C code removes or renames", "signals to other processes"
-_DEVICE_FILES = "device files that C code writes to"  # others than the administrator have hardly any
+_DEVICE_FILES = (
+    "device files that C code writes to"  # others than the administrator have hardly any
+)
 _CONNECTIONS = "connections that C code makes"
 
 
@@ -64,8 +66,13 @@ def enter() -> Box:
     stage, has_network = files.enter()
     has_files = stage is not None
     if has_network:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket,
+        ):
+            fcntl.ioctl(
+                any_socket, 0x8914, struct.pack("16sh14x", b"lo", 1)
+            )  # SIOCSIFFLAGS, IFF_UP
     files.drop_rights()
     writable = [*_DEVICES, *(files.folders() if has_files else ())]
     missing = []
@@ -99,10 +106,24 @@ _NAMES_PORT = 53
 _NAME_CACHE = (socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 """How C asks for a name, also for this host's own: a server of DNS, and before it the machine's cache (nscd)."""
 _IN_WORDS = {
-    **dict.fromkeys(("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal", "fcntl",
-                     "ioctl"), "signals another process"),
-    **dict.fromkeys(("pidfd_getfd", "ptrace", "process_vm_readv", "process_vm_writev"), "looks into another process"),
-}  # fmt: skip
+    **dict.fromkeys(
+        (
+            "kill",
+            "tkill",
+            "tgkill",
+            "rt_sigqueueinfo",
+            "rt_tgsigqueueinfo",
+            "pidfd_send_signal",
+            "fcntl",
+            "ioctl",
+        ),
+        "signals another process",
+    ),
+    **dict.fromkeys(
+        ("pidfd_getfd", "ptrace", "process_vm_readv", "process_vm_writev"),
+        "looks into another process",
+    ),
+}
 _LISTENS = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
 """Tables of sockets, and the state of one that waits for anybody."""
 _PAGE = 4096

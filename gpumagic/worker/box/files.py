@@ -74,7 +74,10 @@ def written(stage: int) -> Iterator[str]:
 
 def folders() -> list[str]:
     """Return the folders below which the process has files of its own."""
-    return [*(each.path for each in os.scandir("/") if each.is_dir() and each.path not in _SYSTEM), _STAGE]
+    return [
+        *(each.path for each in os.scandir("/") if each.is_dir() and each.path not in _SYSTEM),
+        _STAGE,
+    ]
 
 
 def _mounts() -> dict[str, str]:
@@ -99,7 +102,11 @@ def _take_namespaces() -> bool:
         _call("unshare", _NEW_USER | _NEW_MOUNTS)
         # The kernel hides a process whose rights change from the user's others; the warm one reads its programs' names.
         _call("prctl", _DUMPABLE, 1, 0, 0, 0)
-        for name, text in ("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1"):
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{user} {user} 1"),
+            ("gid_map", f"{group} {group} 1"),
+        ):
             Path(f"/proc/self/{name}").write_text(text, encoding="ascii")
     has_network = False
     with contextlib.suppress(OSError):
@@ -115,7 +122,10 @@ def drop_rights() -> None:
     Who has fewer than another process cannot look into it, its files through /proc included. That no program gives any
     back is what Landlock and seccomp ask for.
     """
-    header, kept = struct.pack("=Ii", _CAPABILITIES, 0), struct.pack("=III", _OVER_FILES, _OVER_FILES, 0)
+    header, kept = (
+        struct.pack("=Ii", _CAPABILITIES, 0),
+        struct.pack("=III", _OVER_FILES, _OVER_FILES, 0),
+    )
     with contextlib.suppress(OSError):
         _call("capset", header, kept + bytes(12))
     _call("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
@@ -130,10 +140,13 @@ def _change_root() -> int:
     folders = [each.path for each in os.scandir("/") if each.is_dir(follow_symlinks=False)]
     mounts = _mounts()
     with_files = (
-        path for path, kind in mounts.items()
-        if (not path.startswith(_SYSTEM) or path == _STAGE) and kind not in _NO_FILES
-        and os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK)  # noqa: PTH112
-    )  # fmt: skip
+        path
+        for path, kind in mounts.items()
+        if (not path.startswith(_SYSTEM) or path == _STAGE)
+        and kind not in _NO_FILES
+        and os.path.isdir(path)  # noqa: PTH112
+        and os.access(path, os.R_OK | os.X_OK)
+    )
     places = {"/", *with_files, _STAGE, *_SYSTEM, *folders}
     lowers = {path: os.open(path, os.O_PATH) for path in sorted(places)}
     try:
@@ -142,7 +155,9 @@ def _change_root() -> int:
         is_whole = _lay_over("/", lowers["/"])
         stage = -1
         for path, lower in list(lowers.items())[1:]:
-            if path == _STAGE:  # by way of the new root: from a folder elsewhere ".." leads to all files
+            if (
+                path == _STAGE
+            ):  # by way of the new root: from a folder elsewhere ".." leads to all files
                 stage = os.open(_ROOT + path, os.O_PATH)
             if path in _SYSTEM and is_whole:
                 _mount(_ROOT + path, _BIND | _RECURSIVE, source=f"/proc/self/fd/{lower}")
@@ -155,7 +170,9 @@ def _change_root() -> int:
         for lower in lowers.values():
             os.close(lower)
     with contextlib.suppress(OSError):
-        _mount("/dev/pts", 0, "devpts", "newinstance,ptmxmode=0666")  # terminals of our own, none of anybody's
+        _mount(
+            "/dev/pts", 0, "devpts", "newinstance,ptmxmode=0666"
+        )  # terminals of our own, none of anybody's
     for path in [path for path in mounts if path.startswith(_SYSTEM) and path != _STAGE]:
         with contextlib.suppress(OSError):  # their settings are the machine's
             _mount(path, _REMOUNT | _BIND | _READ_ONLY)
@@ -170,7 +187,10 @@ def _lay_over(path: str, lower: int) -> bool:
         os.mkdir(folder)  # noqa: PTH102
     os.symlink(path, f"{store}/place")  # noqa: PTH211
     layers = f"lowerdir=/proc/self/fd/{lower},upperdir={upper},workdir={work}"
-    for options in f"{layers},userxattr", layers:  # its marks are in attributes that users may write
+    for options in (
+        f"{layers},userxattr",
+        layers,
+    ):  # its marks are in attributes that users may write
         with contextlib.suppress(OSError):
             _mount(target, 0, "overlay", options)
             return True
@@ -179,8 +199,17 @@ def _lay_over(path: str, lower: int) -> bool:
     return False
 
 
-def _mount(path: str, flags: int, kind: str = "none", options: str = "", source: str = "none") -> None:
-    _call("mount", source.encode(), path.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
+def _mount(
+    path: str, flags: int, kind: str = "none", options: str = "", source: str = "none"
+) -> None:
+    _call(
+        "mount",
+        source.encode(),
+        path.encode(),
+        kind.encode(),
+        ctypes.c_ulong(flags),
+        options.encode(),
+    )
 
 
 def _call(name: str, *arguments: object) -> None:
@@ -193,7 +222,12 @@ def _call(name: str, *arguments: object) -> None:
 
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
 _ASK_VERSION, _PATH_BENEATH = 1, 1
-_WRITE_FILE, _MAKE_AND_REMOVE, _REFER, _TRUNCATE = 1 << 1, sum(1 << bit for bit in range(4, 13)), 1 << 13, 1 << 14
+_WRITE_FILE, _MAKE_AND_REMOVE, _REFER, _TRUNCATE = (
+    1 << 1,
+    sum(1 << bit for bit in range(4, 13)),
+    1 << 13,
+    1 << 14,
+)
 _OF_FILES = _WRITE_FILE | _TRUNCATE
 """Those that a rule for what is no folder may have."""
 _SCOPES = 0b11
@@ -209,7 +243,12 @@ def restrict(writable: Iterable[str]) -> bool:
     version = int(_LIBC.syscall(_CREATE, None, 0, _ASK_VERSION))
     if version < 1:
         return False
-    rights = _WRITE_FILE | _MAKE_AND_REMOVE | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
+    rights = (
+        _WRITE_FILE
+        | _MAKE_AND_REMOVE
+        | (_REFER if version >= 2 else 0)
+        | (_TRUNCATE if version >= 3 else 0)
+    )
     # Of files, of the network, scopes; an older kernel takes no fields that it does not know.
     rules = struct.pack("=QQQ", rights, 0, _SCOPES) if version >= 6 else struct.pack("=Q", rights)
     ruleset = _LIBC.syscall(_CREATE, rules, ctypes.c_size_t(len(rules)), 0)

@@ -84,34 +84,77 @@ def rules(*, has_files: bool, has_network: bool) -> list[Rule]:
     """
     own = (0, os.getpid())
     modes_and_times = {
-        "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
-        "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
-        "futimesat": (261, None), "utimensat": (280, 88),
-    }  # fmt: skip
+        "chmod": (90, None),
+        "fchmod": (91, 52),
+        "fchmodat": (268, 53),
+        "fchmodat2": (452, 452),
+        "chown": (92, None),
+        "lchown": (94, None),
+        "fchown": (93, 55),
+        "fchownat": (260, 54),
+        "utime": (132, None),
+        "utimes": (235, None),
+        "futimesat": (261, None),
+        "utimensat": (280, 88),
+    }
     return [
-        Rule(NOTIFY, {
-            "connect": (42, 203), "execve": (59, 221), "execveat": (322, 281),
-            # Other processes
-            "tkill": (200, 130), "pidfd_send_signal": (424, 424), "pidfd_getfd": (438, 438), "ptrace": (101, 117),
-            "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "process_madvise": (440, 440),
-            "process_mrelease": (448, 448), "kcmp": (312, 272), "move_pages": (279, 239), "migrate_pages": (256, 238),
-            # The machine: what takes none of the administrator's rights, which a dry run gives up
-            "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "setns": (308, 268),
-            "unshare": (272, 97), "clock_adjtime": (305, 266), "adjtimex": (159, 171), "syslog": (103, 116),
-            "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "bpf": (321, 280),
-            "perf_event_open": (298, 241), "userfaultfd": (323, 282), "fanotify_init": (300, 262),
-            # An overlay keeps these in; Landlock does not mind them.
-            **({} if has_files else modes_and_times),
-        }),
+        Rule(
+            NOTIFY,
+            {
+                "connect": (42, 203),
+                "execve": (59, 221),
+                "execveat": (322, 281),
+                # Other processes
+                "tkill": (200, 130),
+                "pidfd_send_signal": (424, 424),
+                "pidfd_getfd": (438, 438),
+                "ptrace": (101, 117),
+                "process_vm_readv": (310, 270),
+                "process_vm_writev": (311, 271),
+                "process_madvise": (440, 440),
+                "process_mrelease": (448, 448),
+                "kcmp": (312, 272),
+                "move_pages": (279, 239),
+                "migrate_pages": (256, 238),
+                # The machine: what takes none of the administrator's rights, which a dry run gives up
+                "name_to_handle_at": (303, 264),
+                "open_by_handle_at": (304, 265),
+                "setns": (308, 268),
+                "unshare": (272, 97),
+                "clock_adjtime": (305, 266),
+                "adjtimex": (159, 171),
+                "syslog": (103, 116),
+                "add_key": (248, 217),
+                "request_key": (249, 218),
+                "keyctl": (250, 219),
+                "bpf": (321, 280),
+                "perf_event_open": (298, 241),
+                "userfaultfd": (323, 282),
+                "fanotify_init": (300, 262),
+                # An overlay keeps these in; Landlock does not mind them.
+                **({} if has_files else modes_and_times),
+            },
+        ),
         # In a network of its own there is this process alone; but sockets of the Unix family reach others by a path.
         Rule(NOTIFY, {"socket": (41, 198)}, 0, allowed=_INTERNET if has_network else ()),
         Rule(NOTIFY, {"socketpair": (53, 199)}, 1, values=_DATAGRAMS),
         Rule(NOTIFY, {"sendto": (44, 206)}, 4, allowed=(0,)),
-        Rule(NOTIFY, {
-            "kill": (62, 129), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
-            "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
-            "sched_setattr": (314, 274), "prlimit64": (302, 261),
-        }, 0, allowed=own),
+        Rule(
+            NOTIFY,
+            {
+                "kill": (62, 129),
+                "tgkill": (234, 131),
+                "rt_sigqueueinfo": (129, 138),
+                "rt_tgsigqueueinfo": (297, 240),
+                "sched_setaffinity": (203, 122),
+                "sched_setscheduler": (144, 119),
+                "sched_setparam": (142, 118),
+                "sched_setattr": (314, 274),
+                "prlimit64": (302, 261),
+            },
+            0,
+            allowed=own,
+        ),
         Rule(NOTIFY, {"setpriority": (141, 140), "ioprio_set": (251, 30)}, 1, allowed=own),
         Rule(NOTIFY, {"fcntl": (72, 25)}, 1, values=_SETS_OWNER),
         Rule(NOTIFY, {"ioctl": (16, 29)}, 1, values=_CONTROLS),
@@ -122,16 +165,34 @@ def rules(*, has_files: bool, has_network: bool) -> list[Rule]:
         Rule(refuse(0), {"setsid": (112, 157), "setpgid": (109, 154)}),
         # Memory and queues that other processes know by a number (torch's and multiprocessing's have paths); `clone3`,
         # whose flags lie in memory (the C library then takes `clone`); and what passes every filter.
-        Rule(refuse(errno.ENOSYS), {
-            "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "msgget": (68, 186), "semget": (64, 190),
-            "mq_open": (240, 180), "clone3": (435, 435), "io_uring_setup": (425, 425),
-        }),
+        Rule(
+            refuse(errno.ENOSYS),
+            {
+                "shmget": (29, 194),
+                "shmat": (30, 196),
+                "shmctl": (31, 195),
+                "msgget": (68, 186),
+                "semget": (64, 190),
+                "mq_open": (240, 180),
+                "clone3": (435, 435),
+                "io_uring_setup": (425, 425),
+            },
+        ),
         # Neither an overlay nor Landlock minds these.
-        Rule(refuse(errno.ENOTSUP), {
-            "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463),
-            "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "removexattrat": (466, 466),
-        }),
-    ]  # fmt: skip
+        Rule(
+            refuse(errno.ENOTSUP),
+            {
+                "setxattr": (188, 5),
+                "lsetxattr": (189, 6),
+                "fsetxattr": (190, 7),
+                "setxattrat": (463, 463),
+                "removexattr": (197, 14),
+                "lremovexattr": (198, 15),
+                "fremovexattr": (199, 16),
+                "removexattrat": (466, 466),
+            },
+        ),
+    ]
 
 
 def install(rules: Sequence[Rule]) -> int | None:
@@ -148,14 +209,21 @@ def install(rules: Sequence[Rule]) -> int | None:
         raise OSError(errno.ENOSYS, f"no table of system calls for {os.uname().machine}")
     libc = ctypes.CDLL(None, use_errno=True)
     number = _ARCHITECTURES[os.uname().machine][2]
-    listens = any(rule.answer == NOTIFY for rule in rules)  # of all filters of a process one may have a listener
+    listens = any(
+        rule.answer == NOTIFY for rule in rules
+    )  # of all filters of a process one may have a listener
     program = _Program.of(rules)
     for flags in (_WITH_LISTENER | _ONLY_KILLED, _WITH_LISTENER) if listens else ():
-        descriptor = libc.syscall(number, _SET_FILTER, flags | _NO_SPECULATION_GUARD, ctypes.byref(program))
+        descriptor = libc.syscall(
+            number, _SET_FILTER, flags | _NO_SPECULATION_GUARD, ctypes.byref(program)
+        )
         if descriptor >= 0:
             os.set_inheritable(descriptor, False)
             return int(descriptor)
-    silent = [rule._replace(answer=refuse(errno.EPERM)) if rule.answer == NOTIFY else rule for rule in rules]
+    silent = [
+        rule._replace(answer=refuse(errno.EPERM)) if rule.answer == NOTIFY else rule
+        for rule in rules
+    ]
     if libc.syscall(number, _SET_FILTER, _NO_SPECULATION_GUARD, ctypes.byref(_Program.of(silent))):
         raise OSError(ctypes.get_errno(), "seccomp")
     return None
@@ -192,7 +260,9 @@ def answer(listener: int, call: Refused, error: int | None) -> None:
     """Have a call fail with an error, or be made where there is none."""
     flags = int(error is None)  # SECCOMP_USER_NOTIF_FLAG_CONTINUE
     try:
-        fcntl.ioctl(listener, _ANSWER, bytearray(struct.pack("=QqiI", call.number, 0, -(error or 0), flags)))
+        fcntl.ioctl(
+            listener, _ANSWER, bytearray(struct.pack("=QqiI", call.number, 0, -(error or 0), flags))
+        )
     except OSError:
         return  # its process has ended
 
@@ -240,7 +310,14 @@ def _block(rule: Rule) -> list[tuple[int, int, int, int]]:
     if rule.argument is None:
         return [(_RETURN, 0, 0, rule.answer)]
     load = (_LOAD, 0, 0, _ARGUMENTS + 8 * rule.argument)
-    refused, jump = rule.values or ([rule.flags] if rule.flags else []), _ANY_BIT if rule.flags else _EQUAL
-    values, on_match, otherwise = (refused, rule.answer, ALLOW) if refused else (rule.allowed, ALLOW, rule.answer)
-    tests = [(jump, len(values) - place, 0, value & 0xFFFFFFFF) for place, value in enumerate(values)]
+    refused, jump = (
+        rule.values or ([rule.flags] if rule.flags else []),
+        _ANY_BIT if rule.flags else _EQUAL,
+    )
+    values, on_match, otherwise = (
+        (refused, rule.answer, ALLOW) if refused else (rule.allowed, ALLOW, rule.answer)
+    )
+    tests = [
+        (jump, len(values) - place, 0, value & 0xFFFFFFFF) for place, value in enumerate(values)
+    ]
     return [load, *tests, (_RETURN, 0, 0, otherwise), (_RETURN, 0, 0, on_match)]

@@ -38,7 +38,9 @@ class Layout:
 
     def __init__(self, device: int, segments: Sequence[Segment]) -> None:
         self._device = device
-        self._owned: dict[int, tuple[int, int]] = {}  # by the address that the notebook has: that here, and its stream
+        self._owned: dict[
+            int, tuple[int, int]
+        ] = {}  # by the address that the notebook has: that here, and its stream
         self._small_gaps: list[int] = []
         self._gaps: list[int] = []
         for segment in segments:
@@ -63,7 +65,9 @@ class Layout:
 
     def claim(self, part: parts.StoragePart) -> contextlib.AbstractContextManager[object]:
         """Make room where a storage of the notebook lies; return the stream that it is made on."""
-        return self._let_go(part.address) if part.address in self._owned else contextlib.nullcontext()
+        return (
+            self._let_go(part.address) if part.address in self._owned else contextlib.nullcontext()
+        )
 
     def settle(self, workspaces: Sequence[tuple[int, int]] = ()) -> None:
         """Give back the gaps, and let cuBLAS take the blocks that it has in the notebook.
@@ -71,7 +75,9 @@ class Layout:
         Args:
             workspaces: where those lie in the notebook, and their bytes.
         """
-        there = sorted((each for each in workspaces if each[0] in self._owned), key=lambda each: -each[1])
+        there = sorted(
+            (each for each in workspaces if each[0] in self._owned), key=lambda each: -each[1]
+        )
         retaken: list[tuple[int, int, Callable[[], object]]] = []  # each stream has its own
         for address, size in there:
             stream, takes = self._owned[address][1], _TAKE if size == there[0][1] else _TAKE_OF_LT
@@ -123,7 +129,9 @@ _TAKE_OF_LT = (lambda: torch.nn.Linear(2, 2, device="cuda")(torch.ones(2, 2, dev
 """The same for cuBLASLt, which has smaller ones of its own in torch 2.10."""
 
 
-_NO_OPERATOR = frozenset({"forward", "_call_impl", "_wrapped_call_impl", "<lambda>", "<module>", "wrapper", "_fn"})
+_NO_OPERATOR = frozenset(
+    {"forward", "_call_impl", "_wrapped_call_impl", "<lambda>", "<module>", "wrapper", "_fn"}
+)
 
 _AT = operator.itemgetter("filename", "name", "line")
 _SHOWN = (known.__file__, "__call__")
@@ -144,7 +152,10 @@ class History:
         self._marks.append((time.time() * 1e6, mark, args))
 
     def ledger(
-        self, before: Iterable[tuple[int, int, int]], traces: list[Trace], place_of: Callable[[Trace], Place]
+        self,
+        before: Iterable[tuple[int, int, int]],
+        traces: list[Trace],
+        place_of: Callable[[Trace], Place],
     ) -> Ledger:
         """Return the lives of all blocks.
 
@@ -167,7 +178,11 @@ class History:
         return ledger
 
     def _follow(
-        self, ledger: Ledger, device: int, entry: Mapping[str, Any], place_of: Callable[[Trace], Place]
+        self,
+        ledger: Ledger,
+        device: int,
+        entry: Mapping[str, Any],
+        place_of: Callable[[Trace], Place],
     ) -> None:
         """Go through one entry."""
         action, address = entry["action"], entry.get("addr", 0)
@@ -189,14 +204,25 @@ class History:
         if kind:
             life.mark(kind)
 
-    def _origin(self, frames: Trace, place_of: Callable[[Trace], Place]) -> tuple[Place, str, str | None]:
+    def _origin(
+        self, frames: Trace, place_of: Callable[[Trace], Place]
+    ) -> tuple[Place, str, str | None]:
         """Return the line, the operator and, where it is certain, what the block is; once for the same frames."""
         key = tuple(map(_AT, frames))
         if key not in self._origins:
             at = next((at for at, each in enumerate(frames) if _AT(each)[:2] == _SHOWN), -1)
-            called = frames[at + 1 :]  # a run that follows values has its own frames over the operator's caller
-            ranks = any("/distributed" in each["filename"] or "/deepspeed/" in each["filename"] for each in called[:3])
-            kinds = [_AMONG_RANKS[each["name"]] for each in called[:3] if ranks and each["name"] in _AMONG_RANKS]
+            called = frames[
+                at + 1 :
+            ]  # a run that follows values has its own frames over the operator's caller
+            ranks = any(
+                "/distributed" in each["filename"] or "/deepspeed/" in each["filename"]
+                for each in called[:3]
+            )
+            kinds = [
+                _AMONG_RANKS[each["name"]]
+                for each in called[:3]
+                if ranks and each["name"] in _AMONG_RANKS
+            ]
             self._origins[key] = place_of(called), operator_of(called), next(iter(kinds), None)
         return self._origins[key]
 

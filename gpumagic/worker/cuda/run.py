@@ -63,7 +63,9 @@ class CudaRun(Run):
         try:
             self._lay_out()
         except torch.OutOfMemoryError:
-            self.send({"ended": "what the notebook holds already is more than the memory of the device"})
+            self.send(
+                {"ended": "what the notebook holds already is more than the memory of the device"}
+            )
         if torch.cuda.get_allocator_backend() != "native":
             self.is_brief = True
             self.unknown.setdefault("which line needs most: cudaMallocAsync keeps no history")
@@ -113,11 +115,15 @@ class CudaRun(Run):
             torch.cuda.reset_peak_memory_stats(device)
             self._allocated.append(torch.cuda.memory_allocated(device))
         if not self.is_brief:
-            torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_ENTRIES)
+            torch.cuda.memory._record_memory_history(
+                context="alloc", stacks="python", max_entries=MOST_ENTRIES
+            )
 
     def allocated(self) -> tuple[int, int]:
         """Return the peak and the allocated bytes of all devices."""
-        stats = [torch.cuda.memory_stats_as_nested_dict(each) for each in range(len(self._allocated))]
+        stats = [
+            torch.cuda.memory_stats_as_nested_dict(each) for each in range(len(self._allocated))
+        ]
         figures = [each["allocated_bytes"]["all"] for each in stats]
         return sum(each["peak"] for each in figures), sum(each["current"] for each in figures)
 
@@ -130,7 +136,9 @@ class CudaRun(Run):
 
     def failure(self, error: BaseException) -> dict[str, Any]:
         """Return how the cell failed."""
-        related = frames.related_exceptions(error)  # libraries wrap what the allocator raises, torch.compile too
+        related = frames.related_exceptions(
+            error
+        )  # libraries wrap what the allocator raises, torch.compile too
         return {
             **failure(error, self.request["filename"]),
             "waits_for": error.rank if isinstance(error, ranks.WaitsFor) else None,
@@ -144,21 +152,31 @@ class CudaRun(Run):
         devices = [self._device(device, failed) for device in range(len(self._allocated))]
         unknown = fakecuda.unknown_sizes()
         communicators, counts = unknown.pop("NCCL communicator", 0), unknown.pop("count", 0)
-        written = {"cudnn": "cuDNN", "cusolver": "cuSOLVER", "cusparse": "cuSPARSE", "cufft": "cuFFT"}
+        written = {
+            "cudnn": "cuDNN",
+            "cusolver": "cuSOLVER",
+            "cusparse": "cuSPARSE",
+            "cufft": "cuFFT",
+        }
         for library in sorted({written.get(re.split("[^a-z]", name)[0], name) for name in unknown}):
             self.unknown.setdefault(f"what {library} takes for itself, which only a real GPU tells")
         if counts:
             self.unknown.setdefault(_COUNTS)
         others: Outcome = {
-            "lacks": bool(unknown) or not self.unknown.keys().isdisjoint((_THREADS, _GARBAGE, _COUNTS)),
+            "lacks": bool(unknown)
+            or not self.unknown.keys().isdisjoint((_THREADS, _GARBAGE, _COUNTS)),
             "versions": _versions(),
             "communicators": communicators,
-            "rank": None if self._objects is None else {"said": self._objects.said, "stages": ranks.stages()},
+            "rank": None
+            if self._objects is None
+            else {"said": self._objects.said, "stages": ranks.stages()},
             **({"error": None} if failed else {}),
-        }  # fmt: skip
+        }
         if self.is_brief:
             if failed and error is not None:
-                next(each for each in devices if each["failed"])["failure"] = {"line": error["line"]}
+                next(each for each in devices if each["failed"])["failure"] = {
+                    "line": error["line"]
+                }
             return Ledger([]), devices, others
         self.names = self.modules.look_around(self.namespace)
         # A snapshot imports the compiler, to name lines of compiled code; that takes two seconds.
@@ -166,7 +184,9 @@ class CudaRun(Run):
         for workspace in segments.find_workspaces():
             self._history.note(Ledger.mark, workspace.address, "library workspaces")
         traces: list[Trace] = torch.cuda.memory._snapshot()["device_traces"][: len(devices)]
-        before = [block for device, trace in enumerate(traces) for block in _in_use_before(device, trace)]
+        before = [
+            block for device, trace in enumerate(traces) for block in _in_use_before(device, trace)
+        ]
 
         def place_of(stack: Trace) -> Place:
             return self.lines.of([(each["filename"], each["name"], each["line"]) for each in stack])
@@ -176,11 +196,15 @@ class CudaRun(Run):
     def _device(self, device: int, failed: bool) -> dict[str, Any]:
         stats = torch.cuda.memory_stats(device)
         return {
-            "peak": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device),
-            "before": self._allocated[device], "after": torch.cuda.memory_allocated(device),
-            "retries": stats["num_alloc_retries"], "failed": failed and stats["num_ooms"] > 0, "failure": None,
+            "peak": torch.cuda.max_memory_allocated(device),
+            "reserved": torch.cuda.max_memory_reserved(device),
+            "before": self._allocated[device],
+            "after": torch.cuda.memory_allocated(device),
+            "retries": stats["num_alloc_retries"],
+            "failed": failed and stats["num_ooms"] > 0,
+            "failure": None,
             "traffic": stats.get("allocated_bytes.all.allocated", 0),
-        }  # fmt: skip
+        }
 
 
 def _in_use_before(device: int, trace: Trace) -> Iterator[Block]:

@@ -51,7 +51,9 @@ class Allocator:
     failed: bool = False
     """Whether a request was refused; from then on nothing is, so that the whole need can be seen."""
     _next_address: int = SEGMENT_ROUNDING
-    _cached: dict[Pool, list[tuple[int, int, Block]]] = field(default_factory=lambda: {pool: [] for pool in Pool})
+    _cached: dict[Pool, list[tuple[int, int, Block]]] = field(
+        default_factory=lambda: {pool: [] for pool in Pool}
+    )
     """What is free, by size and address, which no two blocks share."""
 
     def take(self, requested: int) -> Block:
@@ -115,7 +117,9 @@ class Allocator:
 
     def _split(self, block: Block, size: int) -> None:
         remainder = block.size - size
-        if remainder < MIN_BLOCK or (block.pool is Pool.LARGE and not self.cuts_to_size and remainder <= SMALL):
+        if remainder < MIN_BLOCK or (
+            block.pool is Pool.LARGE and not self.cuts_to_size and remainder <= SMALL
+        ):
             return
         rest = Block(block.address + size, remainder, block.pool, block, block.next)
         if rest.next is not None:

@@ -66,7 +66,12 @@ def register(name: str, ledger: FakeLedger) -> FakeModule:
         """Copy a storage, as ``copy.deepcopy`` of a tensor does: torch needs an allocator in C++ for that."""
         if storage.device.type != name:
             return clone(storage)
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).clone().untyped_storage()
+        return (
+            torch.empty(0, dtype=torch.uint8, device=storage.device)
+            .set_(storage)
+            .clone()
+            .untyped_storage()
+        )
 
     torch.UntypedStorage.clone = cloned
     return module
@@ -185,9 +190,10 @@ class Autocast:
         _kept.extend((rest, listed))
         rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         policies = {
-            **dict.fromkeys(LOWER.split(), self._in_lower), **dict.fromkeys(WIDEST.split(), self._in_widest),
+            **dict.fromkeys(LOWER.split(), self._in_lower),
+            **dict.fromkeys(WIDEST.split(), self._in_widest),
             "binary_cross_entropy": _refuse,
-        }  # fmt: skip
+        }
         in_float32 = functools.partial(self._in, torch.float32)
         for registered in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"):
             namespace, _, name = registered.partition("::")
@@ -196,7 +202,9 @@ class Autocast:
                 op = getattr(getattr(torch.ops.aten, base), overload or "default")
                 has_dtype = any(argument.name == "dtype" for argument in op._schema.arguments)
                 policy = policies.get(name, self._to_float32 if has_dtype else in_float32)
-                listed.impl(op, functools.partial(_under_autocast, policy, op), "AutocastPrivateUse1")
+                listed.impl(
+                    op, functools.partial(_under_autocast, policy, op), "AutocastPrivateUse1"
+                )
         clear = torch.clear_autocast_cache
 
         def clear_autocast_cache() -> None:
@@ -219,9 +227,15 @@ class Autocast:
         return op(**given)
 
     def _in_widest(self, op: Any, args: Any, kwargs: Any) -> Any:
-        flat = [each for value in (*args, *kwargs.values()) for each in (value if isinstance(value, list) else [value])]
+        flat = [
+            each
+            for value in (*args, *kwargs.values())
+            for each in (value if isinstance(value, list) else [value])
+        ]
         is_wide = any(self._is_eligible(each) and each.dtype == torch.float32 for each in flat)
-        return self._in(torch.float32 if is_wide else torch.get_autocast_dtype(self._type), op, args, kwargs)
+        return self._in(
+            torch.float32 if is_wide else torch.get_autocast_dtype(self._type), op, args, kwargs
+        )
 
     def _is_eligible(self, value: Any) -> bool:
         if not isinstance(value, torch.Tensor):
@@ -240,7 +254,9 @@ class Autocast:
         is_lower = dtype != torch.float32 and value.dtype == torch.float32
         if not (is_lower and value.requires_grad and value.is_leaf and not value._is_view()):
             return value.to(dtype)
-        alive, made = self._cache.get(id(value), (None, None))  # a weight's, until the outermost autocast ends
+        alive, made = self._cache.get(
+            id(value), (None, None)
+        )  # a weight's, until the outermost autocast ends
         if alive is None or alive() is not value:
             made = value.to(dtype)
             if torch.is_autocast_cache_enabled():

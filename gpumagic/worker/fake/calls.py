@@ -23,10 +23,17 @@ _TAKE_HOST_INDICES = frozenset({
     "aten::_unsafe_masked_index_put_accumulate",
 })  # fmt: skip
 _LIKE = {
-    **dict.fromkeys(("multi_margin_loss_backward", "multilabel_margin_loss_backward", "fractional_max_pool3d_backward",
-                     "_logcumsumexp"), "self"),
+    **dict.fromkeys(
+        (
+            "multi_margin_loss_backward",
+            "multilabel_margin_loss_backward",
+            "fractional_max_pool3d_backward",
+            "_logcumsumexp",
+        ),
+        "self",
+    ),
     "_ctc_loss_backward": "log_probs",
-}  # fmt: skip
+}
 """Operators for which torch has no meta kernel, and the operand that the result is like."""
 
 
@@ -43,19 +50,30 @@ class Call:
         RuntimeError: operands on different devices, in torch's words.
     """
 
-    def __init__(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], device_type: str) -> None:
+    def __init__(
+        self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], device_type: str
+    ) -> None:
         self.op = op
         self.name: str = op._schema.name.removeprefix("aten::").rstrip("_")
         """The operator's, in place or not, without its overload."""
         self.given: dict[str, Any] = {}
         """Every argument, by name."""
-        like = next((each for each in args if isinstance(each, torch.Tensor) and each.dtype != torch.bool), None)
+        like = next(
+            (each for each in args if isinstance(each, torch.Tensor) and each.dtype != torch.bool),
+            None,
+        )
         for place, argument in enumerate(op._schema.arguments):
-            value = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+            value = (
+                args[place]
+                if place < len(args)
+                else kwargs.get(argument.name, argument.default_value)
+            )
             if str(argument.type) == "Tensor" and isinstance(value, int | float | complex):
                 # torch made a tensor of a Python number, and that arrives here as the number again.
                 value = torch.tensor(
-                    value, dtype=None if like is None else torch.result_type(like, value), device="cpu"
+                    value,
+                    dtype=None if like is None else torch.result_type(like, value),
+                    device="cpu",
                 )
             self.given[argument.name] = value
         self._type = device_type
@@ -76,7 +94,9 @@ class Call:
 
     def fills_by_mask(self) -> bool:
         """Return whether it writes one number where a mask says, for which CUDA lays out no positions."""
-        if not self.is_indexing or not any(argument.is_write for argument in self.op._schema.arguments):
+        if not self.is_indexing or not any(
+            argument.is_write for argument in self.op._schema.arguments
+        ):
             return False
         masks = [each for each in self.given["indices"] if each is not None]
         is_one = len(masks) == 1 and masks[0].dtype in {torch.bool, torch.uint8}
@@ -100,8 +120,14 @@ class Call:
             if not returns:  # it writes to what it is given
                 return None
         returned = self.op.redispatch(META, **stand_ins)
-        if len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write:
-            return next(twin for _, twin in self.written())  # of which some kernels in Python return a copy
+        if (
+            len(returns) == 1
+            and returns[0].alias_info is not None
+            and returns[0].alias_info.is_write
+        ):
+            return next(
+                twin for _, twin in self.written()
+            )  # of which some kernels in Python return a copy
         return returned
 
     def _common_device(self) -> int | None:
@@ -119,7 +145,9 @@ class Call:
                     f"{tensor.device}! (when checking argument for argument {argument.name} in method {self.op._name})"
                 )
         if found is not None and found.type != self._type:
-            raise RuntimeError(f"Expected all tensors to be on the same device, but found {found} and {self._type}")
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found {found} and {self._type}"
+            )
         return None if found is None else int(found.index)
 
     def _meta(self, value: Any) -> Any:
@@ -153,7 +181,15 @@ Key = tuple[Any, ...]
 MOST = 20_000
 """Plans that are kept of an operator."""
 _NUMBERS = frozenset(
-    {"number", "float", "List[number]", "List[float]", "Optional[float]", "Optional[number]", "Tensor"}
+    {
+        "number",
+        "float",
+        "List[number]",
+        "List[float]",
+        "Optional[float]",
+        "Optional[number]",
+        "Tensor",
+    }
 )
 _SCALES = ("_foreach_", "_fused_", "_amp_")
 _WITHIN = SPACING - 1
@@ -164,7 +200,13 @@ class Operands:
 
     __slots__ = ("_nbytes", "key", "keys", "tensors")
 
-    def __init__(self, operator: Operator, nbytes: dict[int, int], args: Iterable[Any], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        operator: Operator,
+        nbytes: dict[int, int],
+        args: Iterable[Any],
+        kwargs: dict[str, Any],
+    ) -> None:
         self.tensors: list[torch.Tensor] = []
         self.keys: list[int] = []
         self._nbytes = nbytes
@@ -188,9 +230,14 @@ class Operands:
             self.tensors.append(value)
             self.keys.append(key)
             parts += (
-                device, value.dtype, value.shape, value.stride(), address & _WITHIN, self._nbytes.get(key),
+                device,
+                value.dtype,
+                value.shape,
+                value.stride(),
+                address & _WITHIN,
+                self._nbytes.get(key),
                 seen.setdefault(key, len(seen)),
-            )  # fmt: skip
+            )
         elif isinstance(value, list | tuple):
             parts.append(len(value))
             for each in value:
@@ -237,12 +284,16 @@ class Plan:
 
     __slots__ = ("_device", "_made", "_recipe", "_scratch")
 
-    def __init__(self, call: Call, operands: Operands, returned: Any, device: int, scratch: Iterable[int]) -> None:
+    def __init__(
+        self, call: Call, operands: Operands, returned: Any, device: int, scratch: Iterable[int]
+    ) -> None:
         self._device = device
         self._scratch = [Form((nbytes,), (1,), torch.uint8, device) for nbytes in scratch]
         self._made: dict[int, int] = {}
         """Where among what is made a new storage of the meta kernel's is."""
-        self._recipe = self._recipe_of(call, {id(each): at for at, each in enumerate(operands.tensors)}, returned)
+        self._recipe = self._recipe_of(
+            call, {id(each): at for at, each in enumerate(operands.tensors)}, returned
+        )
 
     def _recipe_of(self, call: Call, tensors: dict[int, int], value: Any) -> Recipe:
         """Return what makes a value: an operand itself, a view of one, a new tensor or a view of one, or no tensor."""
@@ -269,7 +320,9 @@ class Plan:
             raise NotImplementedError("a new tensor that begins within its storage")
         form = Form(value.shape, value.stride(), value.dtype, self._device, storage.nbytes())
 
-        def make(_: list[torch.Tensor], storages: Storages, made: list[torch.Tensor]) -> torch.Tensor:
+        def make(
+            _: list[torch.Tensor], storages: Storages, made: list[torch.Tensor]
+        ) -> torch.Tensor:
             made.append(storages.make(form))
             return made[-1]
 

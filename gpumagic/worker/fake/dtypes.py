@@ -15,16 +15,22 @@ import torch
 from gpumagic.worker.fake.calls import Call
 from gpumagic.worker.fake.storages import CPU
 
-_MULTIPLIES = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "addbmm", "convolution"})
+_MULTIPLIES = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "addbmm", "convolution"}
+)
 """What CUDA has for fractions and complex numbers alone."""
 _STRICTER = frozenset({"convolution", "native_layer_norm", "native_group_norm"})
 """What CUDA has for operands of one dtype alone, and the CPU for mixed ones."""
-_LAXER = frozenset({"max_unpool2d", "max_unpool3d", "abs", "histc", "median", "nanmedian", "nansum"})
+_LAXER = frozenset(
+    {"max_unpool2d", "max_unpool3d", "abs", "histc", "median", "nanmedian", "nansum"}
+)
 """What CUDA has for more dtypes than the CPU."""
 _IS_LAPACK = re.compile(r"linalg|cholesky|^_?lu_|qr|triangular_solve").search
 """Finds what is solved in full precision everywhere."""
 _HALVES = {torch.float16, torch.bfloat16}
-_IS_OF_DTYPES = re.compile(r"type|implemented|supported|\b(bool|byte|int|long|float|complex)\b", re.IGNORECASE).search
+_IS_OF_DTYPES = re.compile(
+    r"type|implemented|supported|\b(bool|byte|int|long|float|complex)\b", re.IGNORECASE
+).search
 _taken: set[tuple[Any, ...]] = set()
 """Operators with the dtypes of operands that they are known to take."""
 _FEW = 4
@@ -40,21 +46,35 @@ def refuse(call: Call, is_cuda: bool) -> None:
     """
     name = call.name
     dtypes = {each.dtype for _, each in call.tensors()}
-    if is_cuda and name in _MULTIPLIES and not any(each.is_floating_point or each.is_complex for each in dtypes):
+    if (
+        is_cuda
+        and name in _MULTIPLIES
+        and not any(each.is_floating_point or each.is_complex for each in dtypes)
+    ):
         raise RuntimeError(f'"{name}_cuda" not implemented for {" and ".join(map(str, dtypes))}')
     if is_cuda and name in _STRICTER:
         if len(dtypes) > 1:
-            raise RuntimeError(f"{name}: operands must have the same dtype, but got {' and '.join(map(str, dtypes))}")
+            raise RuntimeError(
+                f"{name}: operands must have the same dtype, but got {' and '.join(map(str, dtypes))}"
+            )
         return
     # Autograd gives a backward kernel what CUDA's forward kernel left, which the CPU's does not always know; a kernel
     # that draws random numbers would take them from the host's generator; one that only writes makes as much as told.
     operands = call.op, *(each.dtype for _, each in call.tensors())
     draws = torch.Tag.nondeterministic_seeded in call.op.tags
     only_writes = all(argument.is_write for argument, _ in call.tensors())
-    if operands in _taken or "backward" in name or draws or only_writes or (is_cuda and name in _LAXER):
+    if (
+        operands in _taken
+        or "backward" in name
+        or draws
+        or only_writes
+        or (is_cuda and name in _LAXER)
+    ):
         return
     error = _tried(call, keeps_halves=True)
-    if isinstance(error, NotImplementedError) and not _IS_LAPACK(name):  # of halves, the CPU lacks more
+    if isinstance(error, NotImplementedError) and not _IS_LAPACK(
+        name
+    ):  # of halves, the CPU lacks more
         error = _tried(call, keeps_halves=False)
     if error is not None and _IS_OF_DTYPES(str(error)):
         raise error
@@ -67,10 +87,16 @@ def _tried(call: Call, keeps_halves: bool) -> Exception | None:
 
     def small(name: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            is_statistic = name.startswith("running_") and weight is not None and value.is_floating_point()
-            dtype = weight.dtype if is_statistic else value.dtype  # which CUDA has in another precision too
+            is_statistic = (
+                name.startswith("running_") and weight is not None and value.is_floating_point()
+            )
+            dtype = (
+                weight.dtype if is_statistic else value.dtype
+            )  # which CUDA has in another precision too
             dtype = dtype if keeps_halves or dtype not in _HALVES else torch.float32
-            return torch.zeros([min(extent, _FEW) for extent in value.shape], dtype=dtype, device="cpu")
+            return torch.zeros(
+                [min(extent, _FEW) for extent in value.shape], dtype=dtype, device="cpu"
+            )
         if isinstance(value, list | tuple):
             return [min(each, _FEW) if type(each) is int else small(name, each) for each in value]
         return torch.device("cpu") if isinstance(value, torch.device) else value

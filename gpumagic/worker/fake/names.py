@@ -55,15 +55,24 @@ class Names(TorchFunctionMode):
         self._handlers: dict[Any, Any] = {
             # What the code makes and compares keeps the name that it gave.
             torch.device: lambda device, args, kwargs: device(*args, **kwargs),
-            _DEVICE: self._known_device, is_known: lambda _, args, __: _is_here(args[0]),
-        }  # fmt: skip
+            _DEVICE: self._known_device,
+            is_known: lambda _, args, __: _is_here(args[0]),
+        }
         """How functions of torch's are called that need more than names; a handler may leave that to the others."""
         recurrent = dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), self._refuse_recurrent)
-        of_cuda = {"scaled_dot_product_attention": _attend, "group_norm": _norm_groups} if known == "cuda" else {}
+        of_cuda = (
+            {"scaled_dot_product_attention": _attend, "group_norm": _norm_groups}
+            if known == "cuda"
+            else {}
+        )
         self._by_name = {known: self._move, **recurrent, **of_cuda}
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func not in self._handlers:
             self._handlers[func] = self._by_name.get(getattr(func, "__name__", ""))
@@ -84,15 +93,21 @@ class Names(TorchFunctionMode):
     def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(args[0], torch.Tensor):
             return NotImplemented
-        how = dict(zip(("device", "non_blocking", "memory_format"), args[1:], strict=False)) | kwargs
+        how = (
+            dict(zip(("device", "non_blocking", "memory_format"), args[1:], strict=False)) | kwargs
+        )
         wanted = how.pop("device", None)
         named = self._known if wanted is None else wanted
-        device = torch.device(OURS, named) if isinstance(named, int) else self.ours(torch.device(named))
+        device = (
+            torch.device(OURS, named) if isinstance(named, int) else self.ours(torch.device(named))
+        )
         return torch.Tensor.to(args[0], device, **how)
 
     def _refuse_recurrent(self, func: Any, args: tuple[Any, ...], _: dict[str, Any]) -> Any:
         if args and _is_here(args[0]):
-            raise CannotDryRun(f"it uses {func.__name__} on {self._known}, and what cuDNN takes for that is not known")
+            raise CannotDryRun(
+                f"it uses {func.__name__} on {self._known}, and what cuDNN takes for that is not known"
+            )
         return NotImplemented
 
     def ours(self, value: Any) -> Any:
@@ -110,24 +125,40 @@ class Names(TorchFunctionMode):
         """Make the names hold for the rest of the process."""
         self._current = module.current_device
         _share(getattr(torch, self._known), module)
-        torch.__future__.set_swap_module_params_on_conversion(True)  # a module keeps its parameters' identity on CUDA
+        torch.__future__.set_swap_module_params_on_conversion(
+            True
+        )  # a module keeps its parameters' identity on CUDA
         torch.utils.swap_tensors = functools.partial(_swap, torch.utils.swap_tensors)
         autocast = torch.amp.autocast_mode.autocast
         begin = autocast.__init__
 
         def renamed(made: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-            begin(made, OURS if Device.parse(device_type).backend == self._known else device_type, *args, **kwargs)
+            begin(
+                made,
+                OURS if Device.parse(device_type).backend == self._known else device_type,
+                *args,
+                **kwargs,
+            )
 
         autocast.__init__ = renamed
         set_default_device = torch.set_default_device
         torch.set_default_device = lambda device: set_default_device(self.ours(device))
-        for name in ("get_autocast_dtype", "is_autocast_enabled", "set_autocast_dtype", "set_autocast_enabled"):
+        for name in (
+            "get_autocast_dtype",
+            "is_autocast_enabled",
+            "set_autocast_dtype",
+            "set_autocast_enabled",
+        ):
             setattr(torch, name, functools.partial(self._called_ours, getattr(torch, name)))
-        torch.Tensor.record_stream = lambda _tensor, _stream: None  # no stream uses a tensor later here
+        torch.Tensor.record_stream = lambda _tensor, _stream: (
+            None
+        )  # no stream uses a tensor later here
         if self._known == "cuda":  # torch's own functions call it past a mode
             functional = torch.nn.functional
             composite = functional.scaled_dot_product_attention
-            functional.scaled_dot_product_attention = lambda *args, **kwargs: _attend(composite, args, kwargs)
+            functional.scaled_dot_product_attention = lambda *args, **kwargs: _attend(
+                composite, args, kwargs
+            )
         # A mode is off while it handles `Tensor.backward` or an operator, and what torch calls from there starts with
         # the modes that are on then. It has to hold there too: in what runs again within a backward pass, a
         # checkpointed part of a model, and in hooks.
@@ -192,15 +223,29 @@ def _share(theirs: Any, module: FakeModule) -> None:
                 setattr(home, name, getattr(module, name))
     others = {
         **dict.fromkeys(("Stream", "Event", "current_stream", "default_stream"), Stream),
-        "stream": lambda chosen: chosen or Stream(), "_initialized": True,
+        "stream": lambda chosen: chosen or Stream(),
+        "_initialized": True,
         "is_current_stream_capturing": lambda: False,
-        **{name: type(name, (_Refused,), {"__module__": theirs.__name__})
-           for name in ("ExternalStream", "CUDAGraph", "graph", "make_graphed_callables", "MemPool")},
-    }  # fmt: skip
+        **{
+            name: type(name, (_Refused,), {"__module__": theirs.__name__})
+            for name in (
+                "ExternalStream",
+                "CUDAGraph",
+                "graph",
+                "make_graphed_callables",
+                "MemPool",
+            )
+        },
+    }
     for name, value in others.items():
         if hasattr(theirs, name):
             setattr(theirs, name, value)
-    for name in ("broadcast", "broadcast_coalesced", "scatter", "gather"):  # which torch has for CUDA only
+    for name in (
+        "broadcast",
+        "broadcast_coalesced",
+        "scatter",
+        "gather",
+    ):  # which torch has for CUDA only
         setattr(torch._C, f"_{name}", type("DataParallel", (_Refused,), {"__module__": "torch.nn"}))
 
 
@@ -208,4 +253,6 @@ class _Refused:
     """What a dry run does not have; libraries may name it in their annotations."""
 
     def __init__(self, *_: object, **__: object) -> None:
-        raise CannotDryRun(f"it uses {type(self).__module__}.{type(self).__name__}, which is not part of a dry run")
+        raise CannotDryRun(
+            f"it uses {type(self).__module__}.{type(self).__name__}, which is not part of a dry run"
+        )

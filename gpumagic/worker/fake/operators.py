@@ -53,9 +53,14 @@ class Operators:
     """
 
     def __init__(
-        self, module: FakeModule, storages: Storages, ledger: FakeLedger, contents: FakeReading,
-        assume: Callable[[str], None], is_cuda: bool,
-    ) -> None:  # fmt: skip
+        self,
+        module: FakeModule,
+        storages: Storages,
+        ledger: FakeLedger,
+        contents: FakeReading,
+        assume: Callable[[str], None],
+        is_cuda: bool,
+    ) -> None:
         self._module = module
         self._is_cuda = is_cuda
         self._storages = storages
@@ -72,7 +77,9 @@ class Operators:
             "aten::resize_": self._resize,
             "aten::set_": lambda tensor: self._resize(tensor, (0,)),
             "aten::record_stream": lambda *_: None,
-            "aten::_fused_sdp_choice": (lambda *_, **__: 0) if is_cuda else attention,  # `names` has chosen
+            "aten::_fused_sdp_choice": (lambda *_, **__: 0)
+            if is_cuda
+            else attention,  # `names` has chosen
             "aten::_thnn_fused_gru_cell": gru_cell,
             "aten::_thnn_fused_gru_cell_backward": gru_cell_backward,
             "aten::_thnn_fused_lstm_cell": lstm_cell,
@@ -80,10 +87,14 @@ class Operators:
             "aten::masked_select": contents.masked,
             "aten::_unique2": contents.unique,
             "aten::_amp_foreach_non_finite_check_and_unscale_": lambda *_: assume(_FINITE),
-            "aten::convolution_overrideable": functools.partial(self._by_shape, Operator(aten.convolution.default)),
+            "aten::convolution_overrideable": functools.partial(
+                self._by_shape, Operator(aten.convolution.default)
+            ),
             "aten::convolution_backward_overrideable": self._convolution_backward,
         }
-        self._convolving_back = functools.partial(self._by_shape, Operator(aten.convolution_backward.default))
+        self._convolving_back = functools.partial(
+            self._by_shape, Operator(aten.convolution_backward.default)
+        )
         self._everything = torch.library.Library("_", "IMPL")
         self._each = torch.library.Library("aten", "IMPL")
         self._one_at_a_time = threading.RLock()  # of the cell's threads
@@ -96,12 +107,19 @@ class Operators:
         self._everything.fallback(self._fallback, "PrivateUse1")
         for operator in taken_apart():
             self._kernel(operator)
-        for lazy in ("Conjugate", "Negative"):  # which torch resolves by copying: the copy must take them as they are
+        for lazy in (
+            "Conjugate",
+            "Negative",
+        ):  # which torch resolves by copying: the copy must take them as they are
             self._each.impl("_copy_from", torch.library.fallthrough_kernel, lazy)
 
     def unknown(self) -> list[str]:
         """Return the operators that were answered and of which CUDA's kernels have more than is known."""
-        found = {name.partition(".")[0].removesuffix("_overrideable") for name in self.seen if is_unknown(name)}
+        found = {
+            name.partition(".")[0].removesuffix("_overrideable")
+            for name in self.seen
+            if is_unknown(name)
+        }
         return sorted(found) if self._is_cuda else []
 
     def _fallback(self, op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +130,9 @@ class Operators:
 
     def _kernel(self, operator: Operator) -> Callable[..., Any]:
         """Return the kernel of an operator, which is registered then."""
-        special = self._special.get(operator.op._name) or functools.partial(self._by_shape, operator)
+        special = self._special.get(operator.op._name) or functools.partial(
+            self._by_shape, operator
+        )
         if operator.name in VIEWS:
             special = functools.partial(operator.op.redispatch, CPU)
         kernel = functools.partial(self._answer, operator.name, special)
@@ -142,14 +162,26 @@ class Operators:
             raise RuntimeError(f"{self._name} error: invalid device ordinal")
         return index
 
-    def _empty(self, size: Any, dtype: Any = None, device: Any = None, memory_format: Any = None, **_: Any) -> Any:
+    def _empty(
+        self, size: Any, dtype: Any = None, device: Any = None, memory_format: Any = None, **_: Any
+    ) -> Any:
         return self._new(tuple(size), memory_format or torch.contiguous_format, dtype, device)
 
-    def _empty_strided(self, size: Any, stride: Any, dtype: Any = None, device: Any = None, **_: Any) -> Any:
+    def _empty_strided(
+        self, size: Any, stride: Any, dtype: Any = None, device: Any = None, **_: Any
+    ) -> Any:
         return self._new(tuple(size), tuple(stride), dtype, device)
 
-    def _new(self, size: tuple[int, ...], how: Any, dtype: torch.dtype | None, device: torch.device | None) -> Any:
-        return self._storages.make(_form(size, how, dtype or torch.get_default_dtype(), self._device(device)))
+    def _new(
+        self,
+        size: tuple[int, ...],
+        how: Any,
+        dtype: torch.dtype | None,
+        device: torch.device | None,
+    ) -> Any:
+        return self._storages.make(
+            _form(size, how, dtype or torch.get_default_dtype(), self._device(device))
+        )
 
     def _resize(self, tensor: torch.Tensor, size: Any, memory_format: Any = None) -> torch.Tensor:
         self._fit(tensor, torch.empty(size, dtype=tensor.dtype, device="meta"))
@@ -159,18 +191,26 @@ class Operators:
         """Give a tensor another size, and a larger storage if it needs one."""
         needed = shape.untyped_storage().nbytes()
         if needed <= self._storages.nbytes_of(tensor):
-            aten.as_strided_.default.redispatch(CPU, tensor, shape.shape, shape.stride(), tensor.storage_offset())
+            aten.as_strided_.default.redispatch(
+                CPU, tensor, shape.shape, shape.stride(), tensor.storage_offset()
+            )
             return
         self._ledger.operator = "resize_"
-        storage = self._storages.make(Form((needed,), (1,), torch.uint8, tensor.device.index)).untyped_storage()
+        storage = self._storages.make(
+            Form((needed,), (1,), torch.uint8, tensor.device.index)
+        ).untyped_storage()
         aten.set_.source_Storage_storage_offset.redispatch(
             CPU, tensor, storage, tensor.storage_offset(), shape.shape, shape.stride()
         )
 
     # ---- Copies
 
-    def _copy_from(self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        (self._contents.copy if target.device.type == self._name else self._contents.fetch)(source, target)
+    def _copy_from(
+        self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
+    ) -> torch.Tensor:
+        (self._contents.copy if target.device.type == self._name else self._contents.fetch)(
+            source, target
+        )
         return target
 
     def _copy_from_and_resize(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -200,8 +240,13 @@ class Operators:
         """Whether another call of the same metadata does the same."""
         fills = self._is_cuda and call.fills_by_mask()
         if call.is_indexing and not fills:
-            indices, before = self._contents.indices(call, torch.device(self._name, call.device)), call.given["indices"]
-            is_like_others = len(indices) == len(before) and all(a is b for a, b in zip(indices, before, strict=True))
+            indices, before = (
+                self._contents.indices(call, torch.device(self._name, call.device)),
+                call.given["indices"],
+            )
+            is_like_others = len(indices) == len(before) and all(
+                a is b for a, b in zip(indices, before, strict=True)
+            )
             call.given["indices"] = indices
         device = call.device if call.device is not None else self._device(call.given.get("device"))
         if fills:
@@ -242,13 +287,19 @@ def taken_apart() -> list[Operator]:
 
     It takes a tenth of a second, once: dry runs find them in the process that they are forked from.
     """
-    made_by_torch = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeExplicitAutogradNonFunctional")
-    names = {name for name in WHOLE if hasattr(aten, name.partition(".")[0])}  # not all are in every torch
+    made_by_torch = torch._C._dispatch_get_registrations_for_dispatch_key(
+        "CompositeExplicitAutogradNonFunctional"
+    )
+    names = {
+        name for name in WHOLE if hasattr(aten, name.partition(".")[0])
+    }  # not all are in every torch
     for name in made_by_torch:
         if name.startswith("aten::") and "linalg" not in name and _has_kernel(name, "CPU"):
             names.add(name.removeprefix("aten::"))
     split = (name.partition(".") for name in sorted(names))
-    return [Operator(getattr(getattr(aten, base), overload or "default")) for base, _, overload in split]
+    return [
+        Operator(getattr(getattr(aten, base), overload or "default")) for base, _, overload in split
+    ]
 
 
 def gru_cell(_input_gates: Any, _hidden_gates: Any, hx: Any, *_: Any) -> tuple[Any, ...]:
@@ -278,4 +329,8 @@ def attention(*args: Any, **kwargs: Any) -> int:
         made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
         return made.requires_grad_(value.requires_grad)
 
-    return int(torch._fused_sdp_choice(*map(host, args), **{name: host(value) for name, value in kwargs.items()}))
+    return int(
+        torch._fused_sdp_choice(
+            *map(host, args), **{name: host(value) for name, value in kwargs.items()}
+        )
+    )

@@ -32,14 +32,25 @@ def parts_of(name: str, given: dict[str, Any]) -> list[int]:
     whole = given.get("self")
     if name not in PARTS or not isinstance(whole, torch.Tensor) or not whole.numel():
         return []
-    part = "value" if PARTS[name] == "place" and name in {"max", "min"} and "dim" not in given else PARTS[name]
+    part = (
+        "value"
+        if PARTS[name] == "place" and name in {"max", "min"} and "dim" not in given
+        else PARTS[name]
+    )
     dtype = _summed_in(name, whole.dtype, given.get("dtype"))
     wide = max(4, dtype.itemsize) if dtype.is_floating_point or dtype.is_complex else dtype.itemsize
     sizes = {"sum": wide, "value": dtype.itemsize, "truth": 1, "place": 16, "moments": 4 * wide}
     copied = [whole.numel() * dtype.itemsize] if dtype != whole.dtype else []
     dims = given.get("dim")
-    dims = {each % max(1, whole.dim()) for each in ([dims] if isinstance(dims, int) else dims or range(whole.dim()))}
-    steps = [math.prod(whole.shape[each + 1 :]) for each in range(whole.dim())] if copied else whole.stride()
+    dims = {
+        each % max(1, whole.dim())
+        for each in ([dims] if isinstance(dims, int) else dims or range(whole.dim()))
+    }
+    steps = (
+        [math.prod(whole.shape[each + 1 :]) for each in range(whole.dim())]
+        if copied
+        else whole.stride()
+    )
     walk = list(zip(whole.shape, steps, strict=True))
     reduced = _merged(sorted((walk[each] for each in dims if walk), key=lambda pair: pair[1]))
     kept = _merged([walk[each] for each in reversed(range(len(walk))) if each not in dims])
@@ -93,15 +104,21 @@ def _part_sums(reduced: Walk, kept: Walk, part: int, offset: int) -> list[int]:
         return []
     values = -(-values // height)
     grid = -(-(outputs // vector) // (1 if along else width))
-    target = backend.gpu.multiprocessors * (backend.gpu.threads_per_multiprocessor // (width * height))
+    target = backend.gpu.multiprocessors * (
+        backend.gpu.threads_per_multiprocessor // (width * height)
+    )
     if values < _MOST_VALUES or grid > target:
         return []
     blocks = max(min(-(-target // grid), -(-values // _LEAST_VALUES)), -(-values // _MOST_VALUES))
-    return [part * outputs * blocks * (1 if along else width * vector), 4 * grid] if blocks > 1 else []
+    return (
+        [part * outputs * blocks * (1 if along else width * vector), 4 * grid] if blocks > 1 else []
+    )
 
 
 def _block(across: int, down: int, most: int) -> tuple[int, int]:
     """Return the width and height of a block of threads."""
-    width, height = (most if each >= most else 1 << max(0, each.bit_length() - 1) for each in (across, down))
+    width, height = (
+        most if each >= most else 1 << max(0, each.bit_length() - 1) for each in (across, down)
+    )
     rows = min(height, most // min(width, _WARP))
     return min(width, most // rows), rows

@@ -32,7 +32,10 @@ class FakeRun(Run):
 
     def __init__(self, request: dict[str, Any], send: Callable[[Outcome], None]) -> None:
         super().__init__(request, send)
-        accounts = [FakeAccount(allocator=Allocator(each, request["cuts_to_size"])) for each in request["capacities"]]
+        accounts = [
+            FakeAccount(allocator=Allocator(each, request["cuts_to_size"]))
+            for each in request["capacities"]
+        ]
         for account, segments in zip(accounts, request["segments"], strict=True):
             for segment in segments or ():
                 account.preexisting |= account.allocator.lay_out(segment)
@@ -46,7 +49,12 @@ class FakeRun(Run):
         self._contents = FakeReading(name, self._storages, key_of, self.guesses)
         self.known = self._contents.known
         self.operators = Operators(
-            module, self._storages, self.ledger, self._contents, self.assumed.setdefault, known == "cuda"
+            module,
+            self._storages,
+            self.ledger,
+            self._contents,
+            self.assumed.setdefault,
+            known == "cuda",
         )
         backend.Autocast(name)
         torch.Generator = generators(known)
@@ -98,9 +106,13 @@ class FakeRun(Run):
     def allocated(self) -> tuple[int, int]:
         """Return the peak and the allocated bytes of all devices."""
         accounts = self.ledger.accounts
-        return sum(each.peak.allocated for each in accounts), sum(each.allocated for each in accounts)
+        return sum(each.peak.allocated for each in accounts), sum(
+            each.allocated for each in accounts
+        )
 
-    def account(self, error: dict[str, Any] | None) -> tuple[FakeLedger, list[dict[str, Any]], Outcome]:
+    def account(
+        self, error: dict[str, Any] | None
+    ) -> tuple[FakeLedger, list[dict[str, Any]], Outcome]:
         """Return the ledger, each device's figures, and what the engine does not know."""
         self.ledger.settle()
         self.ledger.where = Place
@@ -108,15 +120,20 @@ class FakeRun(Run):
             self.names = self.modules.look_around(self.namespace)
         unknown = self.operators.unknown()
         if unknown:
-            self.unknown.setdefault(f"what CUDA's kernels take for themselves in {', '.join(unknown)}")
+            self.unknown.setdefault(
+                f"what CUDA's kernels take for themselves in {', '.join(unknown)}"
+            )
         devices = [
             {
-                "peak": account.peak.allocated, "before": before, "after": account.allocated,
-                "reserved": account.allocator.peak_reserved, "failed": account.allocator.failed,
+                "peak": account.peak.allocated,
+                "before": before,
+                "after": account.allocated,
+                "reserved": account.allocator.peak_reserved,
+                "failed": account.allocator.failed,
                 "traffic": account.traffic,
             }
             for account, before in zip(self.ledger.accounts, self._before, strict=True)
-        ]  # fmt: skip
+        ]
         return self.ledger, devices, {"lacks": bool(unknown)}
 
     def _gone(self, key: int) -> None:

@@ -28,7 +28,9 @@ is_unknown = re.compile(
 """Finds operators whose kernels sort or call a library, which has memory of its own."""
 _CONTIGUOUS = {
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), ("input",)),
-    **dict.fromkeys(("native_layer_norm_backward", "_fused_rms_norm_backward"), ("grad_out", "input")),
+    **dict.fromkeys(
+        ("native_layer_norm_backward", "_fused_rms_norm_backward"), ("grad_out", "input")
+    ),
     **dict.fromkeys(("_softmax", "_log_softmax", "im2col", "col2im"), ("self",)),
     "_log_softmax_backward_data": ("grad_output", "output"),
 }
@@ -36,7 +38,9 @@ _CONTIGUOUS = {
 _TAKES_A_GRADIENT = re.compile(r"(pool.*|upsample_.*|reflection_pad[12]d)_backward").search
 """Finds kernels that copy a gradient which does not lie as their input does."""
 _HOW_TO_CONVOLVE = ("stride", "padding", "dilation", "transposed", "groups")
-_LOSSES = frozenset({"mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"})
+_LOSSES = frozenset(
+    {"mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"}
+)
 """What is computed for each element, and then reduced."""
 _KEPT_LOSSES = frozenset({"mse_loss", "smooth_l1_loss", "binary_cross_entropy"})
 """Of these the mean lies where the loss of each element was to be."""
@@ -112,8 +116,15 @@ def _of_groups(given: Given) -> list[int]:
     """Return what a norm of groups keeps of each channel and group (`group_norm_kernel.cu`)."""
     dtype: torch.dtype = given["input"].dtype
     wide = max(4, dtype.itemsize)
-    channels, groups = [given["N"] * given["C"] * wide] * 2, [given["N"] * given["group"] * wide] * 2
-    scaled = channels if given["HxW"] > 1 and any(given.get(each) is not None for each in ("weight", "bias")) else []
+    channels, groups = (
+        [given["N"] * given["C"] * wide] * 2,
+        [given["N"] * given["group"] * wide] * 2,
+    )
+    scaled = (
+        channels
+        if given["HxW"] > 1 and any(given.get(each) is not None for each in ("weight", "bias"))
+        else []
+    )
     if "output_mask" not in given:
         return scaled if dtype.itemsize == wide else groups + scaled
     return channels + groups + scaled[:1] if given["output_mask"][0] else channels
@@ -128,7 +139,11 @@ def _of_softmax_backward(given: Given) -> list[int]:
 
 def _for_cublas(given: Given) -> list[int]:
     """Return the bytes of factors of which neither rows nor columns lie one after the other (`Blas.cpp`)."""
-    names = [name for name in given if name.startswith(("mat", "batch")) or (name == "self" and "beta" not in given)]
+    names = [
+        name
+        for name in given
+        if name.startswith(("mat", "batch")) or (name == "self" and "beta" not in given)
+    ]
     return [given[each].nbytes for each in names if _is_copied(given[each])]
 
 
@@ -142,8 +157,14 @@ def _is_copied(matrix: torch.Tensor) -> bool:
 
 def _of_convolution(given: Given) -> list[int]:
     """Return the bytes of cuDNN's workspace."""
-    images, weight, how = given["input"], given["weight"], [given[each] for each in _HOW_TO_CONVOLVE]
-    shape = calc_conv_nd_return_shape(images, weight, *how, given["output_padding"] if given["transposed"] else None)
+    images, weight, how = (
+        given["input"],
+        given["weight"],
+        [given[each] for each in _HOW_TO_CONVOLVE],
+    )
+    shape = calc_conv_nd_return_shape(
+        images, weight, *how, given["output_padding"] if given["transposed"] else None
+    )
     result = weight.new_empty(shape, device="meta")
     return [_for_cudnn(images, weight, result.to(memory_format=suggest_memory_format(images)))]
 
@@ -151,25 +172,39 @@ def _of_convolution(given: Given) -> list[int]:
 def _of_convolution_backward(given: Given) -> list[int]:
     """Return the copied gradient, and cuDNN's workspace or the parts of the bias's, whichever is larger."""
     gradient, (for_images, for_weight, for_bias) = given["grad_output"], given["output_mask"]
-    of_weight = _for_cudnn(given["input"], given["weight"], gradient, of_weight=True) if for_weight else 0
+    of_weight = (
+        _for_cudnn(given["input"], given["weight"], gradient, of_weight=True) if for_weight else 0
+    )
     of_images = _for_cudnn(given["input"], given["weight"], gradient) if for_images else 0
-    workspace = max(of_weight, of_images - given["weight"].nbytes * for_weight)  # the images' gradient comes first
+    workspace = max(
+        of_weight, of_images - given["weight"].nbytes * for_weight
+    )  # the images' gradient comes first
     biases = {"self": gradient, "dim": [0, *range(2, gradient.dim())]} if for_bias else {}
     return max([*_as_input(given), workspace], parts_of("sum", biases), key=sum)
 
 
 def _for_cudnn(images: Any, weight: Any, result: Any, *, of_weight: bool = False) -> int:
     """Return the bytes of cuDNN's workspace by the rules of `fakecuda/native/cudnn.c`."""
-    multiple, has_tensor_cores = 16 // weight.itemsize, weight.itemsize == 2 or backend.gpu.major >= 8
+    multiple, has_tensor_cores = (
+        16 // weight.itemsize,
+        weight.itemsize == 2 or backend.gpu.major >= 8,
+    )
     if weight.itemsize > 4 or not has_tensor_cores or weight.shape[1] == 1:
         return 0
     if weight.numel() == weight.shape[0] * weight.shape[1]:
         return of_weight << 20
     pads = [(each, -each.shape[1] % multiple) for each in (images, weight, result)]
-    copies: int = sum(each.nbytes // each.shape[1] * (each.shape[1] + pad) for each, pad in pads if each.numel())
+    copies: int = sum(
+        each.nbytes // each.shape[1] * (each.shape[1] + pad) for each, pad in pads if each.numel()
+    )
     if all(each.stride(1) == 1 and not pad for each, pad in pads):
         return copies // 4 * of_weight
-    copies += weight[:1].nbytes // weight.shape[1] * (weight.shape[1] + pads[1][1]) * (-weight.shape[0] % multiple)
+    copies += (
+        weight[:1].nbytes
+        // weight.shape[1]
+        * (weight.shape[1] + pads[1][1])
+        * (-weight.shape[0] % multiple)
+    )
     return copies + copies // 4 * of_weight
 
 
@@ -201,8 +236,15 @@ def _of_table_backward(given: Given) -> list[int]:
         return copied
     each, most = count * indices.itemsize, min(count, rows)
     parts = count // 10 + most
-    sorting = 5 * each + _sorting(count) - rows * columns * gradient.itemsize  # before there is the result
-    summing = [each] * (3 + counts) + [512, 512] + [most * indices.itemsize] * 2 + [parts * indices.itemsize]
+    sorting = (
+        5 * each + _sorting(count) - rows * columns * gradient.itemsize
+    )  # before there is the result
+    summing = (
+        [each] * (3 + counts)
+        + [512, 512]
+        + [most * indices.itemsize] * 2
+        + [parts * indices.itemsize]
+    )
     return copied + max([*summing, parts * columns * max(4, gradient.itemsize)], [sorting], key=sum)
 
 
@@ -220,7 +262,9 @@ def _of_putting(given: Given) -> list[int]:
     whole, values = given["self"], given["values"]
     dims = [dim for dim, each in enumerate(given["indices"]) if each is not None]
     found = [given["indices"][dim] for dim in dims]
-    is_turned = dims[-1] - dims[0] >= len(dims) or not whole.is_contiguous()  # these dimensions come first
+    is_turned = (
+        dims[-1] - dims[0] >= len(dims) or not whole.is_contiguous()
+    )  # these dimensions come first
     count = torch.broadcast_tensors(*found)[0].numel()
     sorting = 16 * count + _sorting(count) if count > 1024 else 512
     copied = [whole.nbytes] * is_turned + [values.nbytes] * (not values.is_contiguous())
@@ -250,7 +294,11 @@ def _of_sums(given: Given) -> list[int]:
 
 def _of_median(given: Given) -> list[int]:
     keys = given["self"]
-    return [] if "dim" in given else [keys.nbytes, 8 * keys.numel(), *_of_sorting({"self": keys.flatten()})]
+    return (
+        []
+        if "dim" in given
+        else [keys.nbytes, 8 * keys.numel(), *_of_sorting({"self": keys.flatten()})]
+    )
 
 
 def _of_permutation(given: Given) -> list[int]:
@@ -280,7 +328,9 @@ _RULES: dict[str, Callable[[Given], list[int]]] = {
     **dict.fromkeys(_LOSSES, _of_losses),
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "_addmm_activation"), _for_cublas),
     **dict.fromkeys(("native_group_norm", "native_group_norm_backward"), _of_groups),
-    "native_batch_norm_backward": lambda given: _as_input(given) if given["train"] and _is_of_cudnn(given) else [],
+    "native_batch_norm_backward": lambda given: (
+        _as_input(given) if given["train"] and _is_of_cudnn(given) else []
+    ),
     "_softmax_backward_data": _of_softmax_backward,
     "convolution": _of_convolution,
     "convolution_backward": _of_convolution_backward,
@@ -293,17 +343,23 @@ _RULES: dict[str, Callable[[Given], list[int]]] = {
     **dict.fromkeys(("cumsum", "cumprod", "_logcumsumexp"), _of_sums),
     "randperm": _of_permutation,
     "count_nonzero": _of_count,
-    "multinomial": lambda given: _whole(given, 3 if given["replacement"] and given["num_samples"] > 1 else 1),
+    "multinomial": lambda given: _whole(
+        given, 3 if given["replacement"] and given["num_samples"] > 1 else 1
+    ),
     **dict.fromkeys(("scatter_reduce", "index_reduce"), _of_mean),
     "masked_scatter": lambda given: [8 * given["mask"].numel()],
-    "bernoulli": lambda given: [4 * given["self"].numel()] if getattr(given.get("p"), "itemsize", 4) == 2 else [],
+    "bernoulli": lambda given: (
+        [4 * given["self"].numel()] if getattr(given.get("p"), "itemsize", 4) == 2 else []
+    ),
     "im2col": _whole,
-    "roll": lambda given: _whole(given, min(max(len(given["shifts"]) - 1, not given["self"].is_contiguous()), 2)),
+    "roll": lambda given: _whole(
+        given, min(max(len(given["shifts"]) - 1, not given["self"].is_contiguous()), 2)
+    ),
     **dict.fromkeys(("abs", "angle"), lambda given: _whole(given, given["self"].is_complex())),
     "_fft_c2r": _whole,
     "_fft_c2c": lambda given: _whole(given, len(given["dim"]) > 3),
     "_scaled_dot_product_flash_attention": attention.flash,
     "_scaled_dot_product_flash_attention_backward": attention.flash_backward,
     "_scaled_dot_product_efficient_attention_backward": attention.efficient_backward,
-}  # fmt: skip
+}
 """What else kernels take, by operator."""

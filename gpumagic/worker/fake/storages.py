@@ -37,9 +37,19 @@ _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype = ctypes.py_object
 _capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 _CODES = {
-    torch.uint8: 1, torch.int8: 0, torch.int16: 0, torch.int32: 0, torch.int64: 0, torch.float16: 2, torch.float32: 2,
-    torch.float64: 2, torch.bfloat16: 4, torch.complex64: 5, torch.complex128: 5, torch.bool: 6,
-}  # fmt: skip
+    torch.uint8: 1,
+    torch.int8: 0,
+    torch.int16: 0,
+    torch.int32: 0,
+    torch.int64: 0,
+    torch.float16: 2,
+    torch.float32: 2,
+    torch.float64: 2,
+    torch.bfloat16: 4,
+    torch.complex64: 5,
+    torch.complex128: 5,
+    torch.bool: 6,
+}
 """DLPack's names for the types that every torch here takes; others are made as views of bytes."""
 
 
@@ -57,7 +67,12 @@ class Form:
     __slots__ = ("_arrays", "device", "nbytes", "rest", "view")
 
     def __init__(
-        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: int, nbytes: int | None = None
+        self,
+        size: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        device: int,
+        nbytes: int | None = None,
     ) -> None:
         needed = span(size, stride) * dtype.itemsize
         self.device = device
@@ -68,9 +83,17 @@ class Form:
             size, stride, dtype = (self.nbytes,), (1,), torch.uint8
         self._arrays = (ctypes.c_int64 * len(size))(*size), (ctypes.c_int64 * len(size))(*stride)
         self.rest = _REST.pack(
-            _EXTENSION_DEVICE, device, len(size), _CODES[dtype], 8 * dtype.itemsize, 1,
-            *map(ctypes.addressof, self._arrays), 0, 0, _LEAVE_A_MARK,
-        )  # fmt: skip
+            _EXTENSION_DEVICE,
+            device,
+            len(size),
+            _CODES[dtype],
+            8 * dtype.itemsize,
+            1,
+            *map(ctypes.addressof, self._arrays),
+            0,
+            0,
+            _LEAVE_A_MARK,
+        )
 
 
 class Storages:
