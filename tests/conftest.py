@@ -14,14 +14,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
-from kernels import Kernel
-from stages import FEW, IS_WHOLE, MANY, is_deep
 from traitlets.config import Config
 
 from gpumagic import fakecuda
+from tests.kernels import Kernel
+from tests.stages import FEW, IS_WHOLE, MANY, is_deep
 
 if TYPE_CHECKING:
-    from device import Accelerator
+    from tests.device import Accelerator
 
 # Two cores: torch's own threads would fight the kernels that the tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -63,7 +63,7 @@ def two_devices() -> list[str]:
 
 @pytest.fixture(scope="session")
 def _device() -> Accelerator:
-    import device
+    from tests import device
 
     return device.find()
 
@@ -165,11 +165,11 @@ def _empty(shell: InteractiveShell) -> None:
 @pytest.fixture
 def shell(bare_shell):
     """Return such a shell with the probe magics loaded."""
-    import probe_magics
+    from tests import probe_magics
 
     probe_magics.events.clear()
     probe_magics.modes().clear()
-    bare_shell.run_line_magic("load_ext", "probe_magics")
+    bare_shell.run_line_magic("load_ext", "tests.probe_magics")
     yield bare_shell
     assert probe_magics.modes() == [], "a cell left its mode behind"
 
@@ -207,7 +207,7 @@ def start_kernel(tmp_path_factory):
 @pytest.fixture(scope="module")
 def module_kernel(start_kernel):
     kernel = start_kernel()
-    assert kernel.run("%load_ext probe_magics").status == "ok"
+    assert kernel.run("%load_ext tests.probe_magics").status == "ok"
     yield kernel
     assert kernel.value("modes()") == "[]", "a cell left its mode behind"
 
@@ -224,7 +224,7 @@ def guarded(bare_shell, two_devices, warm_worker):
     """Return a function that runs a cell under %%oomguard -o report, in a shell with `take` and `fail`."""
     import gc
 
-    from oom_cells import PRELUDE, forget_everything
+    from tests.oom.oom_cells import PRELUDE, forget_everything
 
     gc.collect()
     bare_shell.run_line_magic("load_ext", "gpumagic")

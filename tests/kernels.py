@@ -1,4 +1,4 @@
-"""Real kernels, spoken to as a front end does, with `probe_magics` at hand to load into them."""
+"""Real kernels, spoken to as a front end does, with `tests.probe_magics` at hand to load into them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from typing import IO
 
 from jupyter_client.manager import KernelManager
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent
+ROOT = Path(__file__).parents[1]
 PATIENCE = 60  # seconds until a kernel that says nothing is taken for hung
 
 
 def environment(home: Path, **extra: str) -> dict[str, str]:
     """Return the environment for a child process: our modules importable, an empty IPython profile, one thread."""
-    paths = [str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "IPYTHONDIR": str(home),
         "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **extra,

@@ -1,4 +1,4 @@
-"""Runs what the pages show: `python tests/pages.py` writes the outputs anew, `--check` says which are out of date.
+"""Runs what the pages show: `python -m tests.pages` writes the outputs anew, `--check` says which are out of date.
 
 A block of Python that a block of text follows is a cell and its output; so is a command and its output, which runs on
 the machine that the comment before it names. A block of text that ends in `...` has the first lines, one that begins
@@ -157,7 +157,7 @@ MACHINES: dict[str, Callable[[Any], None]] = {"no_driver": _without_driver, "bus
 
 def on_machine(name: str, command: str) -> str:
     """Return what a command shows on a machine whose driver is a stub."""
-    from nvml_stub.machine import Machine
+    from tests.nvml_stub.machine import Machine
 
     with TemporaryDirectory() as folder:
         machine = Machine(Path(folder))
@@ -200,7 +200,9 @@ def main(arguments: list[str]) -> int:
     names = [each for each in arguments if each != "--check"] or [*PAGES]
     if len(names) > 1:
         return max(
-            subprocess.call([sys.executable, __file__, name, *["--check"][: int(check)]])
+            subprocess.call(
+                [sys.executable, "-m", "tests.pages", name, *["--check"][: int(check)]], cwd=ROOT
+            )
             for name in names
         )
     path = ROOT / names[0]

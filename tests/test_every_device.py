@@ -6,11 +6,11 @@ import gc
 
 import pytest
 import torch
-import traced_cells
-from device import Accelerator
 
 import gpumagic
 from gpumagic.memory import allocator, segments
+from tests.device import Accelerator
+from tests.transfers import traced_cells
 
 MIB = 2**20
 

@@ -114,7 +114,7 @@ def server(browser, tmp_path_factory) -> Iterator[Server]:
     )
     environment = {
         **os.environ, "GPUMAGIC_SIMGPU": "2x64MiB", "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "PYTHONPATH": str(ROOT),
         "JUPYTERLAB_SETTINGS_DIR": str(server.settings), "IPYTHONDIR": str(home / "ipython"),
         "JUPYTER_CONFIG_DIR": str(home / "config"), "JUPYTER_DATA_DIR": str(home / "data"),
         "JUPYTER_RUNTIME_DIR": str(home / "runtime"),

@@ -43,7 +43,7 @@ for batch in torch.ones(2**16, 64).split(batch_size):
     hidden.mean().backward()
     optimizer_of_the_left_image.step()
 """
-EVERY_KIND = f"import every_report\nfor _, each in every_report.cases('{LONG_NAME}'): display(each)"
+EVERY_KIND = f"from tests import every_report\nfor _, each in every_report.cases('{LONG_NAME}'): display(each)"
 LONG_WORDS = "for _, each in every_report.cases('y' * 400): display(each)"
 EIGHT_GPUS = "display(every_report.eight_gpus())"
 CELLS = {

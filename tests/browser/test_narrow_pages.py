@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import every_report
 import pytest
 
 from gpumagic.report import html
 from gpumagic.report.base import to_html
 from gpumagic.report.document import Cell, Column, Document, Listing, Segment, Table
+from tests import every_report
 
 PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <style>body {{ margin: 8px; font: 13px sans-serif }} td, th {{ padding: .4em .5em }}

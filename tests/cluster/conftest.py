@@ -1,5 +1,5 @@
 """The engines that tests share, and a shell that is connected to them."""
 
-from engines import gate, here, machine
+from tests.cluster.engines import gate, here, machine
 
 __all__ = ["gate", "here", "machine"]

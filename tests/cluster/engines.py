@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from nvml_stub.machine import Machine as Driver
 from traitlets.config import Config
 
 import gpumagic
 from gpumagic.cluster.report import ClusterReport
+from tests.nvml_stub.machine import Machine as Driver
 
 ipyparallel = pytest.importorskip("ipyparallel")
 psutil = pytest.importorskip("psutil")

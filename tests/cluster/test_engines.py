@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from engines import PATIENCE, Gate, look, states, text_of
 
 import gpumagic
 from gpumagic.cluster.report import shared_gpus
+from tests.cluster.engines import PATIENCE, Gate, look, states, text_of
 
 ipyparallel = pytest.importorskip("ipyparallel")
 psutil = pytest.importorskip("psutil")

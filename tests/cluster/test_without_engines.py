@@ -6,7 +6,6 @@ import json
 import pickle
 from dataclasses import replace
 
-import every_report
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +17,7 @@ from gpumagic.errors import OptionError
 from gpumagic.gpus.report import GPUReport, GpuRow, ProcessRow
 from gpumagic.report.base import Origin, to_html, to_text
 from gpumagic.tensors.report import DeviceMemoryRow, TensorReport, TensorRow
+from tests import every_report
 
 GIB = 1 << 30
 

@@ -24,7 +24,7 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from rooms import DEVICES, IS_REAL, limit
+from tests.cuda.rooms import DEVICES, IS_REAL, limit
 
 FOLDER = Path(__file__).parent
 MIB = 1 << 20
@@ -64,7 +64,7 @@ def cells() -> dict[str, Cell]:
 
 
 def _scripts_of(text: str) -> list[dict[str, str]]:
-    from cell_reads import scripts_of
+    from tests.cuda.cell_reads import scripts_of
 
     return scripts_of(text)
 
@@ -77,8 +77,9 @@ class Runs:
 
     def __enter__(self) -> Self:
         self._server = subprocess.Popen(
-            [sys.executable, str(Path(__file__)), "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), *sys.path])},
+            [sys.executable, "-m", "tests.cuda.cell_runs", "serve"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )  # fmt: skip
         return self
 
@@ -270,7 +271,8 @@ def _notebook(asked: dict[str, Any]) -> dict[str, Any]:
 
 def _really(asked: dict[str, Any]) -> dict[str, Any]:
     import torch
-    from cell_reads import Reads
+
+    from tests.cuda.cell_reads import Reads
 
     if not IS_REAL:
         Reads(**asked["reads"]).install()

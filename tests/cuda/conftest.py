@@ -52,6 +52,6 @@ def _fresh_log(request: pytest.FixtureRequest) -> None:
     cuDNN off, is set back.
     """
     if fakecuda.is_enabled():
-        from device import Accelerator
+        from tests.device import Accelerator
 
         Accelerator("cuda").start_clean(getattr(request.module, "COLLECTED_GENERATION", 2))

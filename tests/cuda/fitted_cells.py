@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cell_runs import MIB, Cell, cells
+from tests.cuda.cell_runs import MIB, Cell, cells
 
 FITTED = {
     # the cell, what is its batch, how that is written with the variable, and its value

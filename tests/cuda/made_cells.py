@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cell_runs import Cell
 from hypothesis import strategies as st
+
+from tests.cuda.cell_runs import Cell
 
 _SETUP = """
 from collections import deque

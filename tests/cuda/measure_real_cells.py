@@ -1,6 +1,6 @@
 """Dry-runs every real cell by both engines, really runs it, and writes real_cells/RESULTS.md.
 
-PYTHONPATH=. python -m gpumagic.fakecuda --devices 2 -- python tests/cuda/measure_real_cells.py [NAME ...]
+python -m gpumagic.fakecuda --devices 2 -- python -m tests.cuda.measure_real_cells [NAME ...]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cell_runs import DEVICES, MIB, Runs, Verdicts, cells
+from tests.cuda.cell_runs import DEVICES, MIB, Runs, Verdicts, cells
 
 RESULTS = Path(__file__).parent / "real_cells" / "RESULTS.md"
 HEADER = """\

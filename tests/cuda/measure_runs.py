@@ -1,6 +1,6 @@
 """Measures how long dry runs take beside the cells themselves, in how many runs, and writes real_cells/RUNS.md.
 
-PYTHONPATH=. python -m gpumagic.fakecuda --devices 2 -- python tests/cuda/measure_runs.py [NAME ...]
+python -m gpumagic.fakecuda --devices 2 -- python -m tests.cuda.measure_runs [NAME ...]
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-import reading_cells
-from cell_runs import Cell, Runs, cells
+from tests.cuda import reading_cells
+from tests.cuda.cell_runs import Cell, Runs, cells
 
 RESULTS = Path(__file__).parent / "real_cells" / "RUNS.md"
 TURNS = 3

@@ -11,13 +11,13 @@ import json
 import sys
 from contextlib import contextmanager
 
-import oom_corpus
 import torch
-from oom_corpus import Case
-from rooms import DEVICES, as_small_cards, give
 
 import gpumagic
 from gpumagic.report.units import parse_size
+from tests.cuda.rooms import DEVICES, as_small_cards, give
+from tests.oom import oom_corpus
+from tests.oom.oom_corpus import Case
 
 TRUTH: dict[str, dict[str, int]] = {}
 """What torch's allocator said of the last failure of each device."""
@@ -258,7 +258,7 @@ for stream in streams:
 
 def special() -> dict[str, Case]:
     """Return the cells for which something is set first."""
-    grow = "import oom_corpus_cuda\noom_corpus_cuda.configure('expandable_segments:True')"
+    grow = "from tests.cuda import oom_corpus_cuda\noom_corpus_cuda.configure('expandable_segments:True')"
     request = "y = torch.empty({} << 20, dtype=torch.uint8, device='cuda')"
     return {
         "segments that grow": _case(KEEPS, grow),

@@ -1,6 +1,6 @@
 """Follows every suggestion of the failing cells (`tests/oom/failing_cells`) over the fake runtime, and prints a table.
 
-    python -m gpumagic.fakecuda --devices 2 -- python tests/cuda/oom_corpus_followed.py > tests/oom/FOLLOWED.md
+    python -m gpumagic.fakecuda --devices 2 -- python -m tests.cuda.oom_corpus_followed > tests/oom/FOLLOWED.md
 
 Cells of other people's libraries follow: those of `real_cells/` and `user_cells/` on which no value that the host reads
 has an influence, each on a device with three quarters of what the allocator reserves for it beyond what earlier cells
@@ -18,27 +18,21 @@ import gc
 import os
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 from unittest import mock
 
 os.environ |= {
     "CUBLAS_WORKSPACE_CONFIG": ":16:8",
     "CUBLASLT_WORKSPACE_SIZE": "128",
 }  # read when torch comes
-sys.path += [
-    str(Path(__file__).parent),
-    *(str(Path(__file__).parents[1] / each) for each in (".", "oom")),
-]
 
-import cell_runs
-import oom_corpus
-import oom_corpus_cuda
 import torch
-from oom_corpus import Case
-from rooms import DEVICES, give
 
 from gpumagic.dryrun import client
 from gpumagic.report.units import parse_size
+from tests.cuda import cell_runs, oom_corpus_cuda
+from tests.cuda.rooms import DEVICES, give
+from tests.oom import oom_corpus
+from tests.oom.oom_corpus import Case
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""What operators have at their peak, forward and backward, for each engine: `python operator_peaks.py cuda|fake [GPU]`.
+"""What operators have at their peak, forward and backward, for each engine: `python -m tests.cuda.operator_peaks`.
 
-It reads expressions, one a line, and writes what each has at most in float32 and in bfloat16. `cuda` is torch's own
-allocator over the fake runtime.
+Its arguments are `cuda`, which is torch's own allocator over the fake runtime, or `fake`, and a GPU. It reads
+expressions, one a line, and writes what each has at most in float32 and in bfloat16.
 """
 
 from __future__ import annotations

@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-FOLLOWED = Path(__file__).with_name("oom_corpus_followed.py")
 
 
 def followed(cell: str) -> tuple[str, str, int, str]:
     """Return the first suggestion, what is said of it, how many are said to fit, and what of all that was not so."""
     paths = os.pathsep.join(path for path in sys.path if path)
     ran = subprocess.run(
-        [sys.executable, str(FOLLOWED), cell], env={**os.environ, "PYTHONPATH": paths},
+        [sys.executable, "-m", "tests.cuda.oom_corpus_followed", cell], env={**os.environ, "PYTHONPATH": paths},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-2000:]

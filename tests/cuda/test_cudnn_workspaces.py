@@ -6,20 +6,20 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_dryrun_operators import peaks_of
 from torch import nn
 
 from gpumagic import fakecuda
+from tests.cuda.test_dryrun_operators import peaks_of
+from tests.gpu import cudnn
 
 MIB = 1 << 20
-GPU = Path(__file__).parents[1] / "gpu"
 ASK = """
-import json, cudnn
+import json
+from tests.gpu import cudnn
 print(json.dumps({table: [run(row) for row in cudnn.rows(table)] for table, run in cudnn.RUN.items()}))
 """
 TOO_LOW = {"forward": 0.085, "images_gradient": 0.135, "weight_gradient": 0.21}
@@ -29,12 +29,9 @@ TOO_LOW = {"forward": 0.085, "images_gradient": 0.135, "weight_gradient": 0.21}
 @pytest.fixture(scope="module")
 def tables() -> dict[str, list[tuple[dict[str, Any], dict[str, Any]]]]:
     """Return each row as it was measured, and what is told of it here."""
-    sys.path.append(str(GPU))
-    import cudnn
-
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ASK], capture_output=True, text=True, check=False,
-        env={**os.environ, **fakecuda.environment("H200"), "PYTHONPATH": os.pathsep.join([str(GPU), *sys.path])},
+        env={**os.environ, **fakecuda.environment("H200"), "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-2000:]
     told = json.loads(ran.stdout)

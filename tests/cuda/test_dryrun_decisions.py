@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stages import examples
 
 from gpumagic import fakecuda
 from gpumagic.dryrun import client, run, targets
 from gpumagic.dryrun.report import DryRunReport
 from gpumagic.dryrun.script import script_of
+from tests.stages import examples
 
 MIB = 1 << 20
 VALUES = list(itertools.product((-2.0, 0.0, 1.0, 3.0), repeat=3))

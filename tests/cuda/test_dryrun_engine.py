@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from dryrun_cells import CELLS, COMMON
 
 import gpumagic
 from gpumagic import fakecuda
@@ -19,6 +18,7 @@ from gpumagic.dryrun import client, run, targets
 from gpumagic.dryrun.report import DryRunReport
 from gpumagic.dryrun.script import script_of
 from gpumagic.memory import allocator
+from tests.dryrun.dryrun_cells import CELLS, COMMON
 
 MIB = 1 << 20
 NEED_VALUES = ("lengths read back",)

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from dryrun_outcomes import kept_outcomes
 
 from gpumagic.dryrun import client, fitting, run, targets
 from gpumagic.dryrun.report import DryRunReport
 from gpumagic.dryrun.script import script_of
+from tests.dryrun.dryrun_outcomes import kept_outcomes
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stages import sample, wanted
 
 from gpumagic import fakecuda
+from tests.stages import sample, wanted
 
-HERE = Path(__file__).parent
-OPERATORS = (HERE / "operators.txt").read_text(encoding="utf-8").splitlines()
+OPERATORS = Path(__file__).with_name("operators.txt").read_text(encoding="utf-8").splitlines()
 """Expressions of the operands that `operator_peaks` makes."""
 SPREAD = 6
 """Every sixth is in the sample."""
@@ -64,7 +63,7 @@ def peaks_of(expressions: list[str], gpu: str = "A100") -> dict[str, dict[str, A
 
     def ask(engine: str) -> dict[str, Any]:
         found = subprocess.run(
-            [sys.executable, str(HERE / "operator_peaks.py"), engine, gpu], input="\n".join(expressions), text=True,
+            [sys.executable, "-m", "tests.cuda.operator_peaks", engine, gpu], input="\n".join(expressions), text=True,
             capture_output=True, check=False, env={**os.environ, **fakecuda.environment(gpu)},
         )  # fmt: skip
         assert found.returncode == 0, found.stderr[-2000:]

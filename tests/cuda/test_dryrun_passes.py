@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from dryrun_outcomes import kept_outcomes
 
 from gpumagic.dryrun import client, run, targets
 from gpumagic.dryrun.script import script_of
+from tests.dryrun.dryrun_outcomes import kept_outcomes
 
 MIB = 1 << 20
 

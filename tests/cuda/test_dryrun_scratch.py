@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from stages import examples
 
 from gpumagic.worker.fake.calls import Call
 from gpumagic.worker.fake.scratch import scratch
+from tests.stages import examples
 
 aten = torch.ops.aten
 REDUCTIONS: dict[str, Any] = {

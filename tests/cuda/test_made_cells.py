@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from cell_runs import Cell, Runs
 from hypothesis import given
-from made_cells import made_cells
-from stages import examples
+
+from tests.cuda.cell_runs import Cell, Runs
+from tests.cuda.made_cells import made_cells
+from tests.stages import examples
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from kernels import assert_only_cells_marked_so_failed
 
 from gpumagic.__main__ import execute_notebook
 from gpumagic.options import MAGICS
+from tests.kernels import assert_only_cells_marked_so_failed
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "demo_notebooks").glob("*.ipynb"))
 SUBJECTS = [path for path in NOTEBOOKS if path.stem not in {"tour", "many_engines"}]

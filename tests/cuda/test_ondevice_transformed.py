@@ -7,14 +7,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import ondevice_corpus as corpus
 import pytest
 import torch
 import torch._dynamo
-import transformed
 
 import gpumagic
 from gpumagic import fakecuda
+from tests.transfers import ondevice_corpus as corpus
+from tests.transfers import transformed
 
 COLLECTED_GENERATION = 1
 

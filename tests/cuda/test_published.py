@@ -8,7 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from published.table import TODAY, code_of, environment, measure, measured, rows
+
+from tests.published.table import TODAY, code_of, environment, measure, measured, rows
 
 QUICK = {"linear", "softmax", "growing_list", "linear_forward", "convolution"}
 ATTENTION = """

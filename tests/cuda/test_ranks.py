@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_cells import CELLS, LAUNCHED, LIBRARIES, PIPELINE, START
-from torchtitan_cell import LLAMA_8B, training
 
 import gpumagic
 from gpumagic import fakecuda
 from gpumagic.errors import DryRunUnavailable, OptionError
+from tests.cuda.rank_cells import CELLS, LAUNCHED, LIBRARIES, PIPELINE, START
+from tests.cuda.torchtitan_cell import LLAMA_8B, training
 
 WORLD, PER_NODE = 4, 2
 UNEVEN = (

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from cell_runs import MIB, Cell, Runs
-from reading_cells import SETUP, cells
+
+from tests.cuda.cell_runs import MIB, Cell, Runs
+from tests.cuda.reading_cells import SETUP, cells
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cell_runs import Runs, cells
+
+from tests.cuda.cell_runs import Runs, cells
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

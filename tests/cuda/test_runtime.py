@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from forks import Forks
 from torch.utils.checkpoint import checkpoint
 
 from gpumagic import fakecuda
+from tests.forks import Forks
 
 MIB = 1024**2
 ADD = "CUDAFunctorOnSelf_add"  # of x + 1

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from forks import Forks
 from torch.utils.data import DataLoader, TensorDataset
 
 from gpumagic import fakecuda
 from gpumagic.memory import presets
+from tests.forks import Forks
 
 MIB = 1024**2
 

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from kernels import environment, plain
+
+from tests.kernels import environment, plain
 
 pytestmark = pytest.mark.ipython
 

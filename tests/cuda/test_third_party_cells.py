@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from third_party import WAYS, Runs, faults
-from third_party_cells import Cell, cells
+
+from tests.transfers.third_party import WAYS, Runs, faults
+from tests.transfers.third_party_cells import Cell, cells
 
 OF_TORCH = [cell for cell in cells() if cell.library == "torch" and "timm" not in cell.code]
 

@@ -1,6 +1,6 @@
 """Cells that try to have an effect outside of their dry run, and a process that looks whether they had one.
 
-    python tests/dryrun/attacks.py {namespaces,container,user,old}
+    python -m tests.dryrun.attacks {namespaces,container,user,old}
 
 dry-runs each and prints, as JSON, what got out of it and what its report says. `container` is without namespaces, as in
 Docker's default profile; `user` is without the administrator's rights, `old` without Landlock. What could be undone is
@@ -472,7 +472,7 @@ def without_rights() -> None:
     ):
         Path(f"/proc/self/{name}").write_text(text)
     os.execv(
-        sys.executable, [sys.executable, __file__, "namespaces"]
+        sys.executable, [sys.executable, "-m", "tests.dryrun.attacks", "namespaces"]
     )  # which drops what the namespace gave
 
 
@@ -484,10 +484,10 @@ def main(how: str) -> None:
     if how == "old":
         without_landlock()
     import torch
-    from device import find
 
     from gpumagic.dryrun import client, run, targets
     from gpumagic.dryrun.script import script_of
+    from tests.device import find
 
     device = find().name
     results = {}

@@ -13,11 +13,11 @@ import sys
 import time
 
 import torch
-from dryrun_cells import CELLS, COMMON, TRANSFORMERS
 
 from gpumagic import simgpu
 from gpumagic.dryrun import client, run, targets
 from gpumagic.dryrun.script import script_of
+from tests.dryrun.dryrun_cells import CELLS, COMMON, TRANSFORMERS
 
 AMPLE = 1 << 30
 KNOWN = {**CELLS, **TRANSFORMERS}

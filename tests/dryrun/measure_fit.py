@@ -7,11 +7,10 @@ import re
 import sys
 import time
 
-from dryrun_cells import TRAINING
-from measure import KNOWN, notebook, really
-
 import gpumagic
 from gpumagic.dryrun import client
+from tests.dryrun.dryrun_cells import TRAINING
+from tests.dryrun.measure import KNOWN, notebook, really
 
 CAPACITY = 64 << 20
 

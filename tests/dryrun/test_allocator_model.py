@@ -7,9 +7,9 @@ import gc
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stages import examples
 
 from gpumagic.worker.fake.allocator import Allocator
+from tests.stages import examples
 
 SIZES = st.one_of(
     st.integers(1, 1 << 20),

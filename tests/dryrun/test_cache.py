@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from stages import examples
 
 import gpumagic
 from gpumagic.dryrun import targets
 from gpumagic.memory import allocator, segments
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.worker.fake.allocator import Allocator
+from tests.stages import examples
 
 KIB, MIB = 1 << 10, 1 << 20
 DEVICE = "simgpu:1"

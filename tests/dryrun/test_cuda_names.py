@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from dryrun_cells import CELLS, COMMON
-from stages import sample
 
 import gpumagic
 from gpumagic.dryrun import run, targets
 from gpumagic.dryrun.script import script_of
+from tests.dryrun.dryrun_cells import CELLS, COMMON
+from tests.stages import sample
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 ALLOCATED = {

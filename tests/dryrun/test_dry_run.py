@@ -18,11 +18,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stages import examples
 
 import gpumagic
 from gpumagic.dryrun import client
 from gpumagic.errors import OptionError
+from tests.stages import examples
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 

@@ -10,9 +10,9 @@ import linecache
 
 import pytest
 import torch
-from stages import sample
 
 import gpumagic
+from tests.stages import sample
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 

@@ -17,7 +17,7 @@ from gpumagic.dryrun import fitting
 from gpumagic.dryrun.report import DryRunReport
 from gpumagic.report import progress
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 ROOM = 1024 * MIB
 
@@ -229,8 +229,8 @@ def test_training_cells_really_run_with_it_and_not_with_two_percent_more() -> No
     names = ["adamw, fused", "a convolutional network"]
     told = json.loads(
         subprocess.check_output(
-            [sys.executable, str(HERE / "measure_fit.py"), *names],
-            cwd=HERE,
+            [sys.executable, "-m", "tests.dryrun.measure_fit", *names],
+            cwd=ROOT,
             text=True,
             stderr=subprocess.DEVNULL,
         )

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from dryrun_outcomes import kept_outcomes
 
 from gpumagic.dryrun import run, targets
 from gpumagic.dryrun.report import DryRunReport
 from gpumagic.dryrun.script import script_of
+from tests.dryrun.dryrun_outcomes import kept_outcomes
 
 MIB = 1 << 20
 

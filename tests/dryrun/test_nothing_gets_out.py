@@ -17,11 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from attacks import ATTACKS
-from device import Accelerator
 
 import gpumagic
 from gpumagic.dryrun import client
+from tests.device import Accelerator
+from tests.dryrun.attacks import ATTACKS
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux's kernel is asked to keep a dry run in"
@@ -50,15 +52,13 @@ def seen(request: pytest.FixtureRequest, results: dict[str, dict[str, Any]]) -> 
     """What came of each attack, by name; all are tried in one process."""
     how = request.param
     if how not in results:
-        here = Path(__file__).parent
-        paths = os.pathsep.join([str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [sys.executable, str(here / "attacks.py"), how]
+        command = [sys.executable, "-m", "tests.dryrun.attacks", how]
         said = subprocess.run(
             command,
             check=False,
             capture_output=True,
             text=True,
-            env={**os.environ, "PYTHONPATH": paths},
+            cwd=ROOT,
         )
         if said.returncode == 77:
             pytest.skip("this system gives nobody namespaces of users")
@@ -192,9 +192,9 @@ def test_a_cell_that_fails_after_a_refusal_is_told_its_error_and_what_was_refuse
 
 WITHOUT_FILES = """
 import sys, torch
-from attacks import without_namespaces
+from tests.dryrun.attacks import without_namespaces
 without_namespaces()
-from device import find
+from tests.device import find
 import gpumagic
 device = find().name
 print(gpumagic.dry_run(sys.argv[1], {"torch": torch, "x": torch.ones(9, device=device)}, device=device).verdict)
@@ -220,10 +220,7 @@ IN_MEMORY = "import io\nfile = io.BytesIO()\ntorch.save(x.cpu(), file)\nfile.see
 def test_a_cell_that_writes_is_not_said_to_fail_where_nothing_can_be_written(
     cell: str, verdict: str, tmp_path
 ) -> None:
-    here = Path(__file__).parent
-    paths = os.pathsep.join(
-        [str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     said = subprocess.run(
         [sys.executable, "-c", WITHOUT_FILES, cell], cwd=tmp_path, check=True, capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": paths},

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from stages import sample
 
 import gpumagic
 from gpumagic.dryrun import targets
+from tests.stages import sample
 
 NOTEBOOK = """
 import asyncio, contextlib, copy, csv, enum, io, logging, queue, sqlite3, tempfile, threading

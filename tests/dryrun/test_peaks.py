@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from dryrun_cells import CELLS
-from stages import sample, sample_and_all, wanted
 
-HERE = Path(__file__).parent
+from tests.dryrun.dryrun_cells import CELLS
+from tests.stages import sample, sample_and_all, wanted
+
+ROOT = Path(__file__).parents[2]
 SPREAD = 6
 """Every sixth cell is in the sample."""
 
@@ -20,8 +21,8 @@ SPREAD = 6
 def measured(request):
     """Return what the dry run and the simulated card said of each cell, from a process with cards of its own."""
     result = subprocess.run(
-        [sys.executable, str(HERE / "measure.py"), *wanted(request, "name")],
-        cwd=HERE, text=True, capture_output=True, check=False,
+        [sys.executable, "-m", "tests.dryrun.measure", *wanted(request, "name")],
+        cwd=ROOT, text=True, capture_output=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-4000:]
     return json.loads(result.stdout)

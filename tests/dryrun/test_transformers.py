@@ -8,17 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from dryrun_cells import TRANSFORMERS
 
-HERE = Path(__file__).parent
+from tests.dryrun.dryrun_cells import TRANSFORMERS
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_peaks_are_within_one_percent() -> None:
     pytest.importorskip("transformers")
     measured = json.loads(
         subprocess.check_output(
-            [sys.executable, str(HERE / "measure.py"), *TRANSFORMERS],
-            cwd=HERE,
+            [sys.executable, "-m", "tests.dryrun.measure", *TRANSFORMERS],
+            cwd=ROOT,
             text=True,
             stderr=subprocess.DEVNULL,
         )

@@ -13,12 +13,8 @@ part that fails does not keep the next from running, and the page is written aft
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-TESTS = Path(__file__).parents[1]
-sys.path += [str(TESTS), str(TESTS / "cuda")]
-
-from gpu.everything import main  # noqa: E402  # the path first
+from tests.gpu.everything import main
 
 if __name__ == "__main__":
     raise SystemExit(main(sys.argv[1:]))

@@ -151,13 +151,7 @@ def _machine() -> str:
 
 def _run(job: Job, room: Room, logs: Path) -> tuple[int, list[str], float]:
     """Return the exit status of a job, the lines that it prints, and its seconds."""
-    shared = [
-        str(ROOT),
-        str(ROOT / "tests"),
-        str(ROOT / "tests" / "gpu"),
-        str(CUDA),
-        os.environ.get("PYTHONPATH", ""),
-    ]
+    shared = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(shared), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "2",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1", **job.environment,  # a process that forks must not have asked CUDA
@@ -213,7 +207,7 @@ def _tests() -> list[Job]:
 def _cupti() -> list[Job]:
     return [
         _pytest("tests of GPUs", "-n", "4", "--dist=load", "tests/gpu"),
-        _pytest("owners of all bytes", "tests/cuda/test_devices.py", GPUMAGIC_ON_GPU="1"),
+        _pytest("owners of all bytes", "tests/cuda/test_owners_of_blocks.py", GPUMAGIC_ON_GPU="1"),
     ]
 
 
@@ -230,7 +224,7 @@ def _benchmarks() -> list[Job]:
                 "-m",
                 "benchmark",
                 "-s",
-                f"tests/benchmarks/test_{name}.py",
+                f"tests/benchmarks/test_cost_of_{name}.py",
             ),
             _told_by_benchmarks,
         )
@@ -264,10 +258,10 @@ def _notebooks() -> list[Job]:
 
 def _cells() -> list[Job]:
     """Cells of third-party code, and those that read values: the peak, and verdicts at a cap on this process."""
-    from cell_runs import cells
-    from reading_cells import cells as reading
+    from tests.cuda.cell_runs import cells
+    from tests.cuda.reading_cells import cells as reading
 
-    code = "import sys; from measured import cells; cells(sys.argv[1:])"
+    code = "import sys; from tests.gpu.measured import cells; cells(sys.argv[1:])"
     plain = [name for name, cell in cells().items() if "cuda:1" not in cell.setup + cell.code]
     wanted = [*plain, *(f"reads: {name}" for name in reading())]
     return [
@@ -291,7 +285,7 @@ def _told_of_cells(status: int, said: list[str]) -> list[str]:
 
 
 def _operators() -> list[Job]:
-    code = "import sys; from measured import operators; operators(sys.stdin.read().splitlines())"
+    code = "import sys; from tests.gpu.measured import operators; operators(sys.stdin.read().splitlines())"
     expressions = (CUDA / "operators.txt").read_text(encoding="utf-8").splitlines()
     return [
         Job(
@@ -309,9 +303,9 @@ def _operators() -> list[Job]:
 
 def _published() -> list[Job]:
     """The cells of published figures on this GPU, beside what the fake runtime says of the same GPU and torch."""
-    from published.table import rows, runs_here
+    from tests.published.table import rows, runs_here
 
-    code = "import sys; from measured import published; published(sys.argv[1])"
+    code = "import sys; from tests.gpu.measured import published; published(sys.argv[1])"
     runs = {json.dumps([row.cell, dict(row.arguments)]): row for row in rows() if runs_here(row)}
     alone = {"torchtitan", "sharded_optimizer"}  # trained by several processes
     return [
@@ -331,12 +325,11 @@ def _published() -> list[Job]:
 
 def _advice() -> list[Job]:
     """The first suggestion after an out-of-memory, followed by real runs, at three shares of what each cell needs."""
-    script = str(ROOT / "tests" / "oom" / "first_advice.py")
     names = sorted(path.stem for path in (ROOT / "tests" / "oom" / "other_cells").glob("*.py"))
     return [
         Job(
             f"advice {start}",
-            (script, "cuda", *names[start::LANES]),
+            ("-m", "tests.oom.first_advice", "cuda", *names[start::LANES]),
             _told_of_advice,
             memory=3 * GIB,
         )
@@ -352,7 +345,7 @@ def _told_of_advice(status: int, said: list[str]) -> list[str]:
 
 def _failures() -> list[Job]:
     """Every cell of the corpus that runs out, and ways to run out: the report's figures are the allocator's."""
-    code = "import sys; from measured import failures; failures(*map(int, sys.argv[1:]))"
+    code = "import sys; from tests.gpu.measured import failures; failures(*map(int, sys.argv[1:]))"
     starts = [str(start) for start in range(4)]
     return [
         Job(f"failures {each}", ("-c", code, each, "4"), _told_of_cells, memory=2 * GIB)

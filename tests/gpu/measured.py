@@ -7,13 +7,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parents[1]
-sys.path += [str(TESTS), *(str(TESTS / each) for each in ("cuda", "oom", "transfers"))]
-
-from gpu.everything import MARK  # noqa: E402  # the path first
+from tests.gpu.everything import MARK
 
 MIB = 1 << 20
 WORDS = {True: "fits", False: "not", None: "open"}
@@ -29,7 +25,7 @@ def tell(row: str) -> None:
 
 def cells(names: list[str]) -> None:
     """Dry-run cells, run them, and run them with about as much room as they then need."""
-    import cell_runs
+    from tests.cuda import cell_runs
 
     cell_runs.RUNS = 2  # a peak with workspaces of cuDNN is never what was told
     with cell_runs.Runs() as runs:
@@ -45,10 +41,10 @@ def _or_why_not(name: str, row: Callable[[], str]) -> str:
 
 
 def _cell(runs: Any, name: str) -> str:
-    from cell_runs import Cell
-    from cell_runs import cells as known
-    from reading_cells import SETUP
-    from reading_cells import cells as reading
+    from tests.cuda.cell_runs import Cell
+    from tests.cuda.cell_runs import cells as known
+    from tests.cuda.reading_cells import SETUP
+    from tests.cuda.reading_cells import cells as reading
 
     read = name.removeprefix("reads: ")
     cell = known()[name] if read == name else Cell(name, SETUP, reading()[read][1])
@@ -129,7 +125,7 @@ def _peaks(
     engine: str, expressions: list[str], more: dict[str, str], gpu: str = "A100"
 ) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, str(TESTS / "cuda" / "operator_peaks.py"), engine, gpu], input="\n".join(expressions),
+        [sys.executable, "-m", "tests.cuda.operator_peaks", engine, gpu], input="\n".join(expressions),
         capture_output=True, text=True, check=False, env={**os.environ, **more},
     )  # fmt: skip
     if done.returncode:
@@ -142,9 +138,8 @@ def _peaks(
 
 def published(run: str) -> None:
     """Run the cell of some published figures on this GPU, and over a fake runtime that is like it."""
-    from published import table
-
     from gpumagic.memory import presets
+    from tests.published import table
 
     cell, arguments = json.loads(run)
     wanted = [row for row in table.rows() if json.dumps([row.cell, dict(row.arguments)]) == run]
@@ -177,7 +172,7 @@ def failures(start: int, step: int) -> None:
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "128"}
     import gc
 
-    import oom_corpus_cuda as corpus
+    from tests.cuda import oom_corpus_cuda as corpus
 
     corpus.listen()
     every = {**corpus.cases(), **{name: corpus._case(cell) for name, cell in corpus.WAYS.items()}}

@@ -6,10 +6,11 @@ import json
 from collections import Counter
 from pathlib import Path
 
-import ondevice_corpus as corpus
 import pytest
 import torch
-from ondevice_corpus import CorpusCell
+
+from tests.transfers import ondevice_corpus as corpus
+from tests.transfers.ondevice_corpus import CorpusCell
 
 CELLS = [cell for cell in corpus.cells() if cell.gap is None]
 DIRECTIONS = {"HtoD": "host-to-device", "DtoH": "device-to-host", "PtoP": "device-to-device"}

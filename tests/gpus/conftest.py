@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nvml_stub.machine import Machine
+
+from tests.nvml_stub.machine import Machine
 
 
 @pytest.fixture

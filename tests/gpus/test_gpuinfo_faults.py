@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nvml_stub.machine import GIB, Machine
+
+from tests.nvml_stub.machine import GIB, Machine
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("gcc") is None,

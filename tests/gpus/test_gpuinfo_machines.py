@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from nvml_stub.machine import GIB, Machine
+
+from tests.nvml_stub.machine import GIB, Machine
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("gcc") is None,

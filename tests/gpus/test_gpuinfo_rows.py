@@ -10,8 +10,6 @@ from types import ModuleType, SimpleNamespace
 import pandas as pd
 import pytest
 import torch
-from device import Accelerator
-from nvml_stub.fake import GIB, FakeLibrary, install
 
 from gpumagic.errors import DeviceNotFound
 from gpumagic.gpus import cards, nvml, probe, torch_devices, visibility
@@ -19,6 +17,8 @@ from gpumagic.gpus.report import NULLABLE, GPUReport, GpuRow
 from gpumagic.gpus.torch_devices import TorchBuild, torch_build
 from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorStats
+from tests.device import Accelerator
+from tests.nvml_stub.fake import GIB, FakeLibrary, install
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ import pynvml
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from nvml_stub.fake import GIB, SYMBOLS, TRUTH, FakeLibrary, FullLibrary, install
 
 from gpumagic.gpus import cards, nvml, probe, report, torch_devices
 from gpumagic.gpus.nvml import NvmlFailure, Readings
 from gpumagic.gpus.report import NULLABLE
 from gpumagic.gpus.torch_devices import TorchBuild
 from gpumagic.report.base import to_html, to_text
+from tests.nvml_stub.fake import GIB, SYMBOLS, TRUTH, FakeLibrary, FullLibrary, install
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import threading
 from itertools import count
 
 import pytest
-from interrupts import Interrupt
 
 from gpumagic.gpus import live
 from gpumagic.gpus.report import GPUReport, GpuRow
 from gpumagic.report.base import to_text
+from tests.interrupts import Interrupt
 
 GIB = 1024**3
 

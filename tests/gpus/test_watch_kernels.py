@@ -10,8 +10,9 @@ import sys
 import time
 
 import pytest
-from kernels import PATIENCE, ROOT, environment
-from nvml_stub.machine import GIB, Machine
+
+from tests.kernels import PATIENCE, ROOT, environment
+from tests.nvml_stub.machine import GIB, Machine
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("gcc") is None,

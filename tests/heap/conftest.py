@@ -1,5 +1,5 @@
 """What objects leave behind that tests of names and of holders make."""
 
-from makers import nothing_left
+from tests.heap.makers import nothing_left
 
 __all__ = ["nothing_left"]

@@ -15,7 +15,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from makers import (
+from torch import nn
+
+from gpumagic.report.base import to_text
+from gpumagic.tensors.scan import scan
+from gpumagic.tensors.why import find_holders
+from tests.heap.makers import (
     Hidden,
     Loud,
     Pair,
@@ -29,12 +34,7 @@ from makers import (
     thread_local,
     with_old,
 )
-from stages import examples
-from torch import nn
-
-from gpumagic.report.base import to_text
-from gpumagic.tensors.scan import scan
-from gpumagic.tensors.why import find_holders
+from tests.stages import examples
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 

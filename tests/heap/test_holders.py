@@ -14,7 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.utils.data
-from makers import (
+
+from gpumagic.tensors.scan import scan
+from tests.heap.makers import (
     Attentive,
     DataLoaderLike,
     Loud,
@@ -32,8 +34,6 @@ from makers import (
     thread_local,
     thread_local_of_another,
 )
-
-from gpumagic.tensors.scan import scan
 
 pytestmark = pytest.mark.usefixtures("few_objects", "nothing_left")
 

@@ -14,7 +14,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from makers import (
+
+from gpumagic.heap import holders
+from gpumagic.tensors.report import root_of
+from gpumagic.tensors.scan import scan
+from tests.heap.makers import (
     Batch,
     Method,
     Pair,
@@ -32,10 +36,6 @@ from makers import (
     with_property,
     with_static_method,
 )
-
-from gpumagic.heap import holders
-from gpumagic.tensors.report import root_of
-from gpumagic.tensors.scan import scan
 
 pytestmark = pytest.mark.usefixtures("few_objects", "nothing_left")
 

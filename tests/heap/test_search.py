@@ -7,9 +7,9 @@ import weakref
 
 import pytest
 import torch
-from makers import Slotted, name_storages, names_of, started
 
 from gpumagic.heap.graph import HeapGraph
+from tests.heap.makers import Slotted, name_storages, names_of, started
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 

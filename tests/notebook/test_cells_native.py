@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 
-import probe_magics
 import pytest
+
+from tests import probe_magics
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 
@@ -221,7 +222,7 @@ def test_a_guard_that_cannot_open_fails_the_cell_before_its_body(shell, events, 
 
 def test_one_guards_failure_to_close_does_not_keep_another_open(shell, events, monkeypatch):
     """IPython prints what the one raised; the other closes all the same."""
-    import probe_magics
+    from tests import probe_magics
 
     close = probe_magics.ProbeGuard.close
 
@@ -367,7 +368,7 @@ def test_a_silent_cell_that_fails_leaves_nothing_behind(shell, events):
 
 def test_loaded_in_the_very_cell_that_uses_it(bare_shell, shown):
     """The line form works at once."""
-    bare_shell.run_cell("%load_ext probe_magics\n%ondevice cuda\ninside = modes()[:]")
+    bare_shell.run_cell("%load_ext tests.probe_magics\n%ondevice cuda\ninside = modes()[:]")
     assert bare_shell.user_ns["inside"] == ["ondevice cuda"]
     assert bare_shell.user_ns["modes"]() == []
     assert shown() == ["<report of ondevice cuda>"]
@@ -375,7 +376,7 @@ def test_loaded_in_the_very_cell_that_uses_it(bare_shell, shown):
 
 def test_unloaded_in_the_middle_of_a_cell(shell, events, shown):
     """What is open is closed at that moment."""
-    shell.run_cell("%%ondevice cuda\n%unload_ext probe_magics\nafter = modes()[:]")
+    shell.run_cell("%%ondevice cuda\n%unload_ext tests.probe_magics\nafter = modes()[:]")
     assert shell.user_ns["after"] == []
     assert events == ["open ondevice cuda", "close ondevice cuda NoneType"]
     assert shown() == []
@@ -383,7 +384,7 @@ def test_unloaded_in_the_middle_of_a_cell(shell, events, shown):
 
 def test_reloaded_in_the_middle_of_a_cell(shell, shown):
     """The next guard works, with one set of hooks."""
-    shell.run_cell("%%ondevice a\n%reload_ext probe_magics\n%ondevice b\ninside = modes()[:]")
+    shell.run_cell("%%ondevice a\n%reload_ext tests.probe_magics\n%ondevice b\ninside = modes()[:]")
     assert shell.user_ns["inside"] == ["ondevice b"]
     assert shell.user_ns["modes"]() == []
     assert shown() == ["<report of ondevice b>"]
@@ -457,7 +458,7 @@ def test_no_guard_outlives_its_cell(shell, cell, silent):
     """It may hold what the user wants freed."""
     import gc
 
-    import probe_magics
+    from tests import probe_magics
 
     shell.run_cell(cell, silent=silent)
     sys.last_traceback = sys.last_value = sys.last_exc = None  # of an earlier test

@@ -7,12 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from kernels import environment, plain
+
+from tests.kernels import environment, plain
 
 pytestmark = pytest.mark.ipython
 
 CELLS = [
-    "%load_ext probe_magics",
+    "%load_ext tests.probe_magics",
     "%%ondevice cuda\nx = [line\n     for line in '''a\nb'''.splitlines()]\nprint('ran', len(x))\nmodes()[:]",
     "print('left', modes())",
 ]
@@ -103,7 +104,7 @@ def test_an_exported_script_fails_where_a_cell_fails(tmp_path, python):
     """With the user's error; nothing after it runs."""
     script = tmp_path / "bad.py"
     script.write_text(
-        "get_ipython().run_line_magic('load_ext', 'probe_magics')\n"
+        "get_ipython().run_line_magic('load_ext', 'tests.probe_magics')\n"
         "get_ipython().run_cell_magic('ondevice', 'cuda', '1 / 0\\n')\nprint('af' 'ter')\n"
     )
     code, said = python("IPython", "bad.py")

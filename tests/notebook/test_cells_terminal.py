@@ -6,7 +6,8 @@ import re
 import sys
 
 import pytest
-from kernels import environment, plain
+
+from tests.kernels import environment, plain
 
 pytestmark = pytest.mark.ipython
 
@@ -39,7 +40,7 @@ def spawn(home, *options, **extra):
         *options,
         "--no-banner",
         "--no-confirm-exit",
-        "--ext=probe_magics",
+        "--ext=tests.probe_magics",
     ]
     child = pexpect.spawn(
         sys.executable, [*arguments, "--HistoryManager.enabled=False"], env=environment(home, **extra),

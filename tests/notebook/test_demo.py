@@ -11,11 +11,11 @@ import IPython
 import nbformat
 import pytest
 import torch
-from kernels import assert_only_cells_marked_so_failed
-from pages import comparable
 
 from gpumagic.__main__ import execute_notebook, main
 from gpumagic.options import MAGICS
+from tests.kernels import assert_only_cells_marked_so_failed
+from tests.pages import comparable
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 

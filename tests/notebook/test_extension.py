@@ -8,11 +8,11 @@ import sys
 import types
 
 import pytest
-from kernels import environment
 
 from gpumagic import extension
 from gpumagic.errors import SimgpuUnavailable
 from gpumagic.notebook.cells import PromoteCellMagics
+from tests.kernels import environment
 
 NAMES = {"gpuinfo", "devices", "ondevice", "oomguard"}
 
@@ -39,9 +39,9 @@ def state(shell):
 def test_unloading_is_the_exact_inverse_of_loading(bare_shell):
     """Nothing is left in any table, list or name space."""
     bare_shell.run_line_magic(
-        "load_ext", "probe_magics"
+        "load_ext", "tests.probe_magics"
     )  # IPython 9 fills in its own lazy magics at their first use
-    bare_shell.run_line_magic("unload_ext", "probe_magics")
+    bare_shell.run_line_magic("unload_ext", "tests.probe_magics")
     before = state(bare_shell)
     bare_shell.run_line_magic("load_ext", "gpumagic")
     assert state(bare_shell) != before
@@ -70,10 +70,10 @@ def test_loading_twice_is_loading_once(bare_shell):
 
 def test_reloading_leaves_one_of_everything(bare_shell, shown):
     """A cell reports once afterwards."""
-    bare_shell.run_line_magic("load_ext", "probe_magics")
+    bare_shell.run_line_magic("load_ext", "tests.probe_magics")
     counts = {event: len(calls) for event, calls in bare_shell.events.callbacks.items()}
     for _ in range(3):
-        bare_shell.run_line_magic("reload_ext", "probe_magics")
+        bare_shell.run_line_magic("reload_ext", "tests.probe_magics")
     assert {event: len(calls) for event, calls in bare_shell.events.callbacks.items()} == counts
     bare_shell.run_cell("%%ondevice cuda\n1")
     assert shown() == ["<report of ondevice cuda>"]
@@ -247,7 +247,7 @@ def test_an_interrupted_load_or_unload_is_finished_by_the_next(
 ):
     """Ctrl-C at any line of it leaves nothing twice, and nothing for good."""
     for probe in ("load_ext", "unload_ext"):
-        bare_shell.run_line_magic(probe, "probe_magics")
+        bare_shell.run_line_magic(probe, "tests.probe_magics")
     before = state(bare_shell)
     tried, was = 0, sys.gettrace()
     for line in itertools.count():

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from stages import sample
 
 import gpumagic
+from tests.stages import sample
 
 PACKAGE = str(Path(gpumagic.__file__).parent)
 calls: list[str] = []

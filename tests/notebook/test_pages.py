@@ -1,4 +1,4 @@
-"""The README and the pages show what gpumagic shows; `python tests/pages.py` brings them up to date."""
+"""The README and the pages show what gpumagic shows; `python -m tests.pages` brings them up to date."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 
 import pytest
 import torch
-from pages import PAGES, ROOT, Example, comparable, examples
+
+from tests.pages import PAGES, ROOT, Example, comparable, examples
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 
@@ -23,12 +24,12 @@ SITUATIONS = 12
 def test_what_a_page_shows_is_what_its_cells_show(page: str) -> None:
     """The page about engines is left out: its example is one of the questions, and a cluster is dear."""
     pytest.importorskip("ipyparallel")
-    environment_of_its_own = [sys.executable, str(ROOT / "tests" / "pages.py"), "--check", page]
+    environment_of_its_own = [sys.executable, "-m", "tests.pages", "--check", page]
     done = subprocess.run(
         environment_of_its_own, capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert done.returncode == 0, (
-        f"python tests/pages.py {page} brings it up to date:\n{done.stdout}{done.stderr}"
+        f"python -m tests.pages {page} brings it up to date:\n{done.stdout}{done.stderr}"
     )
 
 

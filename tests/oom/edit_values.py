@@ -1,6 +1,6 @@
 """What the edits of advice compute: runs a cell as it is and with each edit made, and compares what both leave behind.
 
-    python tests/oom/edit_values.py [NAME ...]
+    python -m tests.oom.edit_values [NAME ...]
 
 A cell fails on a small simulated device, which tells what the rules propose for it. Then it runs with ample memory, as
 it is and with each proposal, from the same start and with the same seeds. Run as a program it prints what each rule was
@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import oom_corpus
 import torch
 from IPython.utils.capture import capture_output
-from oom_corpus import Case
 
 from gpumagic.advice import search as advising
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.records import Advice
 from gpumagic.advice.rules.proposal import Choice
 from gpumagic.report.units import parse_size
+from tests.oom import oom_corpus
+from tests.oom.oom_corpus import Case
 
 OTHERS = Path(__file__).parent / "other_cells"
 AMPLE = 4 << 30
@@ -406,7 +406,6 @@ def outcome(
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
     wanted = sys.argv[1:]
     for name, each in cases().items():
         if wanted and name not in wanted:

@@ -1,7 +1,7 @@
 """Measures what is advised first of cells of other people's code (`other_cells/`), on devices too small for them.
 
-    python tests/oom/first_advice.py simgpu
-    python -m gpumagic.fakecuda --devices 2 -- python tests/oom/first_advice.py cuda
+    python -m tests.oom.first_advice simgpu
+    python -m gpumagic.fakecuda --devices 2 -- python -m tests.oom.first_advice cuda
 
 Each cell runs once with ample memory, which tells what it needs; then on a device that has 90, 60 and 30 % of what it
 adds beside what earlier cells hold. The first suggestion is followed as a user would, with real runs, and a row of the
@@ -28,18 +28,14 @@ os.environ |= {
     "CUBLAS_WORKSPACE_CONFIG": ":16:8",
     "CUBLASLT_WORKSPACE_SIZE": "128",
 }  # read when torch comes
-sys.path += [
-    str(Path(__file__).parent),
-    *(str(Path(__file__).parents[1] / each) for each in (".", "cuda")),
-]
 
-import oom_corpus
 import torch
-from oom_corpus import Case
 
 from gpumagic.advice.records import Advice
 from gpumagic.advice.trials import Trials
 from gpumagic.report import progress
+from tests.oom import oom_corpus
+from tests.oom.oom_corpus import Case
 
 FOLDER = Path(__file__).parent / "other_cells"
 AMPLE = 4 << 30
@@ -94,7 +90,7 @@ def cells(backend: str, wanted: list[str]) -> dict[str, Case]:
 def notebook(backend: str, case: Case, room: int, seconds: float):
     """Yield a shell on two devices with so many bytes, in which the earlier cells have run, and their numbers."""
     if backend == "cuda":
-        import oom_corpus_followed
+        from tests.cuda import oom_corpus_followed
 
         with oom_corpus_followed.notebook(
             Case(case.name, "", "", case.setup, "", f"{room}B"), seconds

@@ -316,7 +316,6 @@ def _forget(shell) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))
     wanted = sys.argv[1:]
     chosen = [case for case in cases() if not wanted or case.name in wanted]
     outcomes = {}

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from oom_cells import allocated, forget_everything
 
 from gpumagic import simgpu
 from gpumagic.advice import trials
+from tests.oom.oom_cells import allocated, forget_everything
 
 MIB = 2**20
 pytestmark = pytest.mark.usefixtures("few_objects", "warm_worker")

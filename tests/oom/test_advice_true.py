@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oom_cells import forget_everything
 
 import gpumagic
 from gpumagic import simgpu
@@ -21,6 +20,7 @@ from gpumagic.advice.rules.verdict import explain
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.report.text import render
 from gpumagic.source import cell_code, text
+from tests.oom.oom_cells import forget_everything
 
 MIB, GIB = 2**20, 2**30
 pytestmark = pytest.mark.usefixtures("few_objects", "warm_worker")

@@ -10,14 +10,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import edit_values
 import pytest
-from edit_values import outcome
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from kernels import environment
-from oom_corpus import Case
-from stages import IS_WHOLE, examples, wanted
+
+from tests.kernels import environment
+from tests.oom import edit_values
+from tests.oom.edit_values import outcome
+from tests.oom.oom_corpus import Case
+from tests.stages import IS_WHOLE, examples, wanted
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 
@@ -38,7 +39,7 @@ RUN = [
 def outcomes(request, tmp_path_factory):
     """Return what came of every cell asked for; one process runs them all."""
     result = subprocess.run(
-        [sys.executable, str(Path(edit_values.__file__)), *wanted(request, "name")], check=False, capture_output=True,
+        [sys.executable, "-m", "tests.oom.edit_values", *wanted(request, "name")], check=False, capture_output=True,
         text=True, env=environment(tmp_path_factory.mktemp("ipython")), timeout=3600,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-4000:]

@@ -6,11 +6,11 @@ from itertools import count
 
 import pytest
 import torch
-from interrupts import Interrupt
 
 from gpumagic.oom import evidence, shell
 from gpumagic.oom.guard import OomGuard
 from gpumagic.transfers.run import DeviceRun
+from tests.interrupts import Interrupt
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 

@@ -6,12 +6,12 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-import oom_corpus
 import pytest
-from kernels import environment
-from stages import IS_WHOLE, sample, sample_and_all, wanted
+
+from tests.kernels import environment
+from tests.oom import oom_corpus
+from tests.stages import IS_WHOLE, sample, sample_and_all, wanted
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 
@@ -50,9 +50,9 @@ BY_DEGREES = ("Lower ", "Compute line", "Make the model smaller", "Delete the ol
 @pytest.fixture(scope="module")
 def outcomes(request, tmp_path_factory):
     """Return what came of every case asked for; one process runs them all, as `oom_corpus` says."""
-    program = Path(oom_corpus.__file__)
     result = subprocess.run(
-        [sys.executable, str(program), *wanted(request, "name")], check=False, capture_output=True, text=True,
+        [sys.executable, "-m", "tests.oom.oom_corpus", *wanted(request, "name")],
+        check=False, capture_output=True, text=True,
         env=environment(tmp_path_factory.mktemp("ipython")), timeout=600,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-4000:]

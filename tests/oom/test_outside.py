@@ -8,9 +8,9 @@ import sys
 
 import pytest
 import torch
-from device import Accelerator
 
 from gpumagic.oom import watch
+from tests.device import Accelerator
 
 pytestmark = [pytest.mark.ipython, pytest.mark.usefixtures("few_objects")]
 RUNS_OUT = "\nbatch = 64\nkept = [torch.empty(batch, total // 512, dtype=torch.uint8, device=device) for _ in range(9)]"

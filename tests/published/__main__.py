@@ -11,11 +11,8 @@ What models of the time need an older transformers has been measured in an envir
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-sys.path += map(str, (Path(__file__).parents[1], Path(__file__).parents[1] / "cuda"))
-
-from published.results import main  # the path first
+from tests.published.results import main
 
 if __name__ == "__main__":
     raise SystemExit(main(sys.argv[1:]))

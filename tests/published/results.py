@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from published.table import (
+from tests.published.table import (
     AGREE,
     HERE,
     TODAY,

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import tomllib
-from forks import Forks
 
 from gpumagic import fakecuda
 from gpumagic.fakecuda import GPU, GPUS
+from tests.forks import Forks
 
 HERE = Path(__file__).parent
 MEASURED = HERE / "measured.csv"

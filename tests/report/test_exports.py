@@ -17,9 +17,8 @@ from gpumagic.transfers.report import TransferReport
 
 @pytest.fixture(scope="module")
 def traced() -> TransferReport:
-    import ondevice_corpus as corpus
-
     from gpumagic import simgpu
+    from tests.transfers import ondevice_corpus as corpus
 
     simgpu.enable(devices=2, memory="4GiB")
     cell = "def step(n):\n    return model(g * n)\nmodel = model.to('simgpu:0')\nfor n in range(3):\n    y = step(n)"

@@ -6,12 +6,12 @@ import re
 
 import pytest
 import torch
-from nvml_stub.fake import GIB, FakeLibrary, install
 
 import gpumagic
 from gpumagic.gpus import probe, torch_devices
 from gpumagic.gpus.torch_devices import TorchBuild
 from gpumagic.tensors.report import DeviceMemoryRow, TensorReport, TensorRow
+from tests.nvml_stub.fake import GIB, FakeLibrary, install
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 

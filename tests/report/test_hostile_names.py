@@ -5,12 +5,12 @@ from __future__ import annotations
 import unicodedata
 from html.parser import HTMLParser
 
-import every_report
 import pytest
 
 from gpumagic.gpus.report import CellChange
 from gpumagic.gpus.view import cell_line
 from gpumagic.report.base import Report, to_html, to_text
+from tests import every_report
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-import every_report
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +21,7 @@ from gpumagic.report.document import (
     Segment,
     Table,
 )
+from tests import every_report
 
 TABLE = Table(
     (

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from forks import Forks
 
 from gpumagic import compiled
 from gpumagic.errors import SimgpuUnavailable
 from gpumagic.simgpu import _module
+from tests.forks import Forks
 
 ENABLE = """
 from gpumagic import simgpu

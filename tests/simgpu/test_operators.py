@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-sys.path.insert(0, str(Path(__file__).parent))
-gaps = importlib.import_module("known_gaps")
+from tests.simgpu import known_gaps as gaps
 
 SAMPLES = 12
 FIRST_CHOICE = (torch.float32, torch.int64, torch.complex64, torch.bool, torch.float64)

@@ -13,16 +13,7 @@ over the fake CUDA runtime. `SOAK.md` has what was found.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-TESTS = Path(__file__).parents[1]
-sys.path += [
-    str(TESTS),
-    *(str(TESTS / corpus) for corpus in ("oom", "transfers", "dryrun", "cuda")),
-]
-
-from soak.driver import main  # noqa: E402  # the path first
+from tests.soak.driver import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -16,10 +16,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kernels import Cell, Kernel
-from nvml_stub.machine import Machine
-from soak import stories
-from soak.stories import Story
+from tests.kernels import Cell, Kernel
+from tests.nvml_stub.machine import Machine
+from tests.soak import stories
+from tests.soak.stories import Story
 
 STORIES = 25
 """In one session."""
@@ -196,7 +196,7 @@ class Session:
             'gpumagic.simgpu.enable(devices=2, memory="1GiB")' if self._backend == "simgpu" else "torch.cuda.init()",
             "%%ondevice 0 -q\ntorch.ones(1).cpu()", "%%oomguard\n1", "r = %devices", "r = %gpuinfo",
             f"%%dryrun --capacity 1GiB\ntorch.ones(9, device='{self._backend}:0')",
-            f"from soak import inside\ninside.begin({self._backend!r})",
+            f"from tests.soak import inside\ninside.begin({self._backend!r})",
         )  # fmt: skip
         for cell in ready:
             seen = self._kernel.one(cell)

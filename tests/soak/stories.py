@@ -127,7 +127,7 @@ def _of_backend(story: Story, backend: str) -> Story:
 
 
 def _setup_on_device(backend: str) -> str:
-    import ondevice_corpus
+    from tests.transfers import ondevice_corpus
 
     return str(ondevice_corpus.SETUP.replace("simgpu", backend))
 
@@ -136,7 +136,7 @@ def _setup_on_device(backend: str) -> str:
 def _ondevice_cells(backend: str) -> list:
     from dataclasses import replace
 
-    import ondevice_corpus
+    from tests.transfers import ondevice_corpus
 
     found = [
         each for each in ondevice_corpus.cells() if each.needs is None or each.needs == backend
@@ -146,7 +146,7 @@ def _ondevice_cells(backend: str) -> list:
 
 @functools.cache
 def _failing_cells() -> list:
-    import oom_corpus
+    from tests.oom import oom_corpus
 
     return [each for each in oom_corpus.cases() if not each.strangers]
 
@@ -156,12 +156,12 @@ _PRELUDE = "import torch\nfrom torch import nn\nimport torch.nn.functional as F"
 
 @functools.cache
 def _dryrun_cells() -> list:
-    import dryrun_cells
+    from tests.dryrun import dryrun_cells
 
     return list(dryrun_cells.CELLS.items())
 
 
 def _dryrun_common() -> str:
-    import dryrun_cells
+    from tests.dryrun import dryrun_cells
 
     return str(dryrun_cells.COMMON)

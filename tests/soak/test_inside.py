@@ -6,13 +6,14 @@ import json
 
 import pytest
 import torch
-from soak import driver
+
+from tests.soak import driver
 
 
 @pytest.fixture
 def inside(bare_shell, two_devices):
     """Return the soak's part in the kernel, in a shell with a cell in its history."""
-    from soak import inside
+    from tests.soak import inside
 
     bare_shell.run_line_magic("load_ext", "gpumagic")
     bare_shell.run_cell("import torch, threading, time", store_history=True)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stages import examples
 
 from gpumagic.errors import GpuMagicError
 from gpumagic.heap import storages
 from gpumagic.tensors.report import TensorReport
 from gpumagic.tensors.scan import scan
+from tests.stages import examples
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 

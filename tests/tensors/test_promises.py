@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from third_party import freed_in_fork
 
 import gpumagic
 from gpumagic.tensors.leaks_view import promises
+from tests.transfers.third_party import freed_in_fork
 
 pytestmark = [pytest.mark.usefixtures("two_devices", "few_objects")]
 DEVICE = "simgpu:0"

@@ -16,7 +16,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stages import examples
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
@@ -24,6 +23,7 @@ from torch.nn import Parameter
 from gpumagic.heap import storages
 from gpumagic.tensors import scan as scans
 from gpumagic.tensors.scan import scan
+from tests.stages import examples
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from stages import sample
 
 from gpumagic.errors import OptionError
 from gpumagic.tensors import why as why_
 from gpumagic.tensors.scan import scan
+from tests.stages import sample
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 

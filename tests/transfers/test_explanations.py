@@ -8,7 +8,6 @@ import sys
 import weakref
 from typing import Any
 
-import ondevice_corpus as corpus
 import pytest
 import torch
 
@@ -16,6 +15,7 @@ import gpumagic
 from gpumagic.source import frames, text
 from gpumagic.transfers.report import Explanation
 from gpumagic.transfers.run import DeviceRun
+from tests.transfers import ondevice_corpus as corpus
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 

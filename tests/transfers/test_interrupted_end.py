@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._device
-from interrupts import Interrupt
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
 import gpumagic
 from gpumagic.transfers import recording
+from tests.interrupts import Interrupt
 
 PACKAGE = Path(gpumagic.__file__).parent
 ENDING = {str(PACKAGE / part) for part in (

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ondevice_corpus import run
 
 from gpumagic.heap import storages
 from gpumagic.transfers import log
 from gpumagic.transfers.log import TransferHistory, is_pageable
+from tests.transfers.ondevice_corpus import run
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 

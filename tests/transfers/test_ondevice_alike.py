@@ -12,7 +12,8 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from IPython.core.interactiveshell import InteractiveShell
-from stages import examples
+
+from tests.stages import examples
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 

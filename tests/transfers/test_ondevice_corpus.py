@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ondevice_corpus as corpus
 import pytest
-from ondevice_corpus import CorpusCell
 
 from gpumagic.source import text
+from tests.transfers import ondevice_corpus as corpus
+from tests.transfers.ondevice_corpus import CorpusCell
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 

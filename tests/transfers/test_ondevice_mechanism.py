@@ -13,13 +13,10 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-import ondevice_corpus as corpus
 import pytest
 import torch
 import torch._dynamo
 import torch.utils._device
-import transformed
-from ondevice_corpus import SETUP
 from torch.overrides import TorchFunctionMode
 
 import gpumagic
@@ -27,6 +24,9 @@ from gpumagic import simgpu
 from gpumagic.source import frames
 from gpumagic.transfers import operators, recorder, recording
 from gpumagic.transfers.run import DeviceRun
+from tests.transfers import ondevice_corpus as corpus
+from tests.transfers import transformed
+from tests.transfers.ondevice_corpus import SETUP
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 

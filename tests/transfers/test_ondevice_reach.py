@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import ondevice_corpus as corpus
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -18,6 +17,7 @@ import gpumagic
 from gpumagic import simgpu
 from gpumagic.report.base import to_text
 from gpumagic.transfers import recorder as recorders
+from tests.transfers import ondevice_corpus as corpus
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 
-import ondevice_corpus as corpus
 import pytest
 import torch
-from ondevice_corpus import CorpusCell
 
 import gpumagic
 from gpumagic.transfers.report import TransferReport
 from gpumagic.transfers.run import DeviceRun
+from tests.transfers import ondevice_corpus as corpus
+from tests.transfers.ondevice_corpus import CorpusCell
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.error import UsageError
-from stages import examples
 
 import gpumagic
 from gpumagic import simgpu
 from gpumagic.errors import GpuMagicError, OptionError
 from gpumagic.transfers import move
 from gpumagic.transfers.run import DeviceRun
+from tests.stages import examples
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 THERE = "simgpu:0"

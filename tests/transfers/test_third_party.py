@@ -6,8 +6,9 @@ import re
 from collections import Counter
 
 import pytest
-from third_party import HOOKED, RESULTS, WAYS, Runs, faults, follow, is_installed
-from third_party_cells import Cell, cells, held_out_cells
+
+from tests.transfers.third_party import HOOKED, RESULTS, WAYS, Runs, faults, follow, is_installed
+from tests.transfers.third_party_cells import Cell, cells, held_out_cells
 
 CELLS = [cell for cell in cells() if cell.library == "torch" and "timm" not in cell.code]
 

@@ -7,13 +7,13 @@ import sys
 import threading
 from typing import Any
 
-import ondevice_corpus as corpus
 import pytest
 import torch
 
 import gpumagic
 from gpumagic.errors import OptionError
 from gpumagic.options import PARSERS
+from tests.transfers import ondevice_corpus as corpus
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 MONITORING = sys.version_info >= (3, 12)

@@ -7,8 +7,8 @@ fork, and what it tells of a device adds up to what the allocator has. What a re
 then saves what was said. Needs the libraries, by the names that the table has; cells of those that are not installed
 are left out.
 
-    PYTHONPATH=. python tests/transfers/third_party.py [--held-out] [LIBRARY ...]
-    PYTHONPATH=. python -m gpumagic.fakecuda --devices 2 -- python tests/transfers/third_party.py
+    python -m tests.transfers.third_party [--held-out] [LIBRARY ...]
+    python -m gpumagic.fakecuda --devices 2 -- python -m tests.transfers.third_party
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ondevice_corpus as corpus
 import torch
-from third_party_cells import Cell, cells, held_out_cells
 
 import gpumagic
 from gpumagic import fakecuda, simgpu
 from gpumagic.heap import storages
 from gpumagic.tensors.leaks_view import promises
 from gpumagic.transfers.run import DeviceRun
+from tests.transfers import ondevice_corpus as corpus
+from tests.transfers.third_party_cells import Cell, cells, held_out_cells
 
 RESULTS = Path(__file__).parent / "THIRD_PARTY.md"
 WAYS = ("torch.device", "plain", "trace")

@@ -9,8 +9,8 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from third_party_held_out import EDITS, HELD_OUT
-from third_party_uses import CELLS
+from tests.transfers.third_party_held_out import EDITS, HELD_OUT
+from tests.transfers.third_party_uses import CELLS
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 from typing import Any, NamedTuple
 
-import ondevice_corpus as corpus
 import torch
+
+from tests.transfers import ondevice_corpus as corpus
 
 SETUP = """
 torch.manual_seed(0)

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from nvml_stub.machine import GIB, Machine
 
 import gpumagic
 from gpumagic import fakecuda
+from tests.nvml_stub.machine import GIB, Machine
 
 UUIDS = ("GPU-aa110000-0000-0000-0000-000000000000", "GPU-aa220000-0000-0000-0000-000000000000",
          "GPU-bb330000-0000-0000-0000-000000000000")  # fmt: skip

@@ -7,9 +7,9 @@ import re
 import pytest
 import torch
 from IPython.core.error import UsageError
-from oom_cells import GIB, allocated
 
 import gpumagic
+from tests.oom.oom_cells import GIB, allocated
 
 pytestmark = pytest.mark.usefixtures("few_objects", "warm_worker")
 

@@ -7,9 +7,9 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from oom_cells import GIB, allocated
 
 import gpumagic
+from tests.oom.oom_cells import GIB, allocated
 
 pytestmark = pytest.mark.usefixtures("few_objects", "warm_worker")
 

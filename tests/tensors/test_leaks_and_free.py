@@ -13,9 +13,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stages import examples
 
 import gpumagic
+from tests.stages import examples
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 

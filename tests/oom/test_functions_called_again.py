@@ -6,9 +6,9 @@ import gc
 
 import pytest
 import torch
-from oom_cells import GIB, allocated
 
 import gpumagic
+from tests.oom.oom_cells import GIB, allocated
 
 pytestmark = pytest.mark.usefixtures("few_objects", "warm_worker")
 

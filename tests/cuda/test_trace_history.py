@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import ondevice_corpus as corpus
 import torch
+
+from tests.transfers import ondevice_corpus as corpus
 
 RECORDED = """
 layer = torch.nn.Linear(512, 512)

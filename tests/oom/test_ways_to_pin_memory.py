@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 
 import pytest
-from kernels import environment, plain
-from oom_cells import FREED, PRELUDE
+
+from tests.kernels import environment, plain
+from tests.oom.oom_cells import FREED, PRELUDE
 
 pytestmark = pytest.mark.ipython
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stages import examples
+
+from tests.stages import examples
 
 MIB = 2**20
 CARDS = ("simgpu:0", "simgpu:1")

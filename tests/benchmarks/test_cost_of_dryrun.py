@@ -1,6 +1,6 @@
-"""What a dry run costs: `pytest -m benchmark -s`, over fakecuda; `test_dryrun_peers.py` has other tools beside it.
+"""What a dry run costs over fakecuda; `test_cost_of_dryrun_peers.py` has other tools beside it.
 
-    python -m gpumagic.fakecuda --devices 2 -- python -m pytest -m benchmark -s tests/benchmarks/test_dryrun.py
+    python -m gpumagic.fakecuda --devices 2 -- python -m pytest -m benchmark -s tests/benchmarks/test_cost_of_dryrun.py
 
 The truth is the same cell really run there, in a process of its own, against torch's CUDA allocator.
 
@@ -23,8 +23,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs CUDA, of a GPU or over the fake runtime", allow_module_level=True)
 
-from cell_runs import Cell, Runs, cells
-from fitted_cells import FITTED, ROOM, fitted
+from tests.cuda.cell_runs import Cell, Runs, cells
+from tests.cuda.fitted_cells import FITTED, ROOM, fitted
 
 pytestmark = pytest.mark.benchmark
 

@@ -6,10 +6,10 @@ import pickle
 
 import pytest
 import torch
-from ondevice_corpus import run
 
 import gpumagic
 from gpumagic.transfers.log import bytes_by_device
+from tests.transfers.ondevice_corpus import run
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 

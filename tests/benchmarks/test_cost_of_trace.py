@@ -1,7 +1,7 @@
 """`--trace` beside line_profiler and pytorch_memlab, on the same function: what each costs and tells of a line.
 
 On the fake CUDA runtime, with both installed beside torch, run:
-python -m gpumagic.fakecuda -- python -m pytest -m benchmark -s tests/benchmarks/test_trace.py
+python -m gpumagic.fakecuda -- python -m pytest -m benchmark -s tests/benchmarks/test_cost_of_trace.py
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""How long after a failure the report of `%%oomguard` is there, with tried advice and without: `-m benchmark -s`.
+r"""How long after a failure the report of `%%oomguard` is there, with tried advice and without: `-m benchmark -s`.
 
 On simgpu dry runs are of the fake-tensor engine; over the fake CUDA runtime they are of torch's own allocator:
 
-    python -m pytest -m benchmark -s tests/benchmarks/test_oomguard.py
-    python -m gpumagic.fakecuda --devices 2 -- python -m pytest -m benchmark -s tests/benchmarks/test_oomguard.py
+    python -m pytest -m benchmark -s tests/benchmarks/test_cost_of_oomguard.py
+    python -m gpumagic.fakecuda --devices 2 -- \
+        python -m pytest -m benchmark -s tests/benchmarks/test_cost_of_oomguard.py
 
 On two busy cores a report without trials came 0.3 to 1.1 s after the failure (half of it is a collection of garbage),
 and one with trials 0.8 to 4.4 s after it on simgpu; a dry run took 0.3 to 0.8 of the time of the failing cell and its
@@ -15,18 +16,13 @@ nothing; another device is tried where it may have room; another optimizer, mode
 from __future__ import annotations
 
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from gpumagic import fakecuda
 from gpumagic.advice import trials
-
-sys.path.append(str(Path(__file__).parents[1] / "oom"))
-sys.path.append(str(Path(__file__).parents[1] / "cuda"))
-import oom_corpus
+from tests.oom import oom_corpus
 
 pytestmark = pytest.mark.benchmark
 
@@ -36,7 +32,7 @@ CELLS = ("leftovers", "batch_literal", "nanogpt", "together")
 def failed(name: str, text: str | None, seconds: float) -> tuple[float, int]:
     """Return the seconds that a failing cell took, guarded where no text is given, and how many dry runs it made."""
     if fakecuda.is_enabled():
-        import oom_corpus_cuda
+        from tests.cuda import oom_corpus_cuda
 
         case, forget = oom_corpus_cuda.cases()[name], oom_corpus_cuda.forget
         for index in (0, 1):

@@ -1,6 +1,7 @@
-"""Dry runs beside what else says how much memory a cell needs, or how large a batch fits; over fakecuda.
+r"""Dry runs beside what else says how much memory a cell needs, or how large a batch fits; over fakecuda.
 
-    python -m gpumagic.fakecuda --devices 2 -- python -m pytest -m benchmark -s tests/benchmarks/test_dryrun_peers.py
+    python -m gpumagic.fakecuda --devices 2 -- \
+        python -m pytest -m benchmark -s tests/benchmarks/test_cost_of_dryrun_peers.py
 
 prints the rows of `PEERS.md`. The truth is the same cell really run there, in a process of its own, against torch's
 CUDA allocator; so are the tools that run it. Everything has had its first run before.
@@ -20,8 +21,8 @@ from gpumagic import fakecuda
 if not fakecuda.is_enabled():
     pytest.skip("needs torch's CUDA build over the fake runtime", allow_module_level=True)
 
-from cell_runs import MIB, Cell, Runs, cells
-from fitted_cells import ROOM, fitted
+from tests.cuda.cell_runs import MIB, Cell, Runs, cells
+from tests.cuda.fitted_cells import ROOM, fitted
 
 pytestmark = pytest.mark.benchmark
 

@@ -6,7 +6,8 @@ import re
 import sys
 
 import pytest
-from kernels import environment, plain
+
+from tests.kernels import environment, plain
 
 pytestmark = pytest.mark.ipython
 

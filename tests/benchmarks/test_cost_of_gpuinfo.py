@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nvml_stub.machine import GIB, Machine
+
+from tests.nvml_stub.machine import GIB, Machine
 
 pytestmark = [
     pytest.mark.benchmark,

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 
-import oom_corpus_cuda
 import pytest
 import torch
 
@@ -16,6 +15,7 @@ from gpumagic import fakecuda
 from gpumagic.memory.segments import CLEAR_WORKSPACES
 from gpumagic.oom import recognition
 from gpumagic.oom.report import OomReport
+from tests.cuda import oom_corpus_cuda
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 
@@ -36,7 +36,7 @@ def seen() -> dict[str, dict[str, object]]:
         )
     shared = [path for path in sys.path if path]
     ran = subprocess.run(
-        [sys.executable, oom_corpus_cuda.__file__], env={**os.environ, "PYTHONPATH": os.pathsep.join(shared)},
+        [sys.executable, "-m", "tests.cuda.oom_corpus_cuda"], env={**os.environ, "PYTHONPATH": os.pathsep.join(shared)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-4000:]

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 import torch
-from oom_cells import FREED, GIB, allocated
 
 import gpumagic
 from gpumagic.oom.report import OomReport
+from tests.oom.oom_cells import FREED, GIB, allocated
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 

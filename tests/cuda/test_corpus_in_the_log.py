@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 
-import ondevice_corpus as corpus
 import pytest
 import torch
-from ondevice_corpus import CorpusCell, Totals
 
 from gpumagic import fakecuda
 from gpumagic.transfers.report import TransferReport
+from tests.transfers import ondevice_corpus as corpus
+from tests.transfers.ondevice_corpus import CorpusCell, Totals
 
 COLLECTED_GENERATION = 1
 

@@ -1,4 +1,4 @@
-"""What it costs to close a dry run in: `pytest -m benchmark -s tests/benchmarks/test_box.py`, on any Linux.
+"""What it costs to close a dry run in: `pytest -m benchmark -s tests/benchmarks/test_cost_of_box.py`, on any Linux.
 
 On 2026-11-25, 2 cores that did nothing else, torch 2.13, as root with namespaces, Landlock and seccomp: 4.1 to 4.4 ms
 in the median of 60, of which the namespaces take 0.9, the file system 1.8 (28 mounts 0.6), Landlock 0.45, seccomp 0.5

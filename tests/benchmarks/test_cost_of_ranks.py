@@ -1,4 +1,4 @@
-"""What the dry run of one rank of many costs: `pytest -m benchmark -s tests/benchmarks/test_ranks.py`, over fakecuda.
+"""What the dry run of one rank of many costs, over fakecuda: `pytest -m benchmark -s`.
 
 The processor time is that of the whole dry run, with torch's import and every rank that is run, and not the clock's: it
 is the same on a machine that has other work. The memory is that of the largest process.
@@ -17,7 +17,7 @@ from gpumagic import fakecuda
 if not fakecuda.is_enabled():
     pytest.skip("needs torch's CUDA build over the fake runtime", allow_module_level=True)
 
-from torchtitan_cell import LLAMA_8B, LLAMA_70B, LLAMA_405B, training
+from tests.cuda.torchtitan_cell import LLAMA_8B, LLAMA_70B, LLAMA_405B, training
 
 pytestmark = pytest.mark.benchmark
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from forks import Forks
 
 from gpumagic import fakecuda
+from tests.forks import Forks
 
 MIB = 1024**2
 INVALID_VALUE = 1  # cudaErrorInvalidValue

@@ -10,13 +10,13 @@ from collections import Counter
 
 import pytest
 import torch
-from rooms import give, limit
 
 import gpumagic
 from gpumagic import fakecuda
 from gpumagic.memory.segments import CLEAR_WORKSPACES
 from gpumagic.report.base import to_html, to_text
 from gpumagic.report.units import size
+from tests.cuda.rooms import give, limit
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 
