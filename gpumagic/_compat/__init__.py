@@ -1,4 +1,4 @@
-"""Differences between versions: IPython 7.34 (Colab, Kaggle) to 9, Python 3.10 to 3.14, torch 2.4 to 2.13."""
+"""Differences between versions: IPython 7.34 (Colab, Kaggle) to 9, Python 3.10 to 3.14, torch 2.6 to 2.13."""
 
 from __future__ import annotations
 

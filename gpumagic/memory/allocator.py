@@ -69,7 +69,7 @@ def device_stats(device: str) -> AllocatorStats | None:
 
 
 def _stats_module(backend: str) -> ModuleType | None:
-    """Return the module of a backend that is in use and whose allocator counts; XPU's does not in torch 2.4."""
+    """Return the module of a backend that is in use and whose allocator counts; an out-of-tree one may not."""
     module = device_module(backend)
     if module is None or not is_initialised(backend):
         return None
@@ -190,7 +190,7 @@ def is_initialised(backend: str) -> bool:
         return False
     if hasattr(module, "is_initialized"):
         return bool(module.is_initialized())
-    # MPS, which has no context to create. `torch.mps.is_available` came with torch 2.5.
+    # MPS, which has no context to create.
     return bool(torch.backends.mps.is_available())
 
 

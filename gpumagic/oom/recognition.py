@@ -1,6 +1,6 @@
 """An exception -> whether it is out-of-memory, of which kind, and what its text says.
 
-Texts are those of PyTorch 2.4 to 2.13 (CUDA, ROCm, XPU, MPS, CPU), CUDA's libraries, NCCL, numpy, CuPy, RMM,
+Texts are those of PyTorch 2.6 to 2.13 (CUDA, ROCm, XPU, MPS, CPU), CUDA's libraries, NCCL, numpy, CuPy, RMM,
 JAX and TensorFlow. The first row that matches wins, so a row stands before the more general ones.
 
 Texts round to two decimals, and print 16 EiB where the driver knew nothing (microsoft/WSL#11050). Their numbers are a
@@ -323,7 +323,7 @@ def __getattr__(name: str) -> object:
     except ImportError:
         base: Any = RuntimeError
     else:
-        base = getattr(torch, "OutOfMemoryError", None) or torch.cuda.OutOfMemoryError  # before 2.5
+        base = torch.OutOfMemoryError
     members = {
         "__doc__": "Raised in place of an out-of-memory error; holds its type and first line, and no frame.",
         "__module__": __name__,

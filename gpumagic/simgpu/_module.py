@@ -254,8 +254,6 @@ class _Simgpu(DeviceModule):
 
     def current_stream(self, device: DeviceLike = None) -> torch.Stream:
         """Return the one stream of a device."""
-        if not hasattr(torch, "accelerator"):  # it came with torch 2.6
-            return torch.Stream(device=f"{BACKEND}:{self.index(device)}")
         return torch.accelerator.current_stream(self.index(device))
 
     default_stream = current_stream
@@ -380,7 +378,7 @@ def _build_in(folder: str) -> ModuleType:
         told = next((line for line in lines if "error:" in line), lines[0]).strip()
         raise SimgpuUnavailable(
             f"{WHAT} does not compile with this torch and compiler ({told}); "
-            "it was tried with torch 2.4 and 2.13, and g++ 12"
+            "it was tried with torch 2.6 and 2.13, and g++ 12"
         ) from error
     assert isinstance(built, ModuleType)
     return built

@@ -111,11 +111,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeDevice(const DeviceIndex) const
-#if SIMGPU_TORCH_AT_LEAST(2, 6)
-      override
-#endif
-  {}
+  void synchronizeDevice(const DeviceIndex) const override {}
   void record(void** event, const c10::Stream&, const DeviceIndex, const c10::EventFlag) const override {
     if (*event == nullptr) {
       *event = new Clock::time_point();
@@ -397,28 +393,16 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   DeviceIndex maybeExchangeDevice(DeviceIndex index) const override {
     return set_current(index);
   }
-  const at::Generator& getDefaultGenerator(DeviceIndex index) const
-#if SIMGPU_TORCH_AT_LEAST(2, 5)
-      override
-#endif
-  {
+  const at::Generator& getDefaultGenerator(DeviceIndex index) const override {
     return default_generator(index < 0 ? current_index : index);
   }
-  at::Generator getNewGenerator(DeviceIndex index) const
-#if SIMGPU_TORCH_AT_LEAST(2, 6)
-      override
-#endif
-  {
+  at::Generator getNewGenerator(DeviceIndex index) const override {
     return at::make_generator<CardGenerator>(resolve(Device(kSimgpu, index)).index());
   }
   Device getDeviceFromPtr(void*) const override {
     return {kSimgpu, current_index};
   }
-  bool isPinnedPtr(const void* pointer) const
-#if SIMGPU_TORCH_AT_LEAST(2, 5)
-      override
-#endif
-  {
+  bool isPinnedPtr(const void* pointer) const override {
     return PinnedAllocator::holds(pointer);
   }
   c10::Allocator* getPinnedMemoryAllocator() const override {

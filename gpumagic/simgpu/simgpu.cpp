@@ -370,19 +370,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(
       call, in, out, grad * update, has_bias ? in.sum(0) : Tensor(), has_bias ? out.sum(0) : Tensor());
 }
 
-#if !SIMGPU_TORCH_AT_LEAST(2, 5)
-// Later torch asks the hooks, and knows that this is the accelerator; here `pin_memory` has to be told the device.
-bool is_pinned(const Tensor& self, std::optional<Device>) {
-  return PinnedAllocator::holds(self.storage().data());
-}
-
-Tensor pin_memory(const Tensor& self, std::optional<Device>) {
-  const size_t size = at::detail::computeStorageNbytes(self.sizes(), self.strides(), self.dtype().itemsize());
-  Storage storage(Storage::use_byte_size_t(), size, &pinned_allocator(), /*resizable=*/false);
-  return at::empty({0}, self.options()).set_(storage, 0, self.sizes(), self.strides()).copy_(self);
-}
-#endif
-
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }
@@ -410,10 +397,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", TORCH_FN(set_tensor));
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage_strided));
   m.impl("record_stream", TORCH_FN(record_stream));
-#if !SIMGPU_TORCH_AT_LEAST(2, 5)
-  m.impl("is_pinned", TORCH_FN(is_pinned));
-  m.impl("_pin_memory", TORCH_FN(pin_memory));
-#endif
   m.impl("convolution_overrideable", TORCH_FN(convolution));
   m.impl("convolution_backward_overrideable", TORCH_FN(convolution_backward));
   m.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));

@@ -178,7 +178,7 @@ class TensorScan:
 
     def run(self) -> list[TensorRow]:
         """Find the tensors, name them, measure their storages; return the rows."""
-        storages.forget_expired()  # else torch 2.4 to 2.8 show an expired storage's object, and crash if it is read
+        storages.forget_expired()  # else torch before 2.9 shows an expired storage's object, and crashes if it is read
         self._find()
         names = self.names = self._named()
         saved_for = self._walk_graphs()

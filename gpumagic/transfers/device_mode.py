@@ -5,9 +5,8 @@ It is a subclass of the context that `with torch.device(...)` enters, so torch t
 lookup. A handler makes one call: it gives a constructor the default device, and counts what is created; copies are
 counted by `operators`.
 
-Torch 2.4 puts a device context on top of the function modes, where the next exit removes it (pytorch#133666); torch 2.5
-puts it below them (PR#133729) and fails on leaving two; since 2.6 an inner one replaces the outer one at the bottom
-until it exits. Imports torch at its top, so it is imported only when a cell runs on a device.
+Torch keeps the device context below all function modes; an inner one replaces the outer one until it exits
+(pytorch#133729). Imports torch at its top, so it is imported only when a cell runs on a device.
 """
 
 from __future__ import annotations
@@ -17,53 +16,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._C import _len_torch_function_stack
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
-from torch.utils import _device as device_state
 from torch.utils._device import DeviceContext, _device_constructors
 
 from gpumagic.transfers.recorder import Function, Recorder, device_context, is_real
 
-
-class _NestingContext(device_state.DeviceContext):  # type: ignore[misc, unused-ignore]
-    """Replaces the device context at the bottom of the modes, and restores it on exit."""
-
-    prev_mode: TorchFunctionMode | None = None
-    old_device: Any = None
-
-    def __enter__(self) -> _NestingContext:  # noqa: PYI034  # as torch's own
-        self.old_device, device_state.CURRENT_DEVICE = device_state.CURRENT_DEVICE, self.device
-        above = _pop_all()
-        if above and isinstance(above[-1], device_state.DeviceContext):
-            self.prev_mode = above.pop()
-        _push_all([*above, self])
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        device_state.CURRENT_DEVICE = self.old_device
-        modes = [self.prev_mode if each is self else each for each in _pop_all()]
-        _push_all([each for each in modes if each is not None])
-
-
-def _pop_all() -> list[TorchFunctionMode]:
-    """Pop all function modes, the innermost first."""
-    return [_pop_mode() for _ in range(_len_torch_function_stack())]
-
-
-def _push_all(modes: list[TorchFunctionMode]) -> None:
-    for each in reversed(modes):
-        _push_mode(each)
-
-
-NestingContext: type[device_state.DeviceContext] = (
-    device_state.DeviceContext if torch.__version__ >= (2, 6) else _NestingContext
-)
-
-
 _entered: list[RecordingContext] = []
 
 
-class RecordingContext(NestingContext):
+class RecordingContext(DeviceContext):
     """Torch's own device context, which passes some calls to the handlers."""
 
     def __init__(self, recorder: Recorder) -> None:

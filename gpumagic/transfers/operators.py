@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet, _get_tracing_state
-from torch._C._dynamo import eval_frame  # torch 2.4 has it as an attribute only
+from torch._C._dynamo import eval_frame
 from torch.library import Library
 
 from gpumagic.transfers import causes

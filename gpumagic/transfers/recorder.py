@@ -161,9 +161,6 @@ def _recorder_of_worker() -> Recorder | None:
 
 
 def device_context() -> DeviceContext | None:
-    """Return the device context that is in force in this thread.
-
-    Torch keeps it at the bottom of its function modes; torch 2.4 keeps it where it was entered.
-    """
+    """Return the device context that is in force in this thread: torch keeps it at the bottom of its function modes."""
     modes = (_get_function_stack_at(each) for each in range(_len_torch_function_stack()))
     return next((mode for mode in modes if isinstance(mode, DeviceContext)), None)

@@ -127,11 +127,7 @@ def unwatch_waits(run: object) -> None:
 
 
 def _functions(backend: str) -> Iterator[tuple[Any, Function]]:
-    modules = [
-        each
-        for each in (getattr(torch, "accelerator", None), allocator.device_module(backend))
-        if each
-    ]
+    modules = [each for each in (torch.accelerator, allocator.device_module(backend)) if each]
     classes = [getattr(module, name, None) for module in modules for name in ("Stream", "Event")]
     for owner in (*modules, *classes):
         function = None if owner in (None, torch.Stream, torch.Event) else vars(owner).get(_NAME)

@@ -419,7 +419,7 @@ def test_no_unpack_hook_fires() -> None:
 
 
 def test_what_has_expired_is_forgotten_before_the_heap_is_read(monkeypatch) -> None:
-    """Torch 2.4 and 2.8 show an expired storage's object while its record is kept; to read it is a crash."""
+    """Torch before 2.9 shows an expired storage's object while its record is kept; to read it is a crash."""
     scan({"x": torch.ones(3)})
     expired, read = [], gc.get_objects
     is_expired = torch.UntypedStorage._expired
