@@ -5,8 +5,9 @@ It is a subclass of the context that `with torch.device(...)` enters, so torch t
 lookup. A handler makes one call: it gives a constructor the default device, and counts what is created; copies are
 counted by `operators`.
 
-Torch keeps the device context below all function modes; an inner one replaces the outer one until it exits
-(pytorch#133729). Imports torch at its top, so it is imported only when a cell runs on a device.
+Since torch 2.11 a device context lies below all function modes, and an inner one replaces the outer one until it exits.
+Before, torch puts it there too (pytorch#133729), but fails on leaving two, and `with torch.device(...)` puts it above.
+Imports torch at its top, so it is imported only when a cell runs on a device.
 """
 
 from __future__ import annotations
@@ -16,14 +17,53 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._C import _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils import _device as device_state
 from torch.utils._device import DeviceContext, _device_constructors
 
-from gpumagic.transfers.recorder import Function, Recorder, device_context, is_real
+from gpumagic.transfers.recorder import Function, Recorder, device_contexts, is_real
+
+
+class _NestingContext(DeviceContext):  # type: ignore[misc, unused-ignore]
+    """Torch's device context before 2.11: it replaces the one at the bottom of the modes, and restores it on exit."""
+
+    prev_mode: TorchFunctionMode | None = None
+    old_device: Any = None
+
+    def __enter__(self) -> _NestingContext:  # noqa: PYI034  # as torch's own
+        self.old_device, device_state.CURRENT_DEVICE = device_state.CURRENT_DEVICE, self.device
+        above = _pop_all()
+        if above and isinstance(above[-1], device_state.DeviceContext):
+            self.prev_mode = above.pop()
+        _push_all([*above, self])
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        device_state.CURRENT_DEVICE = self.old_device
+        modes = [self.prev_mode if each is self else each for each in _pop_all()]
+        _push_all([each for each in modes if each is not None])
+
+
+def _pop_all() -> list[TorchFunctionMode]:
+    """Pop all function modes, the innermost first."""
+    return [_pop_mode() for _ in range(_len_torch_function_stack())]
+
+
+def _push_all(modes: list[TorchFunctionMode]) -> None:
+    for each in reversed(modes):
+        _push_mode(each)
+
+
+NestingContext: type[DeviceContext] = (
+    DeviceContext if hasattr(DeviceContext("cpu"), "prev_mode") else _NestingContext
+)
+
 
 _entered: list[RecordingContext] = []
 
 
-class RecordingContext(DeviceContext):
+class RecordingContext(NestingContext):
     """Torch's own device context, which passes some calls to the handlers."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -72,12 +112,9 @@ class RecordingContext(DeviceContext):
 
     def _entered_later(self) -> DeviceContext | None:
         """Return the device context that was entered after this one and is still in force."""
-        mode = device_context()
-        while mode is not None and mode is not self:
-            within: DeviceContext | None = getattr(mode, "prev_mode", None)
-            if within is self:
+        for mode in device_contexts():
+            if getattr(mode, "prev_mode", None) is self:
                 return mode
-            mode = within
         return None
 
 

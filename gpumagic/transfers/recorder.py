@@ -8,7 +8,7 @@ its top, so it is imported only when a cell runs on a device.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
@@ -139,9 +139,8 @@ def _recorder_of_worker() -> Recorder | None:
     running = [run for runs in list(open_runs.values()) for run in runs]
     if not running:
         return None
-    checkpointed = getattr(
-        device_context(), "recorder", None
-    )  # checkpoints take the mode with them
+    # Checkpoints take the mode with them.
+    checkpointed = getattr(next(device_contexts(), None), "recorder", None)
     if isinstance(checkpointed, Recorder):
         return checkpointed
     files = {frame.f_code.co_filename for frame in frames.stack(sys._getframe(1))}
@@ -160,7 +159,10 @@ def _recorder_of_worker() -> Recorder | None:
     return run.by_thread[thread]
 
 
-def device_context() -> DeviceContext | None:
-    """Return the device context that is in force in this thread: torch keeps it at the bottom of its function modes."""
-    modes = (_get_function_stack_at(each) for each in range(_len_torch_function_stack()))
-    return next((mode for mode in modes if isinstance(mode, DeviceContext)), None)
+def device_contexts() -> Iterator[DeviceContext]:
+    """Yield this thread's device contexts from the one in force outward: those on the stack, and those they replace."""
+    for depth in reversed(range(_len_torch_function_stack())):
+        mode = _get_function_stack_at(depth)
+        while isinstance(mode, DeviceContext):
+            yield mode
+            mode = getattr(mode, "prev_mode", None)  # since torch 2.11; before, ours alone have it

@@ -27,7 +27,7 @@ from gpumagic.transfers import device_mode, lines, operators, tracing
 from gpumagic.transfers import recorder as recorders
 from gpumagic.transfers.device_mode import RecordingContext
 from gpumagic.transfers.log import TransferLog
-from gpumagic.transfers.recorder import Recorder, device_context
+from gpumagic.transfers.recorder import Recorder, device_contexts
 
 _lock = RLock()
 
@@ -81,11 +81,9 @@ class Recording:
                 self.recorder.finish()
 
     def _leave_context(self) -> None:
-        within = device_context()
-        while within is not None and within is not self._context:
-            within = getattr(within, "prev_mode", None)
-        if within is not None:  # else it has been left already
-            within.__exit__(None, None, None)
+        context = self._context
+        if context is not None and any(mode is context for mode in device_contexts()):
+            context.__exit__(None, None, None)  # else it has been left already
         self._context = None
 
 

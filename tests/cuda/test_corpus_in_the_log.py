@@ -64,10 +64,6 @@ def test_the_report_is_what_the_runtime_logs(cell: CorpusCell) -> None:
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_a_traced_report_is_what_the_runtime_logs(cell: CorpusCell) -> None:
-    if cell.name == "move_under_nested_ondevice" and torch.__version__ < (2, 13):
-        pytest.xfail(
-            "a run within a traced run does not leave torch 2.9's device contexts: to be repaired"
-        )
     _, told, made = told_and_made(cell, trace=True)
     assert told == made
 

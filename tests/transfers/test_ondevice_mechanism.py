@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("two_devices")
 @pytest.fixture(autouse=True)
 def _leaves_torch_alone() -> Iterator[None]:
     yield
-    assert torch.get_default_device().type == "cpu"
+    assert torch.zeros(1).device.type == "cpu"
     assert torch.utils._device.CURRENT_DEVICE is None
     assert recording.is_idle()
     assert torch._C._len_torch_function_stack() == 0
@@ -127,6 +127,7 @@ def test_two_threads_run_on_two_devices_at_once() -> None:
     assert made == {"simgpu:0": "simgpu:0", "simgpu:1": "simgpu:1"}
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch says so of contexts since 2.8")
 def test_the_default_device_is_what_torch_says_it_is() -> None:
     names = run("said = torch.get_default_device()")
     assert str(names["said"]) == "simgpu:1"
@@ -157,6 +158,7 @@ def test_a_function_mode_of_the_cell_sees_calls_as_it_would_under_torchs_context
     assert str(names["made"].device) == "simgpu:1"
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 11), reason="before, a context counts for more there")
 def test_a_default_device_that_the_cell_sets_stays_as_what_any_line_sets() -> None:
     try:
         names = run("torch.set_default_device('cpu'); inner = torch.zeros(1).device")
@@ -190,8 +192,8 @@ def test_backward_runs_hooks_without_the_default_device_but_in_sight() -> None:
 
 
 def test_checkpointing_recomputes_on_the_device() -> None:
-    names = run(
-        """
+    """As under `with torch.device`, which checkpoints did not take with them in torch 2.6."""
+    cell = """
         from torch.utils.checkpoint import checkpoint
         made = []
         def layer(x):
@@ -199,8 +201,11 @@ def test_checkpointing_recomputes_on_the_device() -> None:
             return (x * 2).sin()
         checkpoint(layer, torch.ones(3, requires_grad=True), use_reentrant=False).sum().backward()
         """
-    )
-    assert names["made"] == ["simgpu:1"] * 2
+    plain: dict[str, Any] = {"torch": torch}
+    with torch.device("simgpu:1"):
+        exec(textwrap.dedent(cell), plain)
+    assert run(cell)["made"] == plain["made"]
+    assert plain["made"] == ["simgpu:1"] * 2 or torch.__version__ < (2, 11)
 
 
 def operators_in(graph: str) -> list[str]:
@@ -375,6 +380,7 @@ def test_threads_that_copy_and_read_never_notice_that_cells_begin_and_end() -> N
     assert not has_our_kernels()
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 9), reason="there ours stand at BackendSelect")
 def test_a_kernel_that_another_library_has_put_there_is_called_while_it_is_there() -> None:
     far, calls = torch.ones(4, device="simgpu:0"), []
     own = operators._kernel_at("aten::nonzero", torch._C.DispatchKey.PrivateUse1)
