@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import gc
 import inspect
 import io
@@ -14,6 +15,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
+
+if sys.version_info >= (3, 11):
+    from enum import StrEnum as StrEnum
+else:
+
+    class StrEnum(str, enum.Enum):
+        """An enum whose members are their values as text, too; Python 3.10 has none."""
+
+        def __str__(self) -> str:
+            return str.__str__(self)
+
+        def __format__(self, spec: str) -> str:
+            return str.__format__(self, spec)
+
 
 Magic = TypeVar("Magic", bound=Callable[..., object])
 Complete = Callable[[str, str], "tuple[str, list[str]]"]

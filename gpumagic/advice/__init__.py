@@ -2,7 +2,7 @@
 
 It runs in the notebook's process, called by `oom.evidence`; only the dry runs are in another.
 
-    facts.py      the record of a failure that every rule reads
+    facts.py      the records of a failure that every rule reads, and who builds them
     rules/        facts -> verdict and suggestions
     search.py     the suggestions tried, combined and ranked; `trials.py` has the dry runs
     records.py    the suggestions, and what the cell needs; `view.py` shows one suggestion

@@ -1,15 +1,21 @@
-"""The facts that advice is derived from: one frozen record of a failure, filled before and after the release.
+"""Everything known of one failure: a `Facts`, of four records, each built once by the function that it names.
 
-It holds no tensor, no frame and no exception. A rule reads it and nothing else, so every rule can be tested
-with a record written by hand.
+    event      what ran out, and how much was asked for          oom.failure.read_event
+    frames     where it failed, and what the code worked with    oom.stack.read_frames
+    notebook   what lives after the release                      oom.evidence.read_notebook
+    need       what the cell needs, by a dry run                 advice.trials.Trials.need
+
+The first two are read while the frames of the exception are whole. No record holds a tensor, a frame or an exception.
+A rule reads `Facts` and nothing else, so every rule can be tested with records written by hand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from gpumagic._compat import StrEnum
 from gpumagic.memory.allocator import segment_size
 from gpumagic.report.units import LARGE
 
@@ -22,18 +28,133 @@ if TYPE_CHECKING:
     from gpumagic.source.cell_code import BatchSize, CellCode
     from gpumagic.source.text import CellText
 
-PINNED = "pinned memory"
-"""The kind of a failure to take memory of the host that the driver pins."""
+Certainty = Literal["certain", "probable", "not-oom"]
+"""How sure it is that memory ran out: ``"probable"`` where other faults have the same text, ``"not-oom"`` where torch
+raises its error of this type without a shortage."""
 
-_STEPS = ("_multi_tensor_", "_single_tensor_", "_fused_adam", "_fused_sgd", "_init_group")
-_STAGES = {
-    "backward": frozenset({"_engine_run_backward"}),
-    "load": frozenset({"_load", "load_tensor", "persistent_load"}),
-    "move": frozenset({"_apply"}),
-    "forward": frozenset({"forward", "_call_impl"}),
+
+class Kind(StrEnum):
+    """Which allocator or library gave up."""
+
+    # torch's caching allocators
+    SIZE_BUG = "size bug"
+    """A request of more than 1 EB, which is a bug in a size."""
+    MEMORY_FRACTION = "memory fraction"
+    """The cap that the process has set itself."""
+    CUDA_ASYNC_ALLOCATOR = "cuda async allocator"
+    CUDA_ALLOCATOR = "cuda allocator"
+    ROCM_ALLOCATOR = "rocm allocator"
+    XPU_ALLOCATOR = "xpu allocator"
+    MPS_ALLOCATOR = "mps allocator"
+    XPU_BLOCK_LIMIT = "xpu block limit"
+    XPU_DRIVER = "xpu driver"
+    ACCELERATOR_ALLOCATOR = "accelerator allocator"
+    """The allocator of any other backend."""
+    EXPANDABLE_SEGMENTS = "expandable segments"
+
+    # CUDA and its libraries, which ask the driver directly
+    NCCL = "nccl"
+    RMM = "rmm"
+    CUDA_DRIVER = "cuda driver"
+    CUDA_RUNTIME = "cuda runtime"
+    CUBLAS = "cublas"
+    CUDNN = "cudnn"
+    CUSOLVER_OR_CUSPARSE = "cusolver or cusparse"
+
+    # Other frameworks
+    CUPY = "cupy"
+    JAX = "jax"
+    TENSORFLOW = "tensorflow"
+    TENSORFLOW_HOST = "tensorflow (host)"
+
+    # Memory of the host
+    SHARED_MEMORY = "shared memory"
+    DATALOADER_BUS_ERROR = "dataloader bus error"
+    DATALOADER_KILLED = "dataloader killed"
+    NUMPY = "numpy"
+    HOST_ALLOCATOR = "host allocator"
+    PYTHON = "python"
+    OPERATING_SYSTEM = "operating system"
+    PINNED_MEMORY = "pinned memory"
+    """Memory of the host that the driver pins."""
+
+
+class Memory(StrEnum):
+    """What ran out."""
+
+    DEVICE = "device"
+    HOST = "host"
+    SHARED = "shared"
+    """``/dev/shm``, through which DataLoader workers pass batches."""
+
+
+class Stage(StrEnum):
+    """What was going on when it failed."""
+
+    STEP = "step"
+    """An optimizer's step."""
+    BACKWARD = "backward"
+    LOAD = "load"
+    """`torch.load`."""
+    MOVE = "move"
+    """`Module.to` or its like."""
+    FORWARD = "forward"
+    OTHER = "other"
+
+
+_STEP_FUNCTIONS = (
+    "_multi_tensor_",
+    "_single_tensor_",
+    "_fused_adam",
+    "_fused_sgd",
+    "_init_group",
+)
+"""What the names of functions begin with that torch's optimizers call in their steps."""
+_STAGE_FUNCTIONS = {
+    Stage.BACKWARD: frozenset({"_engine_run_backward"}),
+    Stage.LOAD: frozenset({"_load", "load_tensor", "persistent_load"}),
+    Stage.MOVE: frozenset({"_apply"}),
+    Stage.FORWARD: frozenset({"forward", "_call_impl"}),
 }
-_TRAINERS = frozenset({"_fit_impl", "_inner_training_loop"})
+"""Functions that run in each of the other stages; the first that is found counts."""
+_TRAINER_FUNCTIONS = frozenset({"_fit_impl", "_inner_training_loop"})
 """Functions in which the trainers of Lightning and transformers train."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What ran out, from the error's text and the allocator's figures; built by `oom.failure.read_event`."""
+
+    kind: Kind
+    certainty: Certainty = "certain"
+    memory: Memory = Memory.DEVICE
+    device: str | None = None
+    """The device that the error names, else the fullest of its type in use."""
+    names_device: bool = True
+    """Whether the error names the device."""
+    message: str = ""
+    """``"Type: first line"`` of the exception that says so."""
+    raised: str = ""
+    """The same of the exception that ended the cell; differs where that one wrapped it."""
+    requested: int | None = None
+    capacity: int | None = None
+    free: int | None = None
+    """Bytes of the device that nobody had taken when it failed, by the error's text or the driver."""
+    unallocated: int | None = None
+    """Bytes torch had reserved but not allocated then."""
+    before: AllocatorStats | None = None
+    """The allocator's figures of the device before the cell; after the release they are `Notebook.after`."""
+    at_failure: AllocatorStats | None = None
+    from_allocator: bool = False
+    """Whether torch's caching allocator gave up, which empties its cache and tries again before it does."""
+    segments_can_expand: bool = False
+    """True where the allocator knows expandable segments and does not use them."""
+
+    def asked_for(self, nbytes: int) -> bool:
+        """Return whether the request may have been for so many bytes: allocators round up, texts round off."""
+        if self.requested is None:
+            return False
+        return nbytes * 0.99 <= self.requested <= segment_size(nbytes) * 1.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +166,11 @@ class TensorFact:
     nbytes: int
     device: str
     requires_grad: bool = False
-    graph: bool = False
+    has_graph: bool = False
     """Whether an autograd graph made it."""
+
+
+Member = Literal["tensor", "module", "optimizer", "list", "tuple", "named tuple", "dict"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +178,7 @@ class Collection:
     """A list, deque or dict of tensors on the device that failed, or of tuples, lists or dicts of them."""
 
     tensors: int
+    """How many tensors are in it."""
     nbytes: int
     graphs: int = 0
     """How many of them carry an autograd graph."""
@@ -62,9 +187,8 @@ class Collection:
     place: str = ""
     """Where an object has it, ``"memory.records"``; empty where the name is the collection's own."""
     is_dict: bool = False
-    member: str = "tensor"
-    """What each is: a ``"tensor"``, ``"module"`` or ``"optimizer"``, or a ``"list"``, ``"tuple"``, ``"named tuple"`` or
-    ``"dict"`` of tensors and more."""
+    member: Member = "tensor"
+    """What its members are; those of a list, tuple or dict are tensors and more."""
 
     @property
     def is_of_records(self) -> bool:
@@ -96,19 +220,19 @@ class Model:
     """Whether none of its parameters requires a gradient."""
     sequential: bool = False
     """Whether it is an `nn.Sequential`."""
-    in_place: bool = False
+    writes_in_place: bool = False
     """Whether a layer in it writes over what it is given."""
     blocks: str | None = None
     """Code for the longest list of like children, over which it loops: ``"net.layers"``."""
-    gradients: int = 0
+    gradient_nbytes: int = 0
     """Bytes of its parameters' gradients."""
     embeddings: tuple[str, ...] = ()
     """Code for large embeddings in it whose gradients are not sparse."""
     local: bool = False
     """Whether only a function's variable names it, which another cell cannot reach."""
-    methods: tuple[str, ...] = ()
+    saving_methods: tuple[str, ...] = ()
     """Those of `SAVING_METHODS` that its class has."""
-    uneven: tuple[str, ...] = ()
+    uneven_layers: tuple[str, ...] = ()
     """Kinds of layers that compute another result of a part of the data, or of the same data again."""
 
 
@@ -121,12 +245,94 @@ class Optimizer:
     """Its class's name."""
     nbytes: int
     """Of the parameters."""
-    state: int = 0
+    state_nbytes: int = 0
     """Bytes of its state so far."""
     fused: bool | None = None
     local: bool = False
+    """Whether only a function's variable names it, which another cell cannot reach."""
     models: frozenset[str] = frozenset()
     """Names of the modules of which it updates parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """Where it failed, and what the code on the failing stack worked with; built by `oom.stack.read_frames`.
+
+    The failing code is the deepest code of the user's own that ran: the cell's, or a function's of an earlier cell.
+    """
+
+    line: int | None = None
+    """The line of the cell that failed."""
+    code: str | None = None
+    """The text of that line."""
+    source: str | None = None
+    """The cell's text; None where the code is a file, of which the guarded block is only a part."""
+    cell: CellCode | None = None
+    """The cell, parsed."""
+    functions: frozenset[str] = frozenset()
+    """Names of the functions on the failing stack, the user's and the libraries'."""
+    deepest_line: str | None = None
+    """The deepest line of the user's own in words, where that is in another cell or a function's file."""
+    calls_backward: bool = False
+    """Whether a function of the user's on the failing stack calls `backward`."""
+    mentions_autocast: bool = False
+    """Whether one of them mentions `autocast`."""
+    failing_text: CellText | None = None
+    """The text of the failing code, with the line that ran."""
+    tensors: Mapping[str, TensorFact] = field(default_factory=dict)
+    """By what the failing code calls them, attributes such as ``"self.weight"`` included."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Likewise."""
+    collections: Mapping[str, Collection] = field(default_factory=dict)
+    """Likewise."""
+    operands: Mapping[str, TensorFact] = field(default_factory=dict)
+    """The tensors that the function of `torch.nn.functional` got that ran, if one did, by its parameters."""
+    summing_criteria: frozenset[str] = frozenset()
+    """What the failing code calls the criteria that add up losses, and do not take their mean."""
+    moved_nbytes: int = 0
+    """Bytes of floating-point parameters in the module that was being moved."""
+    models_alive: tuple[Model, ...] = ()
+    """All on the device, largest first, those of variables of running functions included."""
+    optimizers_alive: tuple[Optimizer, ...] = ()
+    """Likewise."""
+
+    @property
+    def text(self) -> CellText | None:
+        """The text of the cell that failed."""
+        return self.cell.text if self.cell is not None else None
+
+    @property
+    def texts(self) -> tuple[CellText, ...]:
+        """The texts that an edit may change: the cell's, then that of the function in another cell that failed."""
+        text, failing = self.text, self.failing_text
+        if text is None or failing is None:
+            return tuple(filter(None, (text, failing)))
+        # Of the same cell the text of the failing code has the line as well
+        return (failing,) if text.cell == failing.cell else (text, failing)
+
+    @property
+    def stage(self) -> Stage:
+        """What was going on, by the functions on the stack."""
+        if any(name.startswith(_STEP_FUNCTIONS) for name in self.functions):
+            return Stage.STEP
+        for stage, functions in _STAGE_FUNCTIONS.items():
+            if self.functions & functions:
+                return stage
+        return Stage.OTHER
+
+    @property
+    def trains(self) -> bool:
+        """Whether the cell, or a function of the user's on the failing stack, calls `backward`, or a trainer does."""
+        if self.cell is not None and self.cell.trains:
+            return True
+        return self.calls_backward or bool(self.functions & _TRAINER_FUNCTIONS)
+
+    @property
+    def graph_names(self) -> list[str]:
+        """The variables that carry an autograd graph."""
+        return [
+            name for name, fact in self.tensors.items() if fact.has_graph and name.isidentifier()
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +359,7 @@ class Loader:
 class Trainer:
     """A library's trainer, by the call that tells it how to train."""
 
-    library: str
-    """``"transformers"`` or ``"lightning"``."""
+    library: Literal["transformers", "lightning"]
     text: CellText
     """The cell's, or the statements of earlier cells that made the trainer, whose cell it names."""
     call: ast.Call
@@ -162,160 +367,100 @@ class Trainer:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """Everything known of one failure."""
+class Notebook:
+    """What lives in the notebook after the release, and what of it the cell uses.
 
-    kind: str
-    memory: str = "device"
-    device: str | None = None
-    requested: int | None = None
-    capacity: int | None = None
-    free: int | None = None
-    """Bytes of the device that nobody had taken when it failed, by the error's text or the driver."""
-    unallocated: int | None = None
-    """Bytes torch had reserved but not allocated then."""
-    before: AllocatorStats | None = None
-    at_failure: AllocatorStats | None = None
+    Built by `oom.evidence.read_notebook`. A name is an earlier one if it was bound before the cell, and still is to the
+    same value.
+    """
+
     after: AllocatorStats | None = None
-    from_allocator: bool = False
-    segments_can_expand: bool = False
-    """True where the allocator knows expandable segments and does not use them."""
-    line: int | None = None
-    code: str | None = None
-    source: str | None = None
-    """The cell's text; None where the code is a file, of which the guarded block is only a part."""
-    functions: frozenset[str] = frozenset()
-    """Names of the functions on the failing stack, the user's and the libraries'."""
-    inside: str | None = None
-    """The deepest line of the user's own, where that is in another cell or a function's file."""
-    calls_backward: bool = False
-    """Whether a function of the user's on the failing stack calls `backward`."""
-    autocast: bool = False
-    """Whether one of them mentions `autocast`."""
-    failing: CellText | None = None
-    """The text of the deepest code of the user's own, with the line that ran, the cell's or another's."""
-    tensors: Mapping[str, TensorFact] = field(default_factory=dict)
-    """By what that code calls them, attributes such as ``"self.weight"`` included."""
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    collections: Mapping[str, Collection] = field(default_factory=dict)
-    operands: Mapping[str, TensorFact] = field(default_factory=dict)
-    """The tensors that the function of `torch.nn.functional` got that ran, if one did."""
-    sums: frozenset[str] = frozenset()
-    """What that code calls the criteria that add up losses, and do not take their mean."""
-    moving: int = 0
-    """Bytes of floating-point parameters in the module that was being moved."""
-    cell: CellCode | None = None
+    """The allocator's figures of the device, after the release."""
     holders: tuple[Holder, ...] = ()
+    """Who holds memory on the device, largest first: sets of names that share it, and the workspaces of cuBLAS."""
+    variables_on_device: tuple[Holder, ...] = ()
+    """Every variable with memory on the device, what they share counted for each."""
+    inputs_on_device: tuple[Holder, ...] = ()
+    """Those of the earlier ones that the cell uses."""
     leftovers: tuple[Ownership, ...] = ()
-    """What is only reached by names bound before the cell that neither it nor anything it calls uses."""
-    graphs: Ownership | None = None
-    """What only autograd graphs keep, of names bound before the cell that neither it nor anything it calls uses."""
-    stale: Mapping[str, int] = field(default_factory=dict)
+    """What is only reached by earlier names that neither the cell nor anything it calls uses."""
+    leftover_graphs: Ownership | None = None
+    """What only autograd graphs of such names keep."""
+    about_to_be_rebound: Mapping[str, int] = field(default_factory=dict)
     """``{name: bytes}`` of old values that were alive while the cell made their successors."""
+    left_by_failed_run: tuple[str, ...] = ()
+    """Variables that the failed cell left and that it makes anew when it runs again."""
+    reset_code: Mapping[str, str] = field(default_factory=dict)
+    """``{name: code}`` that clears what the failed cell left in earlier values: state of optimizers that lacks parts,
+    since the first step failed, and lists that hooks have filled."""
     models: tuple[Model, ...] = ()
-    """Those that the cell uses, or a function of it that was running."""
-    models_there: tuple[Model, ...] = ()
-    """All on the device, largest first."""
-    batches: tuple[BatchSize, ...] = ()
+    """Those of `Frames.models_alive` that the cell uses, or a function of it that was running."""
+    optimizers: tuple[Optimizer, ...] = ()
+    """Likewise of `Frames.optimizers_alive`."""
+    loaders: tuple[Loader, ...] = ()
+    """Those that the cell uses."""
+    trainer: Trainer | None = None
+    batch_sizes: tuple[BatchSize, ...] = ()
+    """Those that the cell writes or uses, then those of the failing function in another cell."""
+    device_names: tuple[str, ...] = ()
+    """Variables that the cell uses and that name the device."""
     free_elsewhere: Mapping[str, int] = field(default_factory=dict)
     """Free bytes of the other devices of the same type."""
     other_processes: int | None = None
-    optimizers: tuple[Optimizer, ...] = ()
-    """Those that the cell uses, or a function of it that was running."""
-    optimizers_there: tuple[Optimizer, ...] = ()
-    device_names: tuple[str, ...] = ()
-    """Variables that the cell uses and that name the device."""
-    brought: tuple[Holder, ...] = ()
-    """What the cell uses of the notebook's variables that live on the device."""
-    kept: tuple[Holder, ...] = ()
-    """Every variable of the notebook with memory on the device."""
-    residue: tuple[str, ...] = ()
-    """Variables that the failed cell left and that it makes anew when it runs again."""
-    emptied: tuple[str, ...] = ()
-    """What has to be cleared besides: state of optimizers that lacks parts, since the first step failed, and lists that
-    hooks have filled."""
-    loaders: tuple[Loader, ...] = ()
-    trainer: Trainer | None = None
-    fused_attention: bool = False
+    """Bytes that other processes hold on the device."""
+    has_fused_attention: bool = False
     """Whether torch has attention kernels for this backend that never make the matrix of all scores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything known of one failure."""
+
+    event: Event
+    frames: Frames = field(default_factory=Frames)
+    notebook: Notebook = field(default_factory=Notebook)
     need: Need | None = None
-    """What the cell needs, by a dry run; None where there was none."""
-
-    @property
-    def text(self) -> CellText | None:
-        """The text of the cell that failed."""
-        return self.cell.text if self.cell is not None else None
-
-    @property
-    def texts(self) -> tuple[CellText, ...]:
-        """The texts that an edit may change: the cell's, then that of the function in another cell that failed."""
-        found = [each for each in (self.text, self.failing) if each is not None]
-        return tuple(found[1:] if len(found) == 2 and found[0].cell == found[1].cell else found)
-
-    @property
-    def graph_names(self) -> list[str]:
-        """The variables that carry an autograd graph."""
-        return [name for name, fact in self.tensors.items() if fact.graph and name.isidentifier()]
-
-    @property
-    def stage(self) -> str:
-        """What was going on: ``"step"``, ``"backward"``, ``"load"``, ``"move"``, ``"forward"`` or ``"other"``."""
-        functions = self.functions
-        if any(name.startswith(_STEPS) for name in functions):
-            return "step"
-        for stage, marks in _STAGES.items():
-            if functions & marks:
-                return stage
-        return "other"
+    """What the cell needs; None where no dry run tells. Built by `advice.trials.Trials.need`."""
 
     @property
     def may_take_less(self) -> bool:
         """Whether it failed where it matters how much data there is at a time."""
-        return self.memory == "device" and self.stage not in ("step", "move", "load")
+        if self.event.memory is not Memory.DEVICE:
+            return False
+        return self.frames.stage not in (Stage.STEP, Stage.MOVE, Stage.LOAD)
 
     @property
-    def trains(self) -> bool:
-        """Whether the cell, or a function of the user's on the failing stack, calls `backward`, or a trainer does."""
-        by_itself = (self.cell is not None and self.cell.trains) or self.calls_backward
-        return by_itself or bool(self.functions & _TRAINERS)
+    def large_tensors(self) -> set[str]:
+        """The names of large tensors on the device that the failing code worked with."""
+        return {
+            name
+            for name, tensor in self.frames.tensors.items()
+            if tensor.device == self.event.device and tensor.nbytes >= LARGE
+        }
 
     @property
     def transient(self) -> int:
         """Bytes of the cell's that no name but those of its frames and graphs held."""
-        if self.at_failure is None or self.after is None:
+        at_failure, before = self.event.at_failure, self.event.before
+        if at_failure is None or self.notebook.after is None:
             return 0
-        named = sum(holder.nbytes for holder in self.holders)
-        return max(
-            0, self.at_failure.allocated - max(named, self.before.allocated if self.before else 0)
-        )
+        named = sum(holder.nbytes for holder in self.notebook.holders)
+        already_there = before.allocated if before is not None else 0
+        return max(0, at_failure.allocated - max(named, already_there))
 
     @property
-    def came_back(self) -> int:
+    def freed_since_start(self) -> int:
         """Bytes that were allocated before the cell and are not any more: an earlier failure had kept them."""
-        if self.before is None or self.after is None:
+        before, after = self.event.before, self.notebook.after
+        if before is None or after is None:
             return 0
-        return max(0, self.before.allocated - self.after.allocated)
+        return max(0, before.allocated - after.allocated)
 
     @property
-    def short(self) -> int | None:
+    def missing_bytes(self) -> int | None:
         """Bytes missing: for the whole cell by a dry run, else for the request that failed; None if unknown."""
         if self.need is not None:
             return self.need.missing
-        if self.requested is None or self.free is None:
+        if self.event.requested is None or self.event.free is None:
             return None
-        return max(0, self.requested - self.free)
-
-    def asked_for(self, nbytes: int) -> bool:
-        """Return whether the request may have been for so many bytes: allocators round up, texts round off."""
-        if self.requested is None:
-            return False
-        return nbytes * 0.99 <= self.requested <= segment_size(nbytes) * 1.01
-
-    @property
-    def large(self) -> set[str]:
-        """The names of large tensors on the device that the code worked with."""
-        return {
-            name
-            for name, fact in self.tensors.items()
-            if fact.device == self.device and fact.nbytes >= LARGE
-        }
+        return max(0, self.event.requested - self.event.free)

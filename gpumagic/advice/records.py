@@ -20,17 +20,17 @@ class Need:
 
     needed: int
     """Bytes allocated at its peak, with as much memory as it wants."""
-    had: int
+    available: int
     """Bytes that this process can have there."""
     fits: bool | None
     """Whether it ran with what is there; None where values that are not known decide."""
     certain: bool
     """As `DryRunReport.certain`."""
-    alone: int | None = None
+    needed_alone: int | None = None
     """What it would need on an empty device: without what the notebook holds there and the cell does not use."""
-    fixed: int = 0
+    static: int = 0
     """Parameters, gradients and optimizer state at the peak, which no smaller batch makes smaller."""
-    on: str = ""
+    depends_on: str = ""
     """The lines on whose values it depends; empty where it depends on none."""
     parts: Mapping[str, int] = field(default_factory=dict)
     """Bytes of the peak by what they are for: parameters, activations..."""
@@ -38,7 +38,7 @@ class Need:
     @property
     def missing(self) -> int:
         """Bytes by which the peak exceeds what is there; 0 where only the pieces are too small."""
-        return max(0, self.needed - self.had)
+        return max(0, self.needed - self.available)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,8 @@ class EditTrial:
     certain: bool = False
     needs: int | None = None
     """Bytes allocated at the peak of the device that decides."""
-    had: int | None = None
+    available: int | None = None
+    """Bytes that this process can have there."""
     saves: int | None = None
     """How much lower the peak of the device that failed is than without the edit."""
     reason: str = ""

@@ -105,7 +105,7 @@ OF_ACTIVATIONS = frozenset(
 optimizer, where parameters and gradients are."""
 
 AT_MOST: Mapping[Rule, Callable[[Need], int]] = {
-    training.mixed: lambda need: (need.needed - need.fixed) // 2,
+    training.mixed: lambda need: (need.needed - need.static) // 2,
     training.one_by_one: lambda need: need.parts.get("temporaries", 0),
 }
 """What rules can save at most, where their suggestions do not say what they free."""
@@ -162,7 +162,7 @@ def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
     need = facts.need
     if need is not None and need.fits and need.certain:
         why = "from where the failure has left the device, a dry run of the whole cell fits"
-        first, trial = cleared(None, facts), EditTrial(True, True, need.needed, need.had)
+        first, trial = cleared(None, facts), EditTrial(True, True, need.needed, need.available)
         return (Advice(AGAIN, None, True, first, why, cost="none", trial=trial, first=first),)
     proposals = [
         _suggested(need, tier, place, rule, each)
@@ -204,7 +204,7 @@ def _is_short_of(need: Need | None, *without: str) -> bool:
     """Return whether there is not even room for parameters, gradients and optimizer state, but for some of them."""
     return (
         need is not None
-        and need.fixed - sum(need.parts.get(each, 0) for each in without) > need.had
+        and need.static - sum(need.parts.get(each, 0) for each in without) > need.available
     )
 
 
@@ -352,7 +352,7 @@ def _apart(facts: Facts, found: Sequence[_Suggestion]) -> list[_Suggestion]:
                 apply_changes(
                     [one for one in changes if one.cell == text.cell], text.source, text.cell
                 )
-                for text in facts.texts
+                for text in facts.frames.texts
             ]
             if all(map(texts.parse, new)):  # changes of the same lines may have been indented apart
                 apart.append(each)
@@ -388,7 +388,9 @@ def _joined(facts: Facts, members: Sequence[_Suggestion], trial: EditTrial) -> _
         *(f"{each.title[:1].lower()}{each.title[1:]}" for each in advice[1:]),
     ]
     changes = tuple(change for each in advice for change in each.changes)
-    changed = [text for text in facts.texts if any(each.cell == text.cell for each in changes)]
+    changed = [
+        text for text in facts.frames.texts if any(each.cell == text.cell for each in changes)
+    ]
     joined = Advice(
         title="; ".join(titles),
         frees=None,

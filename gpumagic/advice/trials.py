@@ -96,7 +96,7 @@ class Trials:
             seconds,
             elsewhere,
         )
-        self._device = facts.device or ""
+        self._device = facts.event.device or ""
         self._until: float | None = None
         self._lost = 0.0  # seconds that other processes took
         self._slowness = 1.0  # how many times as long the latest run took for them
@@ -123,17 +123,17 @@ class Trials:
         if report.error is not None or found is None or found.capacity is None:
             self.reason = report.error or "the memory of the device is not known"
             return None
-        held = self._facts.before.allocated if self._facts.before is not None else 0
-        unused = max(0, held - sum(each.nbytes for each in self._facts.brought))
+        held = self._facts.event.before.allocated if self._facts.event.before is not None else 0
+        unused = max(0, held - sum(each.nbytes for each in self._facts.notebook.inputs_on_device))
         parts = report.breakdown if report.device == self._device else {}
         self._need = Need(
             found.peak,
             found.capacity,
             report.fits,
             report.certain,
-            alone=found.peak - min(found.before, unused),
-            fixed=sum(parts.get(part, 0) for part in _FIXED),
-            on=" and ".join(f"line {line}" for line, _ in report.open_on),
+            needed_alone=found.peak - min(found.before, unused),
+            static=sum(parts.get(part, 0) for part in _FIXED),
+            depends_on=" and ".join(f"line {line}" for line, _ in report.open_on),
             parts=parts,
         )
         return self._need
@@ -165,7 +165,7 @@ class Trials:
         """
         runs, cut = dict[int, DryRunReport](), ""
         if at is None:  # what fits if all memory goes with it
-            room = self._need.had / self._need.needed if self._need is not None else 0
+            room = self._need.available / self._need.needed if self._need is not None else 0
             at = max(1, min(choice.now - 1, int(room * choice.now)))
         is_finished = (
             self._as_is is not None and choice.finish is not None and choice.finish(at) is not None
@@ -192,7 +192,9 @@ class Trials:
         is_open = [
             value for value, each in came.items() if each.fits is None and each.needs is not None
         ]
-        within = [value for value in is_open if (came[value].needs or 0) <= (came[value].had or 0)]
+        within = [
+            value for value in is_open if (came[value].needs or 0) <= (came[value].available or 0)
+        ]
         usual = sorted(is_open, key=lambda value: abs(value - choice.guess))[:1]
         best = max(passed or within or usual or [min(smaller)])
         is_extreme = is_none or best < choice.least or (came[best].fits is False and not cut)
@@ -286,7 +288,9 @@ class Trials:
         ranks = None if number is None else Ranks(number, number)
         if ranks is not None:  # other processes, which have nothing of what the failed cell left
             names = {
-                name: value for name, value in names.items() if name not in self._facts.residue
+                name: value
+                for name, value in names.items()
+                if name not in self._facts.notebook.left_by_failed_run
             }
         before, cell = self._code(edits)
         script, target = (
@@ -321,7 +325,7 @@ class Trials:
         cells = {each.cell for each in changes} - {""}
         others = [
             apply_changes(changes, text.source, text.cell)
-            for text in self._facts.texts
+            for text in self._facts.frames.texts
             if text.cell in cells
         ]
         said = "\n".join(dict.fromkeys(each.first for each in edits if each.first))
@@ -330,7 +334,9 @@ class Trials:
         magic = (
             f"%%ondevice {self._elsewhere}" if self._elsewhere else ""
         )  # in the place of %%oomguard
-        cell = _ONDEVICE.sub(_on_device, magic + apply_changes(changes, self._facts.source or ""))
+        cell = _ONDEVICE.sub(
+            _on_device, magic + apply_changes(changes, self._facts.frames.source or "")
+        )
         return [line for each in (*others, first) for line in each.splitlines()], cell
 
     def _trial(self, report: DryRunReport) -> EditTrial:

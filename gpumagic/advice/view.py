@@ -47,7 +47,11 @@ def worth(advice: Advice) -> str:
     if trial is None or trial.needs is None:
         frees = f": frees {size(advice.frees)}" if advice.frees is not None else ""
         return frees + (f" (not tried{but.replace(';', ':', 1)})" if but else "")
-    ran = size_of(trial.needs, trial.had) if advice.title != ON_THE_CPU else "in the host's memory"
+    ran = (
+        size_of(trial.needs, trial.available)
+        if advice.title != ON_THE_CPU
+        else "in the host's memory"
+    )
     if trial.fits:
         return (
             f": fits (dry run: {ran})" if trial.certain else f": should fit (dry run: {ran}{but})"

@@ -1,4 +1,4 @@
-"""What is gathered about the notebook after the release, and the report that the rules make of it."""
+"""What is read of the notebook after the release, and the report that the advice and the verdict make of it."""
 
 from __future__ import annotations
 
@@ -7,26 +7,34 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from gpumagic.advice import search
-from gpumagic.advice.facts import Facts, Loader, Ownership, Trainer
+from gpumagic.advice.facts import (
+    Event,
+    Facts,
+    Frames,
+    Kind,
+    Loader,
+    Memory,
+    Notebook,
+    Ownership,
+    Stage,
+)
 from gpumagic.advice.rules import training, verdict
-from gpumagic.advice.rules.proposal import calls
 from gpumagic.advice.trials import Trials
-from gpumagic.heap.branches import attributes_of, dict_of, mro_of, name_of_type
 from gpumagic.memory import allocator, devices, segments
+from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.devices import Device
 from gpumagic.oom import ownership
 from gpumagic.oom.failure import Failure, GuardState
-from gpumagic.oom.recognition import OomEvent
 from gpumagic.oom.report import CUBLAS, WORKSPACE, OomReport
+from gpumagic.oom.trainers import find_trainer
 from gpumagic.report import base
 from gpumagic.report.base import Holder
 from gpumagic.report.units import LARGE, size
-from gpumagic.source import text as texts
 from gpumagic.source.cell_code import BatchSize, batches_in, is_batch_name, names_used
-from gpumagic.source.text import CellText, names_in
+from gpumagic.source.text import names_in
 from gpumagic.tensors import scan
 
 FUSED_ATTENTION = ("cuda", "xpu", "mps")
@@ -45,69 +53,68 @@ def conclude(
 ) -> OomReport:
     """Return the report, from what was read before the release and what is alive now.
 
-    Its frames may be kept for a debugger; dry runs of the advice may take so many `seconds`. The run that failed may
-    have been sent `elsewhere`, to another device.
+    Args:
+        failure: what was read before the release.
+        state: the session as it was when the block began.
+        is_kept: whether the failed frames are kept for a debugger.
+        retries: how often the block was run again.
+        recovered: whether the last run passed.
+        seconds: how long dry runs may try the advice.
+        elsewhere: the device that the run that failed was sent to.
     """
+    event, frames = failure.event, failure.frames
     notes = list(failure.notes)
-    facts = replace(
-        failure.facts, after=allocator.all_device_stats().get(failure.facts.device or "")
-    )
+    after = allocator.all_device_stats().get(event.device or "")
     try:
-        facts = _with_notebook(facts, state)
+        notebook = read_notebook(event, frames, state, after)
     except Exception as fault:  # a partial report is better than the loss of it
         notes.append(
             f"What lives in the notebook could not be looked at: {type(fault).__name__}: {fault}"
         )
-    tried = Trials(facts, state.namespace, 0.0 if recovered else seconds, elsewhere)
-    if facts.source is None or state.shell is None:
-        tried.reason = "only a cell of a notebook can be tried"
-    elif facts.memory != "device" or facts.device is None or facts.kind == "size bug":
-        tried.reason = "a dry run knows only of the devices' memory"
+        notebook = Notebook(after=after)
+    facts = Facts(event, frames, notebook)
+    trials = Trials(facts, state.namespace, 0.0 if recovered else seconds, elsewhere)
+    if frames.source is None or state.shell is None:
+        trials.reason = "only a cell of a notebook can be tried"
+    elif event.memory is not Memory.DEVICE or event.device is None or event.kind is Kind.SIZE_BUG:
+        trials.reason = "a dry run knows only of the devices' memory"
     elif seconds:
-        tried.reason = state.watch.sentence()
-    need = tried.need()
-    if need is not None and need.fits and any(nbytes >= LARGE for nbytes in facts.stale.values()):
-        tried.reason, need = (
-            "a dry run leaves out the old values of names that the cell binds first",
-            None,
-        )
+        trials.reason = state.watch.sentence()
+    need = trials.need()
+    replaces_large = any(nbytes >= LARGE for nbytes in notebook.about_to_be_rebound.values())
+    if need is not None and need.fits and replaces_large:
+        trials.reason = "a dry run leaves out the old values of names that the cell binds first"
+        need = None
     facts = replace(facts, need=need)
-    advised = () if recovered else search.advise(facts, tried)
-    event = failure.event
-    notes += (
-        [f"Not all advice was tried: {tried.reason}."] if tried.reason and need is not None else []
-    )
+    advice = () if recovered else search.advise(facts, trials)
+    if trials.reason and need is not None:
+        notes.append(f"Not all advice was tried: {trials.reason}.")
     # The first is shown, the others are folded away: what holds of most failures comes last.
-    notes += [
-        *dict.fromkeys(tried.exhausted),
-        *_notes(facts, event, is_kept=is_kept),
-        *verdict.sentences(facts),
-    ]
-    (before, reserved_before), (at_failure, reserved_at_failure), (after, reserved_after) = (
-        (each.allocated, each.reserved) if each is not None else (None, None)
-        for each in (facts.before, facts.at_failure, facts.after)
-    )
+    notes += dict.fromkeys(trials.exhausted)
+    notes += _notes(facts, is_kept=is_kept)
+    notes += verdict.sentences(facts)
     explanation = verdict.explain(facts)
+    before, at_failure = event.before, event.at_failure
     return OomReport(
-        facts.kind,
-        event.kind.certainty,
-        facts.device,
-        facts.requested,
-        before,
-        at_failure,
-        after,
-        reserved_after,
-        facts.line,
-        facts.code,
-        explanation.sentence,
-        cause=explanation.cause,
-        reserved_before=reserved_before,
-        reserved_at_failure=reserved_at_failure,
+        kind=event.kind.value,
+        certainty=event.certainty,
+        device=event.device,
+        requested=event.requested,
+        allocated_before=before.allocated if before is not None else None,
+        allocated_at_failure=at_failure.allocated if at_failure is not None else None,
+        allocated_after=after.allocated if after is not None else None,
+        reserved_before=before.reserved if before is not None else None,
+        reserved_at_failure=at_failure.reserved if at_failure is not None else None,
+        reserved_after=after.reserved if after is not None else None,
+        line=frames.line,
+        code=frames.code,
+        verdict=explanation.sentence,
+        cause=explanation.cause.value,
         need=need,
-        untried=tried.reason if need is None else "",
-        holders=facts.holders,
-        advice=advised,
-        capacity=facts.capacity,
+        untried=trials.reason if need is None else "",
+        holders=notebook.holders,
+        advice=advice,
+        capacity=event.capacity,
         retries=retries,
         recovered=recovered,
         message=event.message,
@@ -116,146 +123,127 @@ def conclude(
     )
 
 
-def _notes(facts: Facts, event: OomEvent, *, is_kept: bool) -> Iterator[str]:
+def _notes(facts: Facts, *, is_kept: bool) -> Iterator[str]:
+    event, notebook = facts.event, facts.notebook
     if event.raised != event.message:
         yield f"It was raised as {event.raised}"
-    if event.kind.memory == "device" and event.device is None and facts.device is not None:
-        yield f"The error does not name the device; {facts.device} is the fullest of its kind in use."
-    if facts.inside is not None:
-        yield f"It failed inside {facts.inside}"
-    named = sum(holder.nbytes for holder in facts.holders)
-    unnamed = facts.after.allocated - named if facts.after is not None else 0
+    is_guess = event.memory is Memory.DEVICE and not event.names_device
+    if is_guess and event.device is not None:
+        yield f"The error does not name the device; {event.device} is the fullest of its kind in use."
+    if facts.frames.deepest_line is not None:
+        yield f"It failed inside {facts.frames.deepest_line}"
+    named = sum(holder.nbytes for holder in notebook.holders)
+    unnamed = notebook.after.allocated - named if notebook.after is not None else 0
     if is_kept:
         yield f"Kept for %debug: the failed frames, which hold at most {size(unnamed)}."
     elif named and unnamed >= LARGE:
         yield f"{size(unnamed)} has no name, only autograd graphs or C++; see %devices --leaks."
 
 
-def _with_notebook(facts: Facts, state: GuardState) -> Facts:
-    """Return the facts with what lives in the notebook now, and what of it the cell uses."""
-    import torch
+class _Names(NamedTuple):
+    """The notebook's variables, by what the cell does with them; without a cell's text it may use all."""
 
-    device, namespace, shell = facts.device, state.namespace, state.shell
-    if device is None:
-        return facts
-    owned = ownership.by_names(namespace, device, shell)
-    used, read_first, bound_first = set(namespace), set[str](), frozenset[str]()
-    if facts.cell is not None:
-        bound_first = facts.cell.bound_first
-        used, read_first = (
-            names_used(each, namespace)
-            for each in (facts.cell.reads, facts.cell.reads - bound_first)
-        )
+    used: set[str]
+    """It reads them, or what it calls does."""
+    read_first: set[str]
+    """Those of the used ones that are read before the cell binds them."""
+    bound_first: frozenset[str]
+    """The cell binds them before it reads them."""
+    unchanged: set[str]
+    """They were bound before the cell, and still are to the same value."""
+
+
+def _names(frames: Frames, state: GuardState) -> _Names:
+    namespace = state.namespace
     unchanged = {name for name, value in namespace.items() if state.bound.is_still(name, value)}
-    outputs = {name for part in owned for name in part.names if name.startswith("Out[")}
-    kept = segments.workspace_bytes().get(device, 0)
-    rows = [Holder(", ".join(sorted(each.names)), device, each.nbytes, each.kind) for each in owned]
-    rows += [Holder(CUBLAS, device, kept, WORKSPACE)] if kept else []
-    now = facts.after.allocated if facts.after is not None else 0
-    unnamed = now - sum(each.nbytes for each in rows)
-    grew = now - (facts.before.allocated if facts.before is not None else 0)
-    # What the cell leaves behind and makes anew when it runs again; of a graph a name holds no more than its end.
-    left = {name for part in owned if max(part.nbytes, unnamed) >= LARGE for name in part.names}
-    # Adams that failed in their first step, and what hooks have filled; the cell does not make them anew.
-    half_made = {
-        each.name: f"{each.name}.state"
-        for each in facts.optimizers_there
-        if facts.stage == "step"
-        and 0 < each.state < 2 * each.nbytes
-        and each.kind in training.ADAMS
-        and not each.local
-    }
-    filled = {
-        name: name
-        for part in owned
-        if LARGE <= part.nbytes <= grew
-        for name in part.names
-        if len(part.names) == 1
-        and name in unchanged - used
-        and isinstance(namespace[name], dict | list)
-    }
-    removable = (unchanged | outputs) - used - bound_first - set(filled)
-    loaders, (free_elsewhere, others) = find_loaders(used, namespace), other_devices(device)
-    cells = shell.user_ns.get("In") if shell is not None else None
-    history = [each for each in cells if isinstance(each, str)] if isinstance(cells, list) else []
-    first = (
-        Device.parse(device).backend if Device.parse(device).index == 0 else device
-    )  # "cuda" is "cuda:0" too
-    return replace(
-        facts,
-        holders=tuple(sorted(rows, key=lambda each: -each.nbytes)),
-        leftovers=tuple(part for part in owned if part.names <= removable),
-        graphs=kept_graphs(device, unchanged - used, bound_first, namespace, shell)
-        if unnamed >= LARGE
-        else None,
-        stale={
-            name: sum(part.nbytes for part in owned if part.names == {name})
-            for name in (unchanged & bound_first) - read_first
-        },
-        models=tuple(each for each in facts.models_there if each.local or each.name in used),
-        optimizers=tuple(
-            each for each in facts.optimizers_there if each.local or each.name in used
-        ),
-        brought=_holders(owned, (used & unchanged) - bound_first, namespace, device),
-        kept=_holders(owned, set(namespace), namespace, device),
-        residue=tuple(sorted((bound_first - read_first) & left & namespace.keys())),
-        emptied=tuple(
-            code
-            for name, code in {**half_made, **filled}.items()
-            if name in namespace and name not in bound_first
-        ),
-        device_names=tuple(
-            sorted(
-                name
-                for name in used
-                if type(namespace[name]) in (str, torch.device)
-                and str(namespace[name]) in (device, first)
-            )
-        ),
-        loaders=loaders,
-        trainer=find_trainer(
-            used | (bound_first & namespace.keys()), namespace, facts.text, history
-        ),
-        batches=_batches(facts, used, namespace, loaders),
-        free_elsewhere=free_elsewhere,
-        other_processes=others,
-        fused_attention=Device.parse(device).backend in FUSED_ATTENTION,
+    cell = frames.cell
+    if cell is None:
+        return _Names(set(namespace), set(), frozenset(), unchanged)
+    return _Names(
+        used=names_used(cell.reads, namespace),
+        read_first=names_used(cell.reads - cell.bound_first, namespace),
+        bound_first=cell.bound_first,
+        unchanged=unchanged,
     )
 
 
-def _batches(
-    facts: Facts, used: set[str], namespace: Mapping[str, object], loaders: Iterable[Loader]
-) -> tuple[BatchSize, ...]:
-    """Return the batch sizes of the cell, and of the function in another cell that failed."""
-    if facts.cell is None:
-        return ()
-    text, found = (
-        facts.failing,
-        list(facts.cell.batches),
-    )  # those that the cell writes, then of what it uses
-    values = {name: namespace[name] for name in sorted(used - {each.name for each in found})}
-    found += [BatchSize(name, each) for name, each in values.items() if _is_batch(each, name)]
-    if not found:
-        of_objects = [
-            BatchSize(code, int(each))
-            for code, each in facts.numbers.items()
-            if "." in code and _is_batch(each, code.rpartition(".")[2])
-        ]
-        of_loaders = [BatchSize(each.name, each.batch_size, loader=True) for each in loaders]
-        # A loader says no more than the number it was made with; one that the cell makes itself is made of another.
-        found = (
-            of_objects or of_loaders
-            if "DataLoader" in facts.cell.attributes
-            else of_loaders or of_objects
+def read_notebook(
+    event: Event, frames: Frames, state: GuardState, after: AllocatorStats | None
+) -> Notebook:
+    """Return what lives in the notebook now, and what of it the cell uses.
+
+    Args:
+        event: what ran out.
+        frames: what the frames of the failure told.
+        state: the session as it was when the block began.
+        after: the allocator's figures now.
+    """
+    device, namespace, shell = event.device, state.namespace, state.shell
+    if device is None:
+        return Notebook(after=after)
+    names = _names(frames, state)
+    owned = ownership.by_names(namespace, device, shell)
+    holders = _holders(owned, device)
+    allocated = after.allocated if after is not None else 0
+    allocated_before = event.before.allocated if event.before is not None else 0
+    unnamed = allocated - sum(holder.nbytes for holder in holders)
+    filled = _filled(owned, allocated - allocated_before, names, namespace)
+    outputs = {name for part in owned for name in part.names if name.startswith("Out[")}
+    removable = (names.unchanged | outputs) - names.used - names.bound_first - set(filled)
+    leftover_graphs = None
+    if unnamed >= LARGE:
+        leftover_graphs = kept_graphs(
+            device, names.unchanged - names.used, names.bound_first, namespace, shell
         )
-    return (*found, *(batches_in(text.tree, text.cell) if text is not None and text.cell else ()))
+    loaders = find_loaders(names.used, namespace)
+    free_elsewhere, other_processes = other_devices(device)
+    return Notebook(
+        after=after,
+        holders=holders,
+        variables_on_device=_variables(owned, set(namespace), namespace, device),
+        inputs_on_device=_variables(
+            owned, (names.used & names.unchanged) - names.bound_first, namespace, device
+        ),
+        leftovers=tuple(part for part in owned if part.names <= removable),
+        leftover_graphs=leftover_graphs,
+        about_to_be_rebound=_about_to_be_rebound(owned, names),
+        left_by_failed_run=_left_by_failed_run(owned, unnamed, names, namespace),
+        reset_code=_reset_code(frames, filled, names, namespace),
+        models=tuple(
+            model for model in frames.models_alive if model.local or model.name in names.used
+        ),
+        optimizers=tuple(
+            optimizer
+            for optimizer in frames.optimizers_alive
+            if optimizer.local or optimizer.name in names.used
+        ),
+        loaders=loaders,
+        trainer=find_trainer(
+            names.used | (names.bound_first & namespace.keys()),
+            namespace,
+            frames.text,
+            _history(shell),
+        ),
+        batch_sizes=_batch_sizes(frames, names.used, namespace, loaders),
+        device_names=_device_names(device, names.used, namespace),
+        free_elsewhere=free_elsewhere,
+        other_processes=other_processes,
+        has_fused_attention=Device.parse(device).backend in FUSED_ATTENTION,
+    )
 
 
-def _is_batch(value: object, name: str) -> TypeGuard[int]:
-    return is_batch_name(name) and type(value) is int and value > 1
+def _holders(owned: Iterable[Ownership], device: str) -> tuple[Holder, ...]:
+    """Return who holds memory on the device, largest first: the sets of names, and torch's workspaces of cuBLAS."""
+    holders = [
+        Holder(", ".join(sorted(part.names)), device, part.nbytes, part.kind) for part in owned
+    ]
+    workspace = segments.workspace_bytes().get(device, 0)
+    if workspace:
+        holders.append(Holder(CUBLAS, device, workspace, WORKSPACE))
+    return tuple(sorted(holders, key=lambda holder: -holder.nbytes))
 
 
-def _holders(
+def _variables(
     owned: Sequence[Ownership], names: set[str], namespace: Mapping[str, object], device: str
 ) -> tuple[Holder, ...]:
     """Return the variables of these names with memory on the device, what they share counted for each."""
@@ -263,9 +251,127 @@ def _holders(
     for part in owned:
         totals.update(dict.fromkeys(sorted(part.names & names), part.nbytes))
     return tuple(
-        Holder(name, device, each, ownership.kind_of(namespace[name]))
-        for name, each in totals.items()
+        Holder(name, device, nbytes, ownership.kind_of(namespace[name]))
+        for name, nbytes in totals.items()
     )
+
+
+def _about_to_be_rebound(owned: Iterable[Ownership], names: _Names) -> dict[str, int]:
+    """Return the bytes of old values that the cell does not read: they were alive while it made their successors."""
+    old = (names.unchanged & names.bound_first) - names.read_first
+    nbytes = dict.fromkeys(sorted(old), 0)
+    for part in owned:
+        if len(part.names) == 1:
+            (name,) = part.names
+            if name in nbytes:
+                nbytes[name] += part.nbytes
+    return nbytes
+
+
+def _left_by_failed_run(
+    owned: Iterable[Ownership], unnamed: int, names: _Names, namespace: Mapping[str, object]
+) -> tuple[str, ...]:
+    """Return the variables that the cell left behind and makes anew when it runs again.
+
+    Of a graph a name holds no more than its end: where much has no name, small ones count as well.
+    """
+    left: set[str] = set()
+    for part in owned:
+        if max(part.nbytes, unnamed) >= LARGE:
+            left |= part.names
+    made_anew = names.bound_first - names.read_first
+    return tuple(sorted(made_anew & left & namespace.keys()))
+
+
+def _filled(
+    owned: Iterable[Ownership], grew: int, names: _Names, namespace: Mapping[str, object]
+) -> list[str]:
+    """Return the lists and dicts of earlier cells that the cell does not use and that hooks may have filled.
+
+    What they hold is no more than the memory `grew` by over the cell.
+    """
+    candidates = names.unchanged - names.used
+    filled = []
+    for part in owned:
+        if len(part.names) == 1 and LARGE <= part.nbytes <= grew:
+            (name,) = part.names
+            if name in candidates and isinstance(namespace[name], dict | list):
+                filled.append(name)
+    return filled
+
+
+def _reset_code(
+    frames: Frames, filled: Iterable[str], names: _Names, namespace: Mapping[str, object]
+) -> dict[str, str]:
+    """Return the code that clears what the failed run left in values that the cell does not make anew.
+
+    These are what hooks have filled, and the state of Adams that failed in their first step, which lacks parts.
+    """
+    codes = {}
+    if frames.stage is Stage.STEP:
+        for optimizer in frames.optimizers_alive:
+            is_half_made = 0 < optimizer.state_nbytes < 2 * optimizer.nbytes
+            if is_half_made and optimizer.kind in training.ADAMS and not optimizer.local:
+                codes[optimizer.name] = f"{optimizer.name}.state.clear()"
+    for name in filled:
+        codes[name] = f"{name}.clear()"
+    return {
+        name: code
+        for name, code in codes.items()
+        if name in namespace and name not in names.bound_first
+    }
+
+
+def _device_names(device: str, used: set[str], namespace: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the variables that the cell uses and that name the device; ``"cuda"`` is ``"cuda:0"`` too."""
+    import torch
+
+    backend, index = Device.parse(device)
+    same = (device, backend) if index == 0 else (device,)
+    found = []
+    for name in sorted(used):
+        value = namespace[name]
+        if type(value) in (str, torch.device) and str(value) in same:
+            found.append(name)
+    return tuple(found)
+
+
+def _history(shell: object | None) -> list[str]:
+    """Return the texts of the cells so far, by their numbers."""
+    cells = getattr(shell, "user_ns", {}).get("In")
+    return [cell for cell in cells if isinstance(cell, str)] if isinstance(cells, list) else []
+
+
+def _batch_sizes(
+    frames: Frames, used: set[str], namespace: Mapping[str, object], loaders: Iterable[Loader]
+) -> tuple[BatchSize, ...]:
+    """Return the batch sizes of the cell, and of the function in another cell that failed."""
+    cell, failing = frames.cell, frames.failing_text
+    if cell is None:
+        return ()
+    found = list(cell.batches)  # those that the cell writes, then of what it uses
+    for name in sorted(used - {batch.name for batch in found}):
+        value = namespace[name]
+        if _is_batch(value, name):
+            found.append(BatchSize(name, value))
+    if not found:
+        of_loaders = [BatchSize(each.name, each.batch_size, loader=True) for each in loaders]
+        of_objects = [
+            BatchSize(code, int(number))
+            for code, number in frames.numbers.items()
+            if "." in code and _is_batch(number, code.rpartition(".")[2])
+        ]
+        # A loader says no more than the number it was made with; one that the cell makes itself is made of another.
+        is_made_here = "DataLoader" in cell.attributes
+        first, second = (of_objects, of_loaders) if is_made_here else (of_loaders, of_objects)
+        found = first or second
+    if failing is not None and failing.cell:
+        found += batches_in(failing.tree, failing.cell)
+    return tuple(found)
+
+
+def _is_batch(value: object, name: str) -> TypeGuard[int]:
+    return is_batch_name(name) and type(value) is int and value > 1
 
 
 def kept_graphs(
@@ -279,21 +385,33 @@ def kept_graphs(
 
     A graph counts if each of its tensors is kept by a removable name, and otherwise only by names the cell binds first.
     """
-    totals: Counter[str] = Counter()
+    freed_by: Counter[str] = Counter()  # the bytes that each line of code frees
     for row in scan.scan(namespace, devices=(device,), shell=shell):
         if row.in_graph and row.frees and not row.releasable:
-            totals[row.frees] += row.nbytes or 0
-    nbytes, names, statements = 0, frozenset[str](), dict[str, None]()
-    for line, bytes_freed in totals.items():
+            freed_by[row.frees] += row.nbytes or 0
+    nbytes = 0
+    names = set[str]()
+    statements: dict[str, None] = {}
+    for line, bytes_freed in freed_by.items():
         parsed = ast.parse(line).body
-        changed = [
-            target for each in parsed if isinstance(each, ast.Assign) for target in each.targets
-        ]
-        keeping = frozenset[str]().union(*map(names_in, changed))
+        keeping = _assigned_names(parsed)
         if keeping & removable and keeping <= removable | remade:
-            nbytes, names = nbytes + bytes_freed, names | keeping
+            nbytes += bytes_freed
+            names |= keeping
             statements |= dict.fromkeys(map(ast.unparse, parsed))
-    return Ownership(names, nbytes, code="\n".join(statements)) if nbytes else None
+    if not nbytes:
+        return None
+    return Ownership(frozenset(names), nbytes, code="\n".join(statements))
+
+
+def _assigned_names(statements: Iterable[ast.stmt]) -> set[str]:
+    """Return the names in the targets of assignments."""
+    names = set[str]()
+    for statement in statements:
+        if isinstance(statement, ast.Assign):
+            for target in statement.targets:
+                names |= names_in(target)
+    return names
 
 
 def find_loaders(names: Iterable[str], namespace: Mapping[str, object]) -> tuple[Loader, ...]:
@@ -319,75 +437,9 @@ def other_devices(device: str) -> tuple[dict[str, int], int | None]:
     """
     backend = Device.parse(device).backend
     figures = devices.driver_figures({backend})
-    alike = {
-        other: each.free
-        for other, each in figures.items()
-        if Device.parse(other).backend == backend
-    }
-    free = {
-        other: nbytes for other, nbytes in alike.items() if other != device and nbytes is not None
-    }
+    free = {}
+    for other, driver in figures.items():
+        is_alike = other != device and Device.parse(other).backend == backend
+        if is_alike and driver.free is not None:
+            free[other] = driver.free
     return free, figures[device].other_processes if device in figures else None
-
-
-_LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
-
-
-def find_trainer(
-    names: Iterable[str],
-    namespace: Mapping[str, object],
-    cell: CellText | None,
-    history: Sequence[str],
-) -> Trainer | None:
-    """Return the trainer among the names of a cell, where its text or an earlier cell's shows how it was made.
-
-    `history` has the texts of the cells so far, by their numbers.
-    """
-    for name in sorted(names):
-        library, kind = _kind_of(namespace[name])
-        found = (cell, _earlier(name, namespace, kind, history)) if kind else ()
-        for text, call in calls(filter(None, found), kind):
-            return Trainer(library, text, call)
-    return None
-
-
-def _kind_of(value: object) -> tuple[str, str]:
-    """Return the library of a trainer or of its arguments, and the class that is told how to train; else nothing."""
-    bases = _bases(value)
-    if any(str(module).startswith(_LIGHTNING) and name == "Trainer" for module, name in bases):
-        return "lightning", name_of_type(type(value))
-    if ("transformers.trainer", "Trainer") in bases:
-        value = attributes_of(value).get("args")
-        bases = _bases(value)
-    is_told = ("transformers.training_args", "TrainingArguments") in bases
-    return ("transformers", name_of_type(type(value))) if is_told else ("", "")
-
-
-def _bases(value: object) -> set[tuple[object, str]]:
-    """Return the modules and the names of an object's classes, without a word from a metaclass."""
-    return {(dict_of(each).get("__module__"), name_of_type(each)) for each in mro_of(type(value))}
-
-
-def _earlier(
-    name: str, namespace: Mapping[str, object], kind: str, history: Sequence[str]
-) -> CellText | None:
-    """Return the statements of earlier cells that made a trainer and its arguments, as one text."""
-    made = {  # the last statement outside of functions that bound a variable
-        target.id: (number, text.code(node))
-        for number, text in enumerate(map(texts.parse, history))
-        if text is not None
-        for node in text.tree.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    if name not in made:
-        return None
-    used = sorted(names_in(ast.parse(made[name][1])) - {name})
-    told = [
-        made[each]
-        for each in used
-        if each in made and name_of_type(type(namespace.get(each))) == kind
-    ]
-    both = dict.fromkeys((*told, made[name]))
-    return texts.parse("\n".join(statement for _, statement in both), f"In [{next(iter(both))[0]}]")

@@ -13,13 +13,14 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from gpumagic import notebook
+from gpumagic.advice.facts import Memory
 from gpumagic.errors import OptionError
 from gpumagic.heap import release
 from gpumagic.heap.holders import Identities
 from gpumagic.memory import allocator
 from gpumagic.notebook import interrupts
 from gpumagic.oom import failure, recognition
-from gpumagic.oom.failure import Failure, GuardState
+from gpumagic.oom.failure import Failure, GuardState, Recognized
 from gpumagic.oom.shell import LateTraceback
 from gpumagic.oom.watch import CellWatch
 from gpumagic.source import frames
@@ -74,6 +75,8 @@ class OomGuard(contextlib.ContextDecorator):
     """How often the block was run again."""
     _recovered: bool = field(default=False, init=False)
     _traceback: LateTraceback | None = field(default=None, init=False)
+    _recognized: Recognized | None = field(default=None, init=False)
+    """The last error that the shell was about to show, if it is out-of-memory."""
 
     def __post_init__(self) -> None:
         names = (
@@ -109,10 +112,15 @@ class OomGuard(contextlib.ContextDecorator):
         """Record how the block ended; after out-of-memory, read its frames while they are whole."""
         self.restore()
         self._recovered = error is None and self.failure is not None
+        recognized = self._recognized
+        self._recognized = None
         if error is not None:
-            self.failure = (
-                failure.examine(error, self._state) if isinstance(error, Exception) else None
-            )
+            if recognized is None or not recognized.is_of(error):
+                recognized = failure.recognise(error, self._state.outside)
+            if recognized is not None:
+                self.failure = failure.examine(error, recognized, self._state)
+            else:
+                self.failure = None
         if self.failure is None:
             self.show_error()
 
@@ -144,14 +152,14 @@ class OomGuard(contextlib.ContextDecorator):
         `result` is IPython's of the cell; its error is replaced by `OutOfMemory`, or by None to go on.
         """
         if self.failure is not None and not self._recovered:
-            if self.seconds and self.failure.facts.memory == "device":
+            if self.seconds and self.failure.event.memory is Memory.DEVICE:
                 from gpumagic.advice.trials import start_worker
 
-                start_worker(self.failure.facts.device or "")
+                start_worker(self.failure.event.device or "")
             if not self.debug:
                 self.release_failure(result.error_in_exec)
                 # The result would keep what the error's arguments hold; without a report the cell has failed as well.
-                result.error_in_exec = self._in_a_line()
+                result.error_in_exec = self._one_line_error()
                 release.reclaim()
             if self.keep_going:
                 result.error_in_exec = None
@@ -187,7 +195,7 @@ class OomGuard(contextlib.ContextDecorator):
             return False
         raised = None
         if error is not None and not self.debug:
-            raised = self._in_a_line()
+            raised = self._one_line_error()
             self.release_failure(error)
             del error
             release.reclaim()
@@ -210,21 +218,17 @@ class OomGuard(contextlib.ContextDecorator):
         return self  # one report, of the last call that failed
 
     def _recognises(self, error: BaseException) -> bool:
-        now = allocator.all_device_stats()
-        return (
-            isinstance(error, Exception)
-            and failure.recognise(error, self._state.outside, now)[0] is not None
-        )
+        """Return whether the shell is about to show an out-of-memory error, which `close` then need not recognise."""
+        self._recognized = failure.recognise(error, self._state.outside)
+        return self._recognized is not None
 
-    def _in_a_line(self) -> BaseException:
+    def _one_line_error(self) -> BaseException:
         """Return the error that a guarded cell fails with; it keeps nothing alive."""
         assert self.failure is not None
-        facts, message = self.failure.facts, self.failure.event.message
-        where = f" in line {facts.line}" if facts.line is not None else ""
-        what = (
-            f"{facts.device} ran out of memory{where}" if facts.device else f"out of memory{where}"
-        )
-        error: BaseException = recognition.OutOfMemory(f"{what} ({message})")
+        event, line = self.failure.event, self.failure.frames.line
+        what = f"{event.device} ran out of memory" if event.device else "out of memory"
+        where = f" in line {line}" if line is not None else ""
+        error: BaseException = recognition.OutOfMemory(f"{what}{where} ({event.message})")
         return error
 
     @interrupts.held()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpumagic.advice.facts import SAVING_METHODS, Model, Optimizer, Ownership
 from gpumagic.heap import branches, holders, kinds
@@ -78,50 +78,77 @@ def kind_of(value: object) -> str:
     )
 
 
-def find_models_and_optimizers(
-    known: list[tuple[str, object, bool]], device: str
-) -> tuple[tuple[Model, ...], tuple[Optimizer, ...]]:
-    """Return the modules with parameters on the device, largest first, and the optimizers of such; each once.
+class Variable(NamedTuple):
+    """A value by one of its names."""
 
-    `known` are names, values, and whether only a function's variable has that name.
-    """
+    name: str
+    value: object
+    is_local: bool = False
+    """Whether only a function's variable has that name."""
+
+
+def find_models_and_optimizers(
+    variables: list[Variable], device: str
+) -> tuple[tuple[Model, ...], tuple[Optimizer, ...]]:
+    """Return the modules with parameters on the device, largest first, and the optimizers of such; each once."""
+    models, names_by_parameter = _find_models(variables, device)
+    return models, _find_optimizers(variables, device, names_by_parameter)
+
+
+def _find_models(
+    variables: list[Variable], device: str
+) -> tuple[tuple[Model, ...], dict[int, set[str]]]:
+    """Return the modules on the device, and for the id of each parameter the names of the modules that have it."""
     import torch
 
     models: dict[int, Model] = {}
-    optimizers: dict[int, Optimizer] = {}
-    having: dict[int, set[str]] = {}  # the names of the modules that have a parameter, by its id
-    for name, value, local in known:
-        if issubclass(type(value), torch.nn.Module):
-            inside = list(kinds.modules_in(value))
-            parameters = {
-                id(each): each
-                for _, one in inside
-                for _, each in kinds.registered(one, "_parameters")
-            }
-            for key in parameters:
-                having.setdefault(key, set()).add(name)
-            here = _on_device(parameters.values(), device)
-            methods = tuple(
-                each
-                for each in SAVING_METHODS
-                if branches.class_attribute(type(value), each) is not None
-            )
-            is_metric = SAVING_METHODS[-1] in methods  # it has no parameters
-            if (here or is_metric) and id(value) not in models:
-                models[id(value)] = _model(name, inside, here, methods, local=local)
-    for name, value, local in known:
-        optimizer = (
-            kinds.unwrapped(value) if issubclass(type(value), torch.optim.Optimizer) else None
+    names_by_parameter: dict[int, set[str]] = {}
+    for name, value, is_local in variables:
+        if not issubclass(type(value), torch.nn.Module):
+            continue
+        inside = list(kinds.modules_in(value))
+        parameters: dict[int, Any] = {}
+        for _, module in inside:
+            for _, parameter in kinds.registered(module, "_parameters"):
+                parameters[id(parameter)] = parameter
+        for key in parameters:
+            names_by_parameter.setdefault(key, set()).add(name)
+        here = _on_device(parameters.values(), device)
+        methods = tuple(
+            method
+            for method in SAVING_METHODS
+            if branches.class_attribute(type(value), method) is not None
         )
-        if optimizer is not None and id(optimizer) not in optimizers:
-            groups = kinds.parameter_groups(optimizer)
-            here = _on_device((each for group in groups for each in group["params"]), device)
-            if here:
-                updated = frozenset[str]().union(*(having.get(id(each), ()) for each in here))
-                optimizers[id(optimizer)] = _optimizer(name, optimizer, here, updated, local=local)
-    return tuple(sorted(models.values(), key=lambda model: -model.nbytes)), tuple(
-        optimizers.values()
-    )
+        is_metric = SAVING_METHODS[-1] in methods  # it has no parameters
+        if (here or is_metric) and id(value) not in models:
+            models[id(value)] = _model(name, inside, here, methods, local=is_local)
+    by_size = sorted(models.values(), key=lambda model: -model.nbytes)
+    return tuple(by_size), names_by_parameter
+
+
+def _find_optimizers(
+    variables: list[Variable], device: str, names_by_parameter: Mapping[int, set[str]]
+) -> tuple[Optimizer, ...]:
+    """Return the optimizers of parameters on the device, with the names of the modules that have these."""
+    import torch
+
+    optimizers: dict[int, Optimizer] = {}
+    for name, value, is_local in variables:
+        if not issubclass(type(value), torch.optim.Optimizer):
+            continue
+        optimizer = kinds.unwrapped(value)
+        if id(optimizer) in optimizers:
+            continue
+        groups = kinds.parameter_groups(optimizer)
+        here = _on_device((parameter for group in groups for parameter in group["params"]), device)
+        if here:
+            updated = set[str]()
+            for parameter in here:
+                updated |= names_by_parameter.get(id(parameter), set())
+            optimizers[id(optimizer)] = _optimizer(
+                name, optimizer, here, frozenset(updated), local=is_local
+            )
+    return tuple(optimizers.values())
 
 
 def tensors_of(owner: Any) -> list[Any]:
@@ -186,18 +213,20 @@ def _model(
         _nbytes(parameters),
         _nbytes(parameters, torch.float32),
         frozen=frozen,
-        gradients=_nbytes(gradients),
+        gradient_nbytes=_nbytes(gradients),
         training=bool(branches.attributes_of(module).get("training")),
         checkpoints=_checkpoints(inside),
         blocks=_blocks(name, inside),
         local=local,
-        methods=methods,
+        saving_methods=methods,
         embeddings=tuple(
             _code(name, path, inside) for path, weight in weights if _nbytes(weight) >= LARGE
         ),
         sequential=issubclass(type(module), torch.nn.Sequential),
-        in_place=any(branches.attributes_of(each).get("inplace") is True for _, each in inside),
-        uneven=tuple(word for part, word in UNEVEN if any(part in each for each in layers)),
+        writes_in_place=any(
+            branches.attributes_of(each).get("inplace") is True for _, each in inside
+        ),
+        uneven_layers=tuple(word for part, word in UNEVEN if any(part in each for each in layers)),
     )
 
 
@@ -269,7 +298,7 @@ def _optimizer(
         name,
         branches.name_of_type(type(optimizer)),
         _nbytes(parameters),
-        state=_nbytes(tensors),
+        state_nbytes=_nbytes(tensors),
         fused=dict.get(defaults, "fused"),
         local=local,
         models=models,

@@ -20,7 +20,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpumagic.advice.facts import PINNED
+from gpumagic.advice.facts import Certainty, Kind, Memory
 from gpumagic.source import frames
 
 if TYPE_CHECKING:
@@ -30,138 +30,149 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """One way of running out of memory."""
+class Signature:
+    """How one way of running out of memory is known."""
 
-    name: str
-    text: str
+    kind: Kind
+    pattern: str
     """Regular expression searched in the exception's text."""
-    certainty: str = "certain"
-    """``"certain"``; ``"probable"``: other faults have the same text; ``"not-oom"``: torch's error of this type without
-    a shortage."""
-    memory: str = "device"
-    """What ran out: ``"device"``, ``"host"`` or ``"shared"`` (/dev/shm) memory."""
+    certainty: Certainty = "certain"
+    memory: Memory = Memory.DEVICE
     backend: str | None = None
     """Torch's name of the device type, where the text settles it."""
     needs_low_free: bool = False
     """True where the text alone proves nothing: believed only if the device is known to be nearly full."""
-    allocator: bool = False
+    is_allocator: bool = False
     """True for torch's caching allocators, which empty their cache and try again before they raise."""
 
 
-KINDS: tuple[Kind, ...] = (
+SIGNATURES: tuple[Signature, ...] = (
     # torch's caching allocators.
-    Kind("size bug", r"[Tt]ried to allocate more than 1EB", "not-oom", allocator=True),
-    Kind(
-        "memory fraction",
+    Signature(Kind.SIZE_BUG, r"[Tt]ried to allocate more than 1EB", "not-oom", is_allocator=True),
+    Signature(
+        Kind.MEMORY_FRACTION,
         r"preemptively rejected because it would exceed per_process_memory_fraction",
         backend="cuda",
-        allocator=True,
+        is_allocator=True,
     ),
-    Kind(
-        "cuda async allocator",
+    Signature(
+        Kind.CUDA_ASYNC_ALLOCATOR,
         r"Allocation on device ([\d\x01-\x1f]* ?would exceed|\Z)",
         backend="cuda",
     ),
-    Kind("cuda allocator", r"CUDA out of memory\.", backend="cuda", allocator=True),
-    Kind("rocm allocator", r"HIP out of memory\.", backend="cuda", allocator=True),
-    Kind("xpu allocator", r"XPU out of memory\.", backend="xpu", allocator=True),
-    Kind("mps allocator", r"MPS backend out of memory", backend="mps", allocator=True),
-    Kind(
-        "xpu block limit",
+    Signature(Kind.CUDA_ALLOCATOR, r"CUDA out of memory\.", backend="cuda", is_allocator=True),
+    Signature(Kind.ROCM_ALLOCATOR, r"HIP out of memory\.", backend="cuda", is_allocator=True),
+    Signature(Kind.XPU_ALLOCATOR, r"XPU out of memory\.", backend="xpu", is_allocator=True),
+    Signature(Kind.MPS_ALLOCATOR, r"MPS backend out of memory", backend="mps", is_allocator=True),
+    Signature(
+        Kind.XPU_BLOCK_LIMIT,
         r"can NOT allocate memory block with size larger than 4\s*GB",
         backend="xpu",
     ),
-    Kind("xpu driver", r"UR_RESULT_ERROR_OUT_OF_(DEVICE_MEMORY|RESOURCES)", backend="xpu"),
-    Kind("accelerator allocator", r"\b\w+ out of memory\. Tried to allocate", allocator=True),
-    Kind(
-        "expandable segments",
+    Signature(Kind.XPU_DRIVER, r"UR_RESULT_ERROR_OUT_OF_(DEVICE_MEMORY|RESOURCES)", backend="xpu"),
+    Signature(
+        Kind.ACCELERATOR_ALLOCATOR, r"\b\w+ out of memory\. Tried to allocate", is_allocator=True
+    ),
+    Signature(
+        Kind.EXPANDABLE_SEGMENTS,
         r"expandable_segments: memory (mapping|allocation) failed with OOM",
         backend="cuda",
     ),
     # CUDA and its libraries, which ask the driver directly.
-    Kind(
-        "nccl",
+    Signature(
+        Kind.NCCL,
         r"(NCCL|nccl).*(Failed to CUDA calloc|Cuda failure.{0,12}out of memory)",
         backend="cuda",
     ),
-    Kind("rmm", r"std::bad_alloc: (out_of_memory|CUDA error)", backend="cuda"),
-    Kind("cuda driver", r"(CUDA|HIP) driver error: out of memory", backend="cuda"),
-    Kind(
-        "cuda runtime",
+    Signature(Kind.RMM, r"std::bad_alloc: (out_of_memory|CUDA error)", backend="cuda"),
+    Signature(Kind.CUDA_DRIVER, r"(CUDA|HIP) driver error: out of memory", backend="cuda"),
+    Signature(
+        Kind.CUDA_RUNTIME,
         r"(CUDA|HIP) error: out of memory|cudaErrorMemoryAllocation|hipErrorOutOfMemory",
         backend="cuda",
     ),
-    Kind("cublas", r"(CU|HIP|ROC)BLAS_STATUS_ALLOC_FAILED", "probable", backend="cuda"),
-    Kind(
-        "cublas",
+    Signature(Kind.CUBLAS, r"(CU|HIP|ROC)BLAS_STATUS_ALLOC_FAILED", "probable", backend="cuda"),
+    Signature(
+        Kind.CUBLAS,
         r"(CU|HIP|ROC)BLAS_STATUS_NOT_INITIALIZED",
         "probable",
         backend="cuda",
         needs_low_free=True,
     ),
-    Kind(
-        "cudnn",
+    Signature(
+        Kind.CUDNN,
         r"(CUDNN|MIOPEN)_STATUS_ALLOC_FAILED|miopenStatusAllocFailed",
         "probable",
         backend="cuda",
     ),
-    Kind(
-        "cudnn",
+    Signature(
+        Kind.CUDNN,
         r"CUDNN_STATUS_(NOT_SUPPORTED|INTERNAL_ERROR|EXECUTION_FAILED)|Unable to find a valid cuDNN algorithm"
         r"|GET was unable to find an engine to execute this computation",
         "probable",
         backend="cuda",
         needs_low_free=True,
     ),
-    Kind(
-        "cusolver or cusparse",
+    Signature(
+        Kind.CUSOLVER_OR_CUSPARSE,
         r"CU(SOLVER|SPARSE|FFT|RAND)_(STATUS_)?ALLOC_FAILED",
         "probable",
         backend="cuda",
     ),
     # Other frameworks on the same device.
-    Kind("cupy", r"Out of memory allocating [\d,]+ bytes \(allocated so far", backend="cuda"),
-    Kind(
-        "jax",
+    Signature(
+        Kind.CUPY, r"Out of memory allocating [\d,]+ bytes \(allocated so far", backend="cuda"
+    ),
+    Signature(
+        Kind.JAX,
         r"RESOURCE_EXHAUSTED.*([Oo]ut of memory|allocat)|Failed to allocate request for .* on device ordinal",
     ),
-    Kind("tensorflow", r"OOM when allocating tensor with shape.*device:GPU", backend="cuda"),
-    Kind("tensorflow (host)", r"OOM when allocating tensor with shape", memory="host"),
+    Signature(
+        Kind.TENSORFLOW, r"OOM when allocating tensor with shape.*device:GPU", backend="cuda"
+    ),
+    Signature(Kind.TENSORFLOW_HOST, r"OOM when allocating tensor with shape", memory=Memory.HOST),
     # Shared memory between DataLoader workers.
-    Kind(
-        "shared memory",
+    Signature(
+        Kind.SHARED_MEMORY,
         r"unable to (mmap|write|allocate shared memory|resize|open shared memory).{0,300}"
         r"(Cannot allocate memory \(12\)|No space left on device \(28\))",
-        memory="shared",
+        memory=Memory.SHARED,
     ),
-    Kind(
-        "dataloader bus error", r"DataLoader worker.*killed by signal: Bus error", memory="shared"
+    Signature(
+        Kind.DATALOADER_BUS_ERROR,
+        r"DataLoader worker.*killed by signal: Bus error",
+        memory=Memory.SHARED,
     ),
-    Kind(
-        "dataloader killed",
+    Signature(
+        Kind.DATALOADER_KILLED,
         r"DataLoader worker.*killed by signal: Killed",
         "probable",
-        memory="host",
+        memory=Memory.HOST,
     ),
     # Host memory.
-    Kind("numpy", r"Unable to allocate [\d.]+ \w+ for an array with shape", memory="host"),
-    Kind(
-        "host allocator",
+    Signature(
+        Kind.NUMPY, r"Unable to allocate [\d.]+ \w+ for an array with shape", memory=Memory.HOST
+    ),
+    Signature(
+        Kind.HOST_ALLOCATOR,
         r"DefaultCPUAllocator: can't allocate memory|alloc_cpu.*Cannot allocate memory"
         r"|not enough memory: you tried to allocate|\bstd::bad_alloc\b",
-        memory="host",
+        memory=Memory.HOST,
     ),
-    Kind("python", r"Caught MemoryError in (DataLoader worker|replica|pin memory)", memory="host"),
+    Signature(
+        Kind.PYTHON,
+        r"Caught MemoryError in (DataLoader worker|replica|pin memory)",
+        memory=Memory.HOST,
+    ),
 )
 
-BY_CLASS: dict[str, Kind] = {
-    "OutOfMemoryError": Kind("accelerator allocator", "", allocator=True),
-    "MemoryError": Kind("python", "", memory="host"),
+BY_CLASS: dict[str, Signature] = {
+    "OutOfMemoryError": Signature(Kind.ACCELERATOR_ALLOCATOR, "", is_allocator=True),
+    "MemoryError": Signature(Kind.PYTHON, "", memory=Memory.HOST),
 }
-"""The kind of an exception whose text matches no row, by the name of one of its classes."""
+"""The signature of an exception whose text matches no row, by the name of one of its classes."""
 
-PINNING = Kind(PINNED, "", "probable", memory="host")
+PINNING = Signature(Kind.PINNED_MEMORY, "", "probable", memory=Memory.HOST)
 """A failed ``cudaHostAlloc``: its text is that of any failure of the CUDA runtime, only its line tells."""
 
 _UNITS = {"b": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4, "p": 1024**5}
@@ -244,10 +255,10 @@ NEARLY_FULL = 1024**3
 """Free bytes below which a library's vague failure is taken for out-of-memory."""
 
 
-class OomEvent(NamedTuple):
-    """An out-of-memory error, as far as the exception alone tells."""
+class Recognition(NamedTuple):
+    """What an out-of-memory error says of itself."""
 
-    kind: Kind
+    signature: Signature
     """Its backend is the one that the text names."""
     numbers: Numbers
     message: str
@@ -260,16 +271,16 @@ class OomEvent(NamedTuple):
     def device(self) -> str | None:
         """Such as ``"cuda:1"``; None where the text does not settle it."""
         is_named = (
-            self.kind.memory == "device"
-            and self.kind.backend is not None
+            self.signature.memory is Memory.DEVICE
+            and self.signature.backend is not None
             and self.numbers.index is not None
         )
-        return f"{self.kind.backend}:{self.numbers.index}" if is_named else None
+        return f"{self.signature.backend}:{self.numbers.index}" if is_named else None
 
 
 def recognise(
     error: BaseException, free: int | None = None, outside: Collection[int] = ()
-) -> OomEvent | None:
+) -> Recognition | None:
     """Return what ran out, or None for any other exception; causes, contexts and group members are read too.
 
     Args:
@@ -277,42 +288,54 @@ def recognise(
         free: bytes free on the fullest device in use; settles texts that mean several things.
         outside: ids of exceptions that were being handled before, and are none of this one's.
     """
-    probable = None
-    for each in frames.related_exceptions(error, outside):
-        text = frames.text_of(each)
-        kind = _kind_of(each, text)
-        if kind is None:
+    first_probable = None
+    for related in frames.related_exceptions(error, outside):
+        text = frames.text_of(related)
+        signature = _signature_of(related, text)
+        if signature is None:
             continue
-        is_vague = kind.certainty == "probable" and kind.memory == "device"
-        if is_vague and (kind.needs_low_free if free is None else free >= NEARLY_FULL):
-            continue
-        numbers, word = read_numbers(text), text.partition(" out of memory")[0].rpartition(" ")[2]
-        if kind.backend is None and word.isalnum() and " out of memory. Tried" in text:
-            kind = replace(kind, backend=word.lower())
+        if signature.certainty == "probable" and signature.memory is Memory.DEVICE:
+            is_doubtful = signature.needs_low_free if free is None else free >= NEARLY_FULL
+            if is_doubtful:
+                continue
+        if signature.backend is None and " out of memory. Tried" in text:
+            word = text.partition(" out of memory")[0].rpartition(" ")[2]
+            if word.isalnum():
+                signature = replace(signature, backend=word.lower())
+        numbers = read_numbers(text)
         if numbers.capped:
-            kind = replace(kind, name="memory fraction")
-        event = OomEvent(kind, numbers, frames.summary_line(each), frames.summary_line(error), text)
-        if kind.certainty != "probable":
-            return event
-        probable = probable or event
-    return probable
+            signature = replace(signature, kind=Kind.MEMORY_FRACTION)
+        recognition = Recognition(
+            signature,
+            numbers,
+            message=frames.summary_line(related),
+            raised=frames.summary_line(error),
+            text=text,
+        )
+        if signature.certainty != "probable":
+            return recognition
+        first_probable = first_probable or recognition
+    return first_probable
 
 
-def _kind_of(error: BaseException, text: str) -> Kind | None:
+def _signature_of(error: BaseException, text: str) -> Signature | None:
+    """Return the first signature that fits one exception: by its text, else by its class."""
     cls = type(error)
     is_builtin = getattr(builtins, cls.__name__, None) is cls
-    if (
-        is_builtin
-        and not issubclass(cls, RuntimeError | MemoryError | OSError | SystemError)
-        and cls is not Exception
-    ):
-        return None  # one that no allocator raises, whatever its text says
-    kind = next((kind for kind in KINDS if re.search(kind.text, text, re.DOTALL)), None)
-    if kind is None and isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return Kind("operating system", "", memory="host")  # fork, mmap
-    return kind or next(
-        (BY_CLASS[each.__name__] for each in cls.__mro__ if each.__name__ in BY_CLASS), None
+    can_be_oom = cls is Exception or issubclass(
+        cls, RuntimeError | MemoryError | OSError | SystemError
     )
+    if is_builtin and not can_be_oom:
+        return None  # no allocator raises it, whatever its text says
+    for signature in SIGNATURES:
+        if re.search(signature.pattern, text, re.DOTALL):
+            return signature
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return Signature(Kind.OPERATING_SYSTEM, "", memory=Memory.HOST)  # fork, mmap
+    for base in cls.__mro__:
+        if base.__name__ in BY_CLASS:
+            return BY_CLASS[base.__name__]
+    return None
 
 
 def __getattr__(name: str) -> object:

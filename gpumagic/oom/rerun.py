@@ -95,14 +95,10 @@ class Rerun(guards.BodyRuns):
     def next(self, outcome: BodyOutcome) -> str | None:
         """Return the code to run next, once state and memory are restored; None if the outcome stands."""
         error, self._fits = outcome.error_in_exec, outcome.error_in_exec is None
-        facts = (
-            self._guard.failure.facts
-            if self._guard.failure is not None and not self._fits
-            else None
-        )
-        if not self._fits and facts is None:
+        failure = None if self._fits else self._guard.failure
+        if not self._fits and failure is None:
             return None  # another error, or Ctrl-C
-        line = facts.line if facts is not None else None
+        line = failure.frames.line if failure is not None else None
         last = Try(
             self._size,
             self._elsewhere.device if self._elsewhere is not None else None,
@@ -110,13 +106,13 @@ class Rerun(guards.BodyRuns):
             line,
         )
         self._tries.append(last)
-        if error is None or facts is None or self._elsewhere is not None:
+        if error is None or failure is None or self._elsewhere is not None:
             return None
         if self._size is not None and self._size > 1:
             self._size //= 2
             now = f"{self._plan.shrink} = {self._size}"
         else:
-            device = _elsewhere(self._plan.fallback, facts.device)
+            device = _elsewhere(self._plan.fallback, failure.event.device)
             if device is None:
                 return None
             variables = getattr(self._function, "__globals__", self._namespace)

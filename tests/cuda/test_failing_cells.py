@@ -13,7 +13,6 @@ import torch
 import gpumagic
 from gpumagic import fakecuda
 from gpumagic.memory.segments import CLEAR_WORKSPACES
-from gpumagic.oom import recognition
 from gpumagic.oom.report import OomReport
 from tests.cuda import oom_corpus_cuda
 
@@ -77,7 +76,7 @@ def test_pinned_memory_that_cannot_be_had_is_the_hosts(seen) -> None:
     pinned = seen["pinned"]
     assert pinned["said"].startswith("CUDA error: out of memory")
     assert (pinned["kind"], pinned["cause"], pinned["device"]) == (
-        recognition.PINNED,
+        "pinned memory",
         "host memory",
         "cpu",
     )

@@ -33,6 +33,7 @@ from gpumagic.advice.records import Advice
 from gpumagic.advice.rules.proposal import Choice
 from gpumagic.report.units import parse_size
 from tests.oom import oom_corpus
+from tests.oom.made_facts import changed
 from tests.oom.oom_corpus import Case
 
 OTHERS = Path(__file__).parent / "other_cells"
@@ -363,7 +364,7 @@ def edits(case: Case, shares: Sequence[int] = SHARES) -> list[Proposed]:
     memories = [parse_size(case.memory)] if case.memory else _too_small(case, shares)
     found: dict[tuple[object, ...], Proposed] = {}
     for facts in filter(None, (failed(case, memory) for memory in memories)):
-        for variant in (facts, replace(facts, fused_attention=True)):
+        for variant in (facts, changed(facts, has_fused_attention=True)):
             for each in proposed(variant):
                 if any(each.edit):
                     found.setdefault(each.edit, each)

@@ -193,7 +193,7 @@ def contradictions(report) -> list[str]:
                 else []
             )
             continue
-        if each.covers is not trial.fits or (trial.fits and trial.needs > trial.had):
+        if each.covers is not trial.fits or (trial.fits and trial.needs > trial.available):
             found.append(f"{each.title}: {each.covers}, {trial}")
         if trial.saves is not None and each.frees != trial.saves:
             found.append(f"{each.title}: saves {each.frees}, {trial}")

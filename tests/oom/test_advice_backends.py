@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpumagic.advice.facts import Facts, Loader, TensorFact
+from gpumagic.advice.facts import Loader, TensorFact
 from gpumagic.advice.rules import expressions, limits, parts, verdict
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.source import cell_code, text
+from tests.oom.made_facts import changed, made_facts
 
 MIB, GIB = 2**20, 2**30
-SHORTAGE = Facts(
+SHORTAGE = made_facts(
     "cuda allocator", device="cuda:0", requested=2 * GIB, capacity=8 * GIB, free=GIB, from_allocator=True,
     before=AllocatorStats(GIB, GIB, GIB), at_failure=AllocatorStats(7 * GIB, 7 * GIB, 7 * GIB),
     after=AllocatorStats(GIB, GIB, GIB),
@@ -28,8 +29,8 @@ def one(rule, facts):
 def failing(source, tensors, **changes):
     """Return facts of a cell of one line that failed, with these tensors at work."""
     at = text.parse(source, line=1)
-    return replace(
-        SHORTAGE, cell=cell_code.read_cell(source), failing=at, tensors=tensors, **changes
+    return changed(
+        SHORTAGE, cell=cell_code.read_cell(source), failing_text=at, tensors=tensors, **changes
     )
 
 
@@ -47,7 +48,10 @@ def test_attention_has_the_same_values_fused_and_in_parts(code, fused) -> None:
     fact = TensorFact((2, 2, 300, 16), "float64", q.nbytes, "cuda:0")
     asked = 2 * 2 * 300 * 300 * 8
     facts = failing(
-        f"out = {code}", {"q": fact, "k": fact, "v": fact}, requested=asked, fused_attention=fused
+        f"out = {code}",
+        {"q": fact, "k": fact, "v": fact},
+        requested=asked,
+        has_fused_attention=fused,
     )
     advice = one(expressions.rewritten, facts)
     assert ("scaled_dot_product_attention" in advice.edit) is fused
@@ -65,7 +69,10 @@ def test_attention_that_is_masked_by_hand_is_masked_where_it_is_fused() -> None:
     fact = TensorFact((2, 2, 300, 16), "float32", q.nbytes, "cuda:0")
     code = 'out = ((q @ k.mT) / 4).masked_fill(past == 0, float("-inf")).softmax(-1) @ v'
     facts = failing(
-        code, {"q": fact, "k": fact, "v": fact}, requested=4 * 4 * 300 * 300, fused_attention=True
+        code,
+        {"q": fact, "k": fact, "v": fact},
+        requested=4 * 4 * 300 * 300,
+        has_fused_attention=True,
     )
     names = {"torch": torch, "q": q, "k": k, "v": v, "past": torch.ones(300, 300).tril()}
     outs = []
@@ -78,7 +85,9 @@ def test_attention_that_is_masked_by_hand_is_masked_where_it_is_fused() -> None:
 def test_attention_without_a_dimension_of_heads_has_no_fused_kernel_and_goes_in_parts() -> None:
     fact, asked = TensorFact((2, 300, 16), "float32", 4 * 2 * 300 * 16, "cuda:0"), 4 * 2 * 300 * 300
     code = "out = (q @ k.transpose(-2, -1)).softmax(-1) @ v"
-    facts = failing(code, {"q": fact, "k": fact, "v": fact}, requested=asked, fused_attention=True)
+    facts = failing(
+        code, {"q": fact, "k": fact, "v": fact}, requested=asked, has_fused_attention=True
+    )
     assert one(expressions.rewritten, facts).title == "Attend with 128 queries at a time"
 
 
@@ -105,7 +114,7 @@ def test_the_loss_in_parts_is_the_loss(trains) -> None:
         "labels": TensorFact((24,), "int64", labels.nbytes, "cuda:0"),
     }
     facts = failing(source, there, requested=24 * 1200 * 8)
-    facts = replace(
+    facts = changed(
         facts, line=1, calls_backward=trains,
     )  # fmt: skip
     (choice,) = parts.by_rows(facts)
@@ -127,31 +136,31 @@ def test_the_loss_in_parts_is_the_loss(trains) -> None:
 
 
 def test_a_cap_on_the_process_is_lifted_not_worked_around() -> None:
-    advice = one(limits.fraction, replace(SHORTAGE, kind="memory fraction"))
+    advice = one(limits.fraction, changed(SHORTAGE, kind="memory fraction"))
     assert advice.first == "torch.cuda.set_per_process_memory_fraction(1.0)"
     assert not list(limits.fraction(SHORTAGE))
 
 
 def test_several_devices_take_parts_of_a_model_that_is_too_large_alone() -> None:
-    facts = replace(
+    facts = changed(
         SHORTAGE, cell=cell_code.read_cell("net(x).backward()"), free_elsewhere={"cuda:1": GIB}
     )
     assert not list(limits.divided(facts))
-    stepping = replace(facts, functions=frozenset({"_multi_tensor_adamw"}))
+    stepping = changed(facts, functions=frozenset({"_multi_tensor_adamw"}))
     assert "fully_shard" in one(limits.divided, stepping).title
-    assert not list(limits.divided(replace(facts, free_elsewhere={})))
+    assert not list(limits.divided(changed(facts, free_elsewhere={})))
 
 
 def test_workers_are_blamed_only_for_what_failed_in_them() -> None:
     loader = Loader("loader", 8, workers=4)
-    killed = replace(SHORTAGE, kind="dataloader killed", memory="host", loaders=(loader,))
+    killed = changed(SHORTAGE, kind="dataloader killed", memory="host", loaders=(loader,))
     assert one(limits.workers, killed).first == "loader.num_workers = 0"
-    assert not list(limits.workers(replace(killed, kind="numpy")))
-    assert not list(limits.workers(replace(killed, loaders=(replace(loader, workers=0),))))
+    assert not list(limits.workers(changed(killed, kind="numpy")))
+    assert not list(limits.workers(changed(killed, loaders=(replace(loader, workers=0),))))
 
 
 def test_a_smaller_batch_is_denied_where_the_step_failed() -> None:
-    facts = replace(
+    facts = changed(
         SHORTAGE, functions=frozenset({"_single_tensor_adam"}), loaders=(Loader("l", 8),)
     )
     assert any("A smaller batch cannot help" in each for each in verdict.sentences(facts))

@@ -16,6 +16,7 @@ from gpumagic.advice.trials import Trials
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.source import cell_code, text
 from gpumagic.source.text import Change
+from tests.oom.made_facts import made_facts
 
 GIB = 2**30
 SIMPLE = st.sampled_from([
@@ -168,15 +169,15 @@ def facts(source: str, line: int, *, trains: bool) -> Facts:
     cell = cell_code.read_cell(source)
     model = Model("net", GIB, GIB, training=trains, checkpoints=None, blocks="net")
     at = text.parse(source, line=line)
-    return Facts(
+    return made_facts(
         "cuda allocator", device="cuda:0", requested=2 * GIB, capacity=8 * GIB, free=GIB, before=FIGURES,
         at_failure=FIGURES, after=AllocatorStats(GIB, GIB, GIB), from_allocator=True, cell=cell,
         line=line, source=source, functions=frozenset({"forward"}), calls_backward=trains,
         models=(model,), free_elsewhere={"cuda:1": 80 * GIB},
-        batches=cell.batches,
-        failing=at, collections=LISTS,
-        tensors={"y": TENSOR, **dict.fromkeys(("loss", "x", "total"), replace(TENSOR, graph=True))},
-        models_there=(model,),
+        batch_sizes=cell.batches,
+        failing_text=at, collections=LISTS,
+        tensors={"y": TENSOR, **dict.fromkeys(("loss", "x", "total"), replace(TENSOR, has_graph=True))},
+        models_alive=(model,),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gpumagic.advice import search as advising
-from gpumagic.advice.facts import Collection, Facts, Model, Optimizer, Ownership, TensorFact
+from gpumagic.advice.facts import Collection, Model, Optimizer, Ownership, TensorFact
 from gpumagic.advice.records import Need
 from gpumagic.advice.rules import batch, collected, kept, limits, proposal, training, verdict
 from gpumagic.advice.rules.verdict import explain
@@ -17,6 +17,7 @@ from gpumagic.report.base import Holder
 from gpumagic.source import cell_code
 from gpumagic.source import text as texts
 from gpumagic.source.cell_code import BatchSize
+from tests.oom.made_facts import changed, made_facts
 
 MIB, GIB = 2**20, 2**30
 
@@ -25,23 +26,23 @@ def figures(allocated, reserved=None):
     return AllocatorStats(allocated, reserved or allocated, allocated)
 
 
-SHORTAGE = Facts(
+SHORTAGE = made_facts(
     kind="cuda allocator", device="cuda:0", requested=2 * GIB, capacity=8 * GIB, free=GIB,
     before=figures(3 * GIB), at_failure=figures(7 * GIB), after=figures(3 * GIB), from_allocator=True,
 )  # fmt: skip
-TRAINING = replace(
+TRAINING = changed(
     SHORTAGE,
     cell=cell_code.read_cell("loss = net(x)\nloss.backward()"),
     line=1,
     functions=frozenset({"forward", "_call_impl"}),
     models=(Model("net", GIB, GIB, training=True, checkpoints=None),),
 )
-EVALUATING = replace(
+EVALUATING = changed(
     SHORTAGE,
     cell=cell_code.read_cell("net.eval()\nfor x in data: out = net(x)"),
     line=2,
     functions=frozenset({"forward"}),
-    tensors={"out": TensorFact((8,), "float32", 32, "cuda:0", graph=True)},
+    tensors={"out": TensorFact((8,), "float32", 32, "cuda:0", has_graph=True)},
     models=(Model("net", GIB, GIB, training=False, checkpoints=None),),
 )
 
@@ -63,13 +64,13 @@ def advise(facts):
 
 
 def test_the_shortage_is_what_was_asked_beyond_what_was_free() -> None:
-    assert SHORTAGE.short == GIB
+    assert SHORTAGE.missing_bytes == GIB
 
 
 def test_what_is_missing_for_the_whole_cell_counts_before_what_one_request_lacked() -> None:
-    need = Need(needed=11 * GIB, had=8 * GIB, fits=False, certain=True)
-    known = replace(SHORTAGE, need=need)
-    assert known.short == need.missing == 3 * GIB
+    need = Need(needed=11 * GIB, available=8 * GIB, fits=False, certain=True)
+    known = changed(SHORTAGE, need=need)
+    assert known.missing_bytes == need.missing == 3 * GIB
     assert explain(known).sentence == (
         "Not enough memory: the cell needs 11.0 GiB of cuda:0, which has 8.0 GiB for it: 3.0 GiB missing."
     )
@@ -78,7 +79,7 @@ def test_what_is_missing_for_the_whole_cell_counts_before_what_one_request_lacke
 
 
 def test_memory_that_an_earlier_failure_kept_is_blamed_where_the_cell_fits_without_it() -> None:
-    known = replace(
+    known = changed(
         SHORTAGE, need=Need(6 * GIB, 8 * GIB, fits=True, certain=True), after=figures(GIB)
     )
     assert explain(known).cause == "earlier failure"
@@ -115,11 +116,11 @@ def test_a_plain_shortage_is_told_with_its_numbers() -> None:
     ],
 )
 def test_the_most_particular_explanation_is_the_verdict(changes, beginning) -> None:
-    assert explain(replace(SHORTAGE, **changes)).sentence.startswith(beginning)
+    assert explain(changed(SHORTAGE, **changes)).sentence.startswith(beginning)
 
 
 def test_other_processes_that_hold_less_than_was_missing_are_not_blamed() -> None:
-    assert explain(replace(SHORTAGE, other_processes=GIB - 1)).sentence.startswith(
+    assert explain(changed(SHORTAGE, other_processes=GIB - 1)).sentence.startswith(
         "Not enough memory"
     )
 
@@ -130,7 +131,7 @@ def test_leftovers_are_deleted_together_and_priced_together() -> None:
         Ownership(frozenset({"c"}), 2 * MIB),
         Ownership(frozenset({"d"}), 100),
     )
-    advice = one(kept.leftovers, replace(SHORTAGE, leftovers=claims))
+    advice = one(kept.leftovers, changed(SHORTAGE, leftovers=claims))
     assert (advice.edit, advice.frees, advice.covers) == ("del a, b, c", GIB + 2 * MIB, None)
 
 
@@ -141,29 +142,29 @@ def test_a_displayed_leftover_is_deleted_by_ipythons_own_magic() -> None:
         Ownership(frozenset({"y"}), GIB),
     )
     assert (
-        one(kept.leftovers, replace(SHORTAGE, leftovers=claims)).edit
+        one(kept.leftovers, changed(SHORTAGE, leftovers=claims)).edit
         == "del x, y\n%xdel _5\n%xdel _6"
     )
 
 
 def test_small_leftovers_are_not_mentioned() -> None:
     assert not list(
-        kept.leftovers(replace(SHORTAGE, leftovers=(Ownership(frozenset({"a"}), 512),)))
+        kept.leftovers(changed(SHORTAGE, leftovers=(Ownership(frozenset({"a"}), 512),)))
     )
 
 
 def test_an_old_value_about_to_be_replaced_is_deleted_first() -> None:
-    advice = one(kept.stale, replace(SHORTAGE, stale={"x": GIB}))
+    advice = one(kept.stale, changed(SHORTAGE, about_to_be_rebound={"x": GIB}))
     assert (advice.edit, advice.frees, advice.covers) == ("del x", GIB, None)
 
 
-SUM = replace(SHORTAGE, tensors={"total": TensorFact((), "float32", 4, "cuda:0", graph=True)})
-METER = replace(
+SUM = changed(SHORTAGE, tensors={"total": TensorFact((), "float32", 4, "cuda:0", has_graph=True)})
+METER = changed(
     SHORTAGE,
-    tensors={"loss": TensorFact((), "float32", 4, "cuda:0", graph=True)},
+    tensors={"loss": TensorFact((), "float32", 4, "cuda:0", has_graph=True)},
     collections={"meter": Collection(9, 36, graphs=9, is_of_numbers=True, place="meter.values")},
 )
-LIST = replace(SHORTAGE, collections={"outs": Collection(9, GIB, graphs=9)})
+LIST = changed(SHORTAGE, collections={"outs": Collection(9, GIB, graphs=9)})
 
 
 @pytest.mark.parametrize(
@@ -173,17 +174,17 @@ LIST = replace(SHORTAGE, collections={"outs": Collection(9, GIB, graphs=9)})
         ("total += a * b", SUM, "total += (a * b).item()"),
         ("outs.append(m.out)", LIST, "outs.append(m.out.detach())"),
         ("outs[i] = m.out", LIST, "outs[i] = m.out.detach()"),
-        ("outs.append(loss)", replace(SHORTAGE, collections={"outs": Collection(9, 36, graphs=9, is_of_numbers=True)}),
+        ("outs.append(loss)", changed(SHORTAGE, collections={"outs": Collection(9, 36, graphs=9, is_of_numbers=True)}),
          "outs.append(loss.item())"),
         ("meter.update(loss, 64)", METER, "meter.update(loss.item(), 64)"),
     ],
 )  # fmt: skip
 def test_graphs_that_pile_up_are_cut_where_they_are_collected(line, facts, edit) -> None:
     cell = cell_code.read_cell(f"for x in y:\n    {line}\n    print(x)")
-    advice = one(collected.graphs, replace(facts, cell=cell))
+    advice = one(collected.graphs, changed(facts, cell=cell))
     assert advice.edit == edit
     assert advice.apply(cell.text.source).splitlines()[1] == f"    {edit}"
-    assert not list(collected.graphs(replace(SHORTAGE, cell=cell))), "no live object has a graph"
+    assert not list(collected.graphs(changed(SHORTAGE, cell=cell))), "no live object has a graph"
 
 
 def test_lists_in_a_dict_are_collected_in_the_hosts_memory() -> None:
@@ -191,7 +192,7 @@ def test_lists_in_a_dict_are_collected_in_the_hosts_memory() -> None:
         "for name in names:\n    history.setdefault(name, []).append(p.grad.clone())"
     )
     lists = {"history": Collection(9, GIB)}
-    advice = one(collected.results, replace(SHORTAGE, cell=cell, collections=lists))
+    advice = one(collected.results, changed(SHORTAGE, cell=cell, collections=lists))
     assert advice.edit == "history.setdefault(name, []).append(p.grad.clone().cpu())"
 
 
@@ -200,28 +201,28 @@ def test_lists_in_a_dict_are_collected_in_the_hosts_memory() -> None:
 )
 def test_what_only_computes_collects_nothing(line) -> None:
     cell = cell_code.read_cell(f"for x in y:\n    {line}")
-    facts = replace(METER, cell=cell, tensors={**METER.tensors, **SUM.tensors})
+    facts = changed(METER, cell=cell, tensors={**METER.frames.tensors, **SUM.frames.tensors})
     assert not list(collected.graphs(facts))
 
 
 def test_evaluation_with_a_graph_is_put_under_no_grad() -> None:
     advice = one(kept.evaluates, EVALUATING)
     assert advice.edit == "with torch.no_grad():\n    for x in data: out = net(x)"
-    assert advice.apply(EVALUATING.cell.text.source) == f"net.eval()\n{advice.edit}"
+    assert advice.apply(EVALUATING.frames.cell.text.source) == f"net.eval()\n{advice.edit}"
 
 
 @pytest.mark.parametrize(
     "facts",
     [
-        replace(EVALUATING, tensors={}, functions=frozenset()),
-        replace(EVALUATING, calls_backward=True),
-        replace(EVALUATING, models=TRAINING.models),
-        replace(EVALUATING, cell=cell_code.read_cell("with torch.no_grad(): out = net(x)")),
-        replace(EVALUATING, cell=cell_code.read_cell("net(x).sum().backward()")),
-        replace(EVALUATING, cell=None),
-        replace(
+        changed(EVALUATING, tensors={}, functions=frozenset()),
+        changed(EVALUATING, calls_backward=True),
+        changed(EVALUATING, models=TRAINING.notebook.models),
+        changed(EVALUATING, cell=cell_code.read_cell("with torch.no_grad(): out = net(x)")),
+        changed(EVALUATING, cell=cell_code.read_cell("net(x).sum().backward()")),
+        changed(EVALUATING, cell=None),
+        changed(
             EVALUATING,
-            failing=texts.parse(
+            failing_text=texts.parse(
                 "def f(x):\n    with torch.no_grad():\n        return net(x)", "In [2]", 3
             ),
         ),
@@ -245,14 +246,14 @@ def test_a_batch_is_lowered_where_it_is_written(cell, found, edit) -> None:
     running = frozenset({"forward"})
     advice = half(
         batch.smaller,
-        replace(SHORTAGE, cell=cell_code.read_cell(cell), batches=(found,), functions=running),
+        changed(SHORTAGE, cell=cell_code.read_cell(cell), batch_sizes=(found,), functions=running),
     )
     assert (advice.edit, advice.frees, advice.covers) == (edit, None, None)
 
 
 def test_a_batch_is_not_blamed_for_what_does_not_depend_on_it() -> None:
-    stepping = replace(
-        SHORTAGE, batches=(BatchSize("bs", 64),), functions=frozenset({"_multi_tensor_adamw"})
+    stepping = changed(
+        SHORTAGE, batch_sizes=(BatchSize("bs", 64),), functions=frozenset({"_multi_tensor_adamw"})
     )
     assert not list(batch.smaller(stepping))
 
@@ -260,7 +261,9 @@ def test_a_batch_is_not_blamed_for_what_does_not_depend_on_it() -> None:
 def test_a_model_that_the_cell_does_not_use_goes_to_the_cpu_and_is_not_deleted() -> None:
     claims = (Ownership(frozenset({"net", "opt"}), GIB, "module"), Ownership(frozenset({"x"}), GIB))
     variables = (Holder("net", "cuda:0", GIB, "module"), Holder("x", "cuda:0", GIB, "tensor"))
-    delete, move = kept.leftovers(replace(SHORTAGE, leftovers=claims, kept=variables))
+    delete, move = kept.leftovers(
+        changed(SHORTAGE, leftovers=claims, variables_on_device=variables)
+    )
     assert (delete.first, move.first) == ("del x", "net.cpu()")
 
 
@@ -268,22 +271,22 @@ def test_mixed_precision_is_advised_to_float32_models_only_and_once() -> None:
     header = 'with torch.autocast("cuda", dtype=torch.bfloat16):'
     assert one(training.mixed, TRAINING).edit == f"{header}\n    loss = net(x)"
     half = Model("net", GIB, 0, training=True, checkpoints=None)
-    assert not list(training.mixed(replace(TRAINING, models=(half,))))
+    assert not list(training.mixed(changed(TRAINING, models=(half,))))
     assert not list(
         training.mixed(
-            replace(TRAINING, cell=cell_code.read_cell("with torch.autocast('cuda'): net(x)"))
+            changed(TRAINING, cell=cell_code.read_cell("with torch.autocast('cuda'): net(x)"))
         )
     )
-    assert not list(training.mixed(replace(TRAINING, functions=frozenset({"step"}))))
+    assert not list(training.mixed(changed(TRAINING, functions=frozenset({"step"}))))
 
 
 def test_what_a_function_calls_its_model_is_computed_in_mixed_precision_and_not_backward_alone() -> (
     None
 ):
     code = "x = x.to(device)\nout = model(x)\nloss = criterion(out)\nloss.backward()"
-    facts = replace(
+    facts = changed(
         TRAINING, cell=cell_code.read_cell(code), line=4, functions=frozenset({"_engine_run_backward"}),
-        tensors=dict.fromkeys(("out", "loss"), TensorFact((), "float32", 4, "cuda:0", graph=True)),
+        tensors=dict.fromkeys(("out", "loss"), TensorFact((), "float32", 4, "cuda:0", has_graph=True)),
     )  # fmt: skip
     edited = one(training.mixed, facts).apply(code).splitlines()
     assert edited[1:4] == [
@@ -293,15 +296,19 @@ def test_what_a_function_calls_its_model_is_computed_in_mixed_precision_and_not_
 
 def test_checkpointing_is_advised_where_activations_came_free() -> None:
     assert not list(training.checkpoint(TRAINING)), "nothing says which of its parts"
-    blocks = replace(TRAINING, models=(replace(TRAINING.models[0], blocks="net.children()"),))
+    blocks = changed(
+        TRAINING, models=(replace(TRAINING.notebook.models[0], blocks="net.children()"),)
+    )
     advice = one(training.checkpoint, blocks)
     assert "4.0 GiB of what was in use was held by graphs" in advice.evidence
     assert "for b in net.children():" in advice.first
-    switch = replace(
+    switch = changed(
         TRAINING,
         models=(
             replace(
-                TRAINING.models[0], checkpoints=False, methods=("gradient_checkpointing_enable",)
+                TRAINING.notebook.models[0],
+                checkpoints=False,
+                saving_methods=("gradient_checkpointing_enable",),
             ),
         ),
     )
@@ -311,8 +318,8 @@ def test_checkpointing_is_advised_where_activations_came_free() -> None:
 @pytest.mark.parametrize(
     "facts",
     [
-        replace(TRAINING, models=(replace(TRAINING.models[0], checkpoints=True),)),
-        replace(TRAINING, functions=frozenset({"forward", "checkpoint"})),
+        changed(TRAINING, models=(replace(TRAINING.notebook.models[0], checkpoints=True),)),
+        changed(TRAINING, functions=frozenset({"forward", "checkpoint"})),
         EVALUATING,
     ],
 )
@@ -321,38 +328,38 @@ def test_checkpointing_is_not_advised_where_it_is_on_or_nothing_trains(facts) ->
 
 
 def test_the_device_with_most_room_is_named_where_that_is_more_than_here() -> None:
-    room = replace(SHORTAGE, free_elsewhere={"cuda:1": 7 * GIB, "cuda:2": 10 * GIB})
+    room = changed(SHORTAGE, free_elsewhere={"cuda:1": 7 * GIB, "cuda:2": 10 * GIB})
     assert one(limits.other_device, room).edit == "%%ondevice cuda:2"
-    assert not list(limits.other_device(replace(SHORTAGE, free_elsewhere={"cuda:1": GIB // 2})))
+    assert not list(limits.other_device(changed(SHORTAGE, free_elsewhere={"cuda:1": GIB // 2})))
 
 
 def test_expandable_segments_are_advised_where_much_was_unallocated() -> None:
-    some = replace(SHORTAGE, segments_can_expand=True, unallocated=3 * GIB)
+    some = changed(SHORTAGE, segments_can_expand=True, unallocated=3 * GIB)
     assert (
         one(limits.expandable_segments, some).edit
         == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     )
-    none = replace(SHORTAGE, segments_can_expand=True, unallocated=200 * MIB)
+    none = changed(SHORTAGE, segments_can_expand=True, unallocated=200 * MIB)
     assert not list(limits.expandable_segments(none))
-    assert not list(limits.expandable_segments(replace(some, segments_can_expand=False)))
+    assert not list(limits.expandable_segments(changed(some, segments_can_expand=False)))
 
 
 def test_emptying_the_cache_is_denied_only_where_the_allocator_did_it() -> None:
     assert any("Emptying the cache cannot help" in each for each in verdict.sentences(SHORTAGE))
-    assert not list(verdict.sentences(replace(SHORTAGE, from_allocator=False)))
+    assert not list(verdict.sentences(changed(SHORTAGE, from_allocator=False)))
 
 
 def test_the_foreach_form_of_adam_is_named_by_the_function_that_failed() -> None:
-    facts = replace(TRAINING, functions=frozenset({"_multi_tensor_adamw"}))
+    facts = changed(TRAINING, functions=frozenset({"_multi_tensor_adamw"}))
     advice = one(training.one_by_one, facts)
     assert advice.edit == "fused=True"
-    assert one(training.one_by_one, replace(facts, device="mps:0")).edit == "foreach=False"
+    assert one(training.one_by_one, changed(facts, device="mps:0")).edit == "foreach=False"
     assert not list(training.one_by_one(TRAINING))
 
 
-EMBEDDING = replace(
+EMBEDDING = changed(
     TRAINING, cell=cell_code.read_cell("opt = torch.optim.Adam(net.parameters(), lr=0.1)\nnet(x).backward()"), line=2,
-    models=(replace(TRAINING.models[0], embeddings=("net.users", "net.films")),),
+    models=(replace(TRAINING.notebook.models[0], embeddings=("net.users", "net.films")),),
     optimizers=(Optimizer("opt", "Adam", GIB, models=frozenset({"net"})),),
 )  # fmt: skip
 
@@ -366,8 +373,8 @@ def test_gradients_of_large_embeddings_are_sparse_with_an_optimizer_that_takes_t
 
 
 def test_embeddings_that_the_cell_makes_are_told_where_it_has_made_them() -> None:
-    cell = "net = Net().cuda()\n" + EMBEDDING.cell.text.source
-    *_, advice = training.leaner(replace(EMBEDDING, cell=cell_code.read_cell(cell), line=3))
+    cell = "net = Net().cuda()\n" + EMBEDDING.frames.cell.text.source
+    *_, advice = training.leaner(changed(EMBEDDING, cell=cell_code.read_cell(cell), line=3))
     assert advice.first is None
     assert advice.apply(cell).splitlines()[:4] == [
         "net = Net().cuda()", "net.users.sparse = True", "net.films.sparse = True",
@@ -378,10 +385,10 @@ def test_embeddings_that_the_cell_makes_are_told_where_it_has_made_them() -> Non
 @pytest.mark.parametrize(
     "facts",
     [
-        replace(EMBEDDING, models=(replace(EMBEDDING.models[0], embeddings=()),)),
-        replace(EMBEDDING, models=(replace(EMBEDDING.models[0], local=True),)),
-        replace(EMBEDDING, optimizers=(replace(EMBEDDING.optimizers[0], models=frozenset({"other"})),)),
-        replace(EMBEDDING, cell=cell_code.read_cell(
+        changed(EMBEDDING, models=(replace(EMBEDDING.notebook.models[0], embeddings=()),)),
+        changed(EMBEDDING, models=(replace(EMBEDDING.notebook.models[0], local=True),)),
+        changed(EMBEDDING, optimizers=(replace(EMBEDDING.notebook.optimizers[0], models=frozenset({"other"})),)),
+        changed(EMBEDDING, cell=cell_code.read_cell(
             "opt = torch.optim.Adam(net.parameters(), 0.1, (0.9, 0.99))\nnet(x).backward()")),
     ],
     ids=["none are large", "no name reaches the model", "the optimizer is of another model", "who knows its arguments"],
@@ -390,9 +397,9 @@ def test_gradients_stay_as_they_are_where_no_line_can_make_them_sparse(facts) ->
     assert not any("sparse" in each.title for each in training.leaner(facts))
 
 
-WITH_GRADIENTS = replace(
+WITH_GRADIENTS = changed(
     TRAINING, cell=cell_code.read_cell("opt.zero_grad()\nnet(x).backward()"),
-    models=(replace(TRAINING.models[0], gradients=GIB),),
+    models=(replace(TRAINING.notebook.models[0], gradient_nbytes=GIB),),
 )  # fmt: skip
 
 
@@ -400,12 +407,12 @@ WITH_GRADIENTS = replace(
     ("facts", "first"),
     [
         (WITH_GRADIENTS, "net.zero_grad()"),
-        (replace(WITH_GRADIENTS, residue=("x", "loss"), emptied=("opt.state",)),
+        (changed(WITH_GRADIENTS, left_by_failed_run=("x", "loss"), reset_code={"opt": "opt.state.clear()"}),
          "del x, loss\nopt.state.clear()\nnet.zero_grad()"),
-        (replace(WITH_GRADIENTS, residue=("net",)), "del net"),
-        (replace(WITH_GRADIENTS, cell=TRAINING.cell), None),
-        (replace(WITH_GRADIENTS, models=(replace(WITH_GRADIENTS.models[0], local=True),)), None),
-        (replace(WITH_GRADIENTS, models=(replace(WITH_GRADIENTS.models[0], gradients=512),)), None),
+        (changed(WITH_GRADIENTS, left_by_failed_run=("net",)), "del net"),
+        (changed(WITH_GRADIENTS, cell=TRAINING.frames.cell), None),
+        (changed(WITH_GRADIENTS, models=(replace(WITH_GRADIENTS.notebook.models[0], local=True),)), None),
+        (changed(WITH_GRADIENTS, models=(replace(WITH_GRADIENTS.notebook.models[0], gradient_nbytes=512),)), None),
     ],
     ids=["gradients", "variables before gradients", "the cell makes the model anew", "gradients that the cell adds up",
          "no name reaches the model", "small ones"],
@@ -417,14 +424,14 @@ def test_gradients_of_the_failed_pass_are_cleared_before_the_cell_runs_again(fac
 
 
 def test_what_is_to_be_run_first_is_not_taken_away_before() -> None:
-    facts = replace(WITH_GRADIENTS, residue=("x", "y"))
+    facts = changed(WITH_GRADIENTS, left_by_failed_run=("x", "y"))
     assert proposal.cleared("x = x.cpu()", facts) == "del y\nnet.zero_grad()\nx = x.cpu()"
 
 
 def test_without_dry_runs_what_costs_nothing_comes_first() -> None:
-    facts = replace(
-        SHORTAGE, leftovers=(Ownership(frozenset({"a"}), 500 * MIB),), stale={"x": 600 * MIB},
-        batches=(BatchSize("bs", 8),), free_elsewhere={"cuda:1": 20 * GIB},
+    facts = changed(
+        SHORTAGE, leftovers=(Ownership(frozenset({"a"}), 500 * MIB),), about_to_be_rebound={"x": 600 * MIB},
+        batch_sizes=(BatchSize("bs", 8),), free_elsewhere={"cuda:1": 20 * GIB},
         functions=frozenset({"forward"}),
     )  # fmt: skip
     found = advise(facts)
@@ -433,7 +440,7 @@ def test_without_dry_runs_what_costs_nothing_comes_first() -> None:
 
 
 def test_nothing_is_advised_on_no_facts() -> None:
-    assert advise(Facts(kind="cublas", device="cuda:0")) == ()
+    assert advise(made_facts(kind="cublas", device="cuda:0")) == ()
 
 
 @pytest.mark.parametrize(
@@ -456,14 +463,14 @@ def test_vmap_maps_over_some_rows_at_a_time(cell, edited) -> None:
         "w": TensorFact((7, 3), "float32", 84, "cuda:0"),
         "x": TensorFact((64, 3), "float32", 768, "cuda:0"),
     }
-    facts = replace(
+    facts = changed(
         SHORTAGE, cell=cell_code.read_cell(cell), line=1, functions=frozenset({"vmap_impl"}),
         tensors=there,
     )  # fmt: skip
     found = list(batch.mapped(facts))
     assert [each.now for each in found] == ([] if edited is None else [64])
     assert [each.make(16).apply(cell) for each in found] == ([] if edited is None else [edited])
-    assert not list(batch.mapped(replace(facts, functions=frozenset())))
+    assert not list(batch.mapped(changed(facts, functions=frozenset())))
 
 
 @pytest.mark.parametrize(
@@ -471,7 +478,7 @@ def test_vmap_maps_over_some_rows_at_a_time(cell, edited) -> None:
 )
 def test_the_channels_of_one_image_are_no_batch(made, rows) -> None:
     shape = tuple(map(int, made[6:-1].split(",")))
-    facts = replace(
+    facts = changed(
         TRAINING, cell=cell_code.read_cell(f"x = torch.{made}\nnet(x).sum().backward()"),
         tensors={"x": TensorFact(shape, "float32", 4, "cuda:0")},
     )  # fmt: skip

@@ -16,13 +16,12 @@ from gpumagic.advice.facts import Collection, Facts, Loader, Model, Optimizer, T
 from gpumagic.advice.records import Advice
 from gpumagic.advice.rules import batch, collected, kept, parts, training
 from gpumagic.advice.rules.proposal import Choice
-from gpumagic.heap.holders import Identities
-from gpumagic.oom import failure, ownership
-from gpumagic.oom.failure import GuardState
+from gpumagic.oom import ownership, stack
 from gpumagic.report.base import Holder
 from gpumagic.source import cell_code
 from gpumagic.source import text as texts
 from gpumagic.source.cell_code import BatchSize
+from tests.oom.made_facts import changed, made_facts
 
 MIB = 2**20
 
@@ -33,11 +32,11 @@ def facts(code: str, line: int, **more) -> Facts:
         Model(name, 8 * MIB, 8 * MIB, training=True, checkpoints=None) for name in ("net", "other")
     )
     optimizer = Optimizer("opt", "SGD", 8 * MIB, models=frozenset({"net"}))
-    return Facts(
+    return made_facts(
         "cuda allocator", device="cpu", requested=64 * MIB, line=line, source=code, calls_backward=True,
         functions=frozenset({"forward", "_call_impl"}), cell=cell_code.read_cell(code),
-        failing=texts.parse(code, "", line), models=(net, other), models_there=(net, other), optimizers=(optimizer,),
-        optimizers_there=(optimizer,), **more,
+        failing_text=texts.parse(code, "", line), models=(net, other), models_alive=(net, other),
+        optimizers=(optimizer,), optimizers_alive=(optimizer,), **more,
     )  # fmt: skip
 
 
@@ -82,12 +81,13 @@ def test_a_criterion_of_an_earlier_cell_says_itself_whether_it_adds_up(reduction
     names: dict[str, object] = {"criterion": torch.nn.MSELoss(reduction=reduction), "torch": torch}
     with pytest.raises(ZeroDivisionError) as failed:
         exec("1 / 0", names)
-    state = GuardState(names, Identities(names), {})
-    sums = failure.read_frames(Facts("host allocator", device="cpu"), failed.value, state).sums
+    sums = stack.read_frames(failed.value, "cpu", names).summing_criteria
     assert sums == ({"criterion"} if reduction == "sum" else set())
     loop = LOOPS["split"].replace("net(x).square().mean()", f"criterion({CRITERION})")
     code = f"batch_size = 8\n{loop}"
-    found = replace(facts(code, 4, sums=sums), batches=(BatchSize("batch_size", 8, 1),))
+    found = changed(
+        facts(code, 4, summing_criteria=sums), batch_sizes=(BatchSize("batch_size", 8, 1),)
+    )
     advice = only(batch.smaller(found)).finish(2)
     assert ("loss / 4" in advice.edit) is (reduction == "mean")
     made = f"criterion = torch.nn.MSELoss(reduction={reduction!r})\n"
@@ -113,7 +113,7 @@ def trained(code: str) -> list[torch.Tensor]:
 def test_a_smaller_batch_that_accumulates_trains_the_same_weights(name) -> None:
     code = f"batch_size = 8\n{LOOPS[name]}"
     line = next(i for i, each in enumerate(code.splitlines(), 1) if "net(x)" in each)
-    found = replace(facts(code, line), batches=(BatchSize("batch_size", 8, 1),))
+    found = changed(facts(code, line), batch_sizes=(BatchSize("batch_size", 8, 1),))
     choice = only(batch.smaller(found))
     advice = choice.finish(3)
     assert advice.title == "Lower batch_size from 8 to 2 and accumulate 4 passes a step"
@@ -133,7 +133,7 @@ def test_a_smaller_batch_that_accumulates_trains_the_same_weights(name) -> None:
 )
 def test_where_it_is_unclear_how_passes_add_up_the_batch_is_only_lowered(code) -> None:
     code = f"batch_size = 8\n{code}"
-    found = replace(facts(code, 4), batches=(BatchSize("batch_size", 8, 1),))
+    found = changed(facts(code, 4), batch_sizes=(BatchSize("batch_size", 8, 1),))
     choice = only(batch.smaller(found))
     assert choice.finish(3) is None
     assert "unless several passes make a step" in choice.make(3).cost
@@ -141,9 +141,9 @@ def test_where_it_is_unclear_how_passes_add_up_the_batch_is_only_lowered(code) -
 
 def test_a_loader_that_an_earlier_cell_made_is_told_and_accumulates() -> None:
     code = "for (x,) in loader:\n" + STEPS
-    found = replace(
+    found = changed(
         facts(code, 3),
-        batches=(BatchSize("loader", 8, loader=True),),
+        batch_sizes=(BatchSize("loader", 8, loader=True),),
         loaders=(Loader("loader", 8),),
     )
     advice = only(batch.smaller(found)).finish(4)
@@ -217,9 +217,9 @@ def test_layers_in_place_are_told_not_to_be_where_their_input_is_needed_again() 
     net = torch.nn.Sequential(
         *(layer for _ in range(3) for layer in (torch.nn.Linear(4, 4), torch.nn.ReLU(True)))
     )
-    (model,), _ = ownership.find_models_and_optimizers([("net", net, False)], "cpu")
+    (model,), _ = ownership.find_models_and_optimizers([ownership.Variable("net", net)], "cpu")
     code = "net(x).sum().backward()"
-    found = replace(facts(code, 1), models=(model,))
+    found = changed(facts(code, 1), models=(model,))
     exec(
         edited(code, only(training.checkpoint(found))),
         {"net": net, "torch": torch, "x": torch.ones(2, 4)},
@@ -239,7 +239,7 @@ def test_blocks_are_named_as_the_modules_that_they_are_in_take_it() -> None:
     net = torch.nn.ModuleDict(
         {"backbone": torch.nn.ModuleDict({"4": torch.nn.ModuleList([blocks])})}
     )
-    (model,), _ = ownership.find_models_and_optimizers([("net", net, False)], "cpu")
+    (model,), _ = ownership.find_models_and_optimizers([ownership.Variable("net", net)], "cpu")
     assert model.blocks is not None
     assert eval(model.blocks) is blocks
 
@@ -257,7 +257,7 @@ def test_blocks_are_named_as_the_modules_that_they_are_in_take_it() -> None:
     ],
 )
 def test_rows_that_depend_on_one_another_are_left_alone(code) -> None:
-    found = replace(
+    found = changed(
         facts(code, 1, tensors=tensor_facts()),
         requested=400 if code == "out = q.topk(3).indices" else 64 * MIB,
     )
@@ -295,7 +295,7 @@ def test_the_gradient_is_the_same_whatever_the_loss_or_nothing_is_offered(loss) 
     whole = f"x = data\nopt.zero_grad()\nloss = {loss}\nloss.backward()\nopt.step()"
     there = {"x": TensorFact((16, 4), "float64", MIB, "cpu")}
     loop = f"batch_size = 8\n{LOOPS['split'].replace('net(x).square().mean()', loss)}"
-    found = replace(facts(loop, 4), batches=(BatchSize("batch_size", 8, 1),))
+    found = changed(facts(loop, 4), batch_sizes=(BatchSize("batch_size", 8, 1),))
     offered = [
         (whole, each.make(each.now - 1))
         for each in batch.accumulate(facts(whole, 3, tensors=there))
@@ -390,7 +390,7 @@ def test_what_would_have_a_wider_type_is_not_computed_in_place() -> None:
     assert not list(kept.update_in_place(found))
     assert list(
         kept.update_in_place(
-            replace(found, tensors={"a": half, "wide": replace(half, shape=(1024, 1))})
+            changed(found, tensors={"a": half, "wide": replace(half, shape=(1024, 1))})
         )
     )
 
@@ -444,13 +444,13 @@ def test_a_model_that_no_optimizer_updates_is_frozen() -> None:
     assert only(kept.of_a_frozen_model(found)).first == "other.requires_grad_(False)"
     beside = facts("data = 1; other = make()\nloss = net(other(x))\nloss.backward()", 2)
     assert only(kept.of_a_frozen_model(beside)).first, "no line of its own makes it"
-    both = replace(found.optimizers[0], models=frozenset({"net", "other"}))
-    assert not list(kept.of_a_frozen_model(replace(found, optimizers_there=(both,))))
-    assert not list(kept.of_a_frozen_model(replace(found, optimizers_there=()))), (
+    both = replace(found.notebook.optimizers[0], models=frozenset({"net", "other"}))
+    assert not list(kept.of_a_frozen_model(changed(found, optimizers_alive=(both,))))
+    assert not list(kept.of_a_frozen_model(changed(found, optimizers_alive=()))), (
         "who knows what trains here"
     )
-    there = tuple(replace(each, frozen=True) for each in found.models)
-    assert not list(kept.of_a_frozen_model(replace(found, models=there))), "it is frozen"
+    there = tuple(replace(each, frozen=True) for each in found.notebook.models)
+    assert not list(kept.of_a_frozen_model(changed(found, models=there))), "it is frozen"
 
 
 @pytest.mark.parametrize(
@@ -458,9 +458,7 @@ def test_a_model_that_no_optimizer_updates_is_frozen() -> None:
 )
 def test_models_that_a_loop_keeps_are_collected_in_the_hosts_memory(two_devices, added) -> None:
     net = torch.nn.Linear(1024, 1024, device=two_devices[0])
-    collections = failure._collections(
-        {"saved": {0: net} if "=" in added else [net]}, two_devices[0]
-    )
+    collections = stack._collections({"saved": {0: net} if "=" in added else [net]}, two_devices[0])
     assert (collections["saved"].tensors, collections["saved"].nbytes) == (2, 4 * 1024 * 1025)
     code = f"for epoch in range(9):\n    {added}"
     advice = only(collected.results(facts(code, 2, collections=collections)))
@@ -473,7 +471,7 @@ def test_the_state_of_optimizers_in_a_list_counts_and_has_no_method_that_moves_i
     opt = torch.optim.Adam([torch.nn.Parameter(torch.ones(MIB, device=two_devices[0]))])
     opt.param_groups[0]["params"][0].grad = torch.ones(MIB, device=two_devices[0])
     opt.step()
-    collections = failure._collections({"runs": [opt]}, two_devices[0])
+    collections = stack._collections({"runs": [opt]}, two_devices[0])
     assert collections["runs"].nbytes == 8 * MIB
     assert not list(
         collected.results(
@@ -494,8 +492,8 @@ def test_what_a_function_adds_to_and_does_not_make_itself_grows_with_each_call(
     function, target, grows
 ) -> None:
     there = {target: Collection(9, 64 * MIB)}
-    found = replace(
-        facts("step(x)", 1, collections=there), failing=texts.parse(function, "In [2]", 2)
+    found = changed(
+        facts("step(x)", 1, collections=there), failing_text=texts.parse(function, "In [2]", 2)
     )
     advised = list(collected.results(found))
     assert [(each.edit, each.frees) for each in advised] == (
@@ -504,7 +502,7 @@ def test_what_a_function_adds_to_and_does_not_make_itself_grows_with_each_call(
 
 
 def test_a_sum_of_losses_is_one_however_it_is_written() -> None:
-    number = TensorFact((), "float32", 4, "cpu", graph=True)
+    number = TensorFact((), "float32", 4, "cpu", has_graph=True)
     code = "for x in data:\n    total = total + net(x).sum()"
     assert only(collected.graphs(facts(code, 2, tensors={"total": number}))).edit == (
         "total = total + net(x).sum().item()"
@@ -519,9 +517,9 @@ def test_what_a_function_returns_keeps_its_graph_where_its_caller_trains() -> No
     found = facts(
         "net(x).sum().backward()", 1, collections={"feats": Collection(9, 64 * MIB, graphs=8)}
     )
-    inside = replace(found, failing=texts.parse(dense, "In [2]", 4))
+    inside = changed(found, failing_text=texts.parse(dense, "In [2]", 4))
     assert not list(collected.graphs(inside))
-    evaluating = replace(inside, cell=cell_code.read_cell("net(x).sum()"), calls_backward=False)
+    evaluating = changed(inside, cell=cell_code.read_cell("net(x).sum()"), calls_backward=False)
     assert only(collected.graphs(evaluating)).edit.strip() == "feats.append(layer(x).detach())"
 
 
@@ -554,8 +552,8 @@ def test_copies_of_a_model_go_to_the_host_once() -> None:
 
 def test_what_helps_an_optimizers_step_comes_in_the_order_of_what_it_changes() -> None:
     code = "opt = torch.optim.AdamW(net.parameters(), lr=1e-3)\nopt.step()"
-    adam = Optimizer("opt", "AdamW", 8 * MIB, state=4 * MIB, models=frozenset({"net"}))
-    found = replace(
+    adam = Optimizer("opt", "AdamW", 8 * MIB, state_nbytes=4 * MIB, models=frozenset({"net"}))
+    found = changed(
         facts(code, 2),
         device="cuda:0",
         optimizers=(adam,),
@@ -584,10 +582,15 @@ def test_what_a_collection_holds_already_goes_to_the_host_and_stays_what_it_was(
 ) -> None:
     device = two_devices[0]
     kept = make(torch.ones(MIB, device=device))
-    collections = failure._collections({"kept": kept}, device)
+    collections = stack._collections({"kept": kept}, device)
     code = "for step in range(3):\n    batch = torch.stack([each[0] for each in random.sample(kept, 2)])"
-    found = replace(
-        facts(code, 2, collections=collections, kept=(Holder("kept", device, 8 * MIB, "list"),)),
+    found = changed(
+        facts(
+            code,
+            2,
+            collections=collections,
+            variables_on_device=(Holder("kept", device, 8 * MIB, "list"),),
+        ),
         device=device,
     )
     names = {"kept": kept, "torch": torch}

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.rules import batch, loops, training
-from gpumagic.oom.evidence import find_trainer
+from gpumagic.oom.trainers import find_trainer
 from gpumagic.source import cell_code
 from gpumagic.source.cell_code import BatchSize
+from tests.oom.made_facts import changed, made_facts
 
-SHORTAGE = Facts(
+SHORTAGE = made_facts(
     kind="cuda allocator", device="cuda:0", line=1, functions=frozenset({"_inner_training_loop"})
 )
 ARGUMENTS = type("TrainingArguments", (), {"__module__": "transformers.training_args"})
@@ -34,7 +33,7 @@ def notebook() -> dict[str, object]:
 def facts(cell: str, history: list[str], names: dict[str, object], **more: object) -> Facts:
     read = cell_code.read_cell(cell)
     used = read.names & names.keys()
-    return replace(
+    return changed(
         SHORTAGE, cell=read, trainer=find_trainer(used, names, read.text, history), **more
     )
 
@@ -88,7 +87,7 @@ def test_what_trains_and_what_evaluates_are_told_apart() -> None:
         "Recompute activations in backward instead of keeping them",
         "Replace AdamW by Adafactor",
     ]
-    evaluating = replace(training, functions=frozenset({"evaluation_loop"}))
+    evaluating = changed(training, functions=frozenset({"evaluation_loop"}))
     assert titles(evaluating) == []
     (choice,) = loops.batch(evaluating)
     assert (choice.name, choice.now, choice.finish) == ("per_device_eval_batch_size", 8, None)
@@ -97,7 +96,7 @@ def test_what_trains_and_what_evaluates_are_told_apart() -> None:
 def test_lightnings_trainer_accumulates_what_a_loaders_batch_no_longer_holds() -> None:
     cell = "trainer = L.Trainer(max_epochs=1)\ntrainer.fit(net, DataLoader(data, batch_size=48))"
     known = facts(
-        cell, [], {"trainer": FITS()}, batches=(BatchSize("batch_size", 48, 2),),
+        cell, [], {"trainer": FITS()}, batch_sizes=(BatchSize("batch_size", 48, 2),),
         line=2, functions=frozenset({"_fit_impl", "forward"}),
     )  # fmt: skip
     (choice,) = batch.smaller(known)
@@ -111,7 +110,12 @@ def test_lightnings_trainer_accumulates_what_a_loaders_batch_no_longer_holds() -
 def test_a_batch_that_no_fair_number_divides_is_cut_all_the_same() -> None:
     cell = "bs = 97\nfor i in range(9):\n    loss = f(bs)\n    loss.backward()\n    opt.step()\n    opt.zero_grad()"
     known = facts(
-        cell, [], {}, batches=(BatchSize("bs", 97, 1),), line=4, functions=frozenset({"forward"})
+        cell,
+        [],
+        {},
+        batch_sizes=(BatchSize("bs", 97, 1),),
+        line=4,
+        functions=frozenset({"forward"}),
     )
     (choice,) = batch.smaller(known)
     advice = choice.finish(50)
@@ -123,4 +127,4 @@ def test_a_batch_that_no_fair_number_divides_is_cut_all_the_same() -> None:
     "history", [[], ["", "def make():\n    trainer = Trainer(model, args)"], ["", "not python ("]]
 )
 def test_a_trainer_that_no_cell_shows_is_none(history: list[str]) -> None:
-    assert facts("trainer.train()", history, notebook()).trainer is None
+    assert facts("trainer.train()", history, notebook()).notebook.trainer is None

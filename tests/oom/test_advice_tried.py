@@ -130,7 +130,11 @@ chunks = fill(0)"""
 def test_nothing_is_said_to_fit_that_does_not(report_of) -> None:
     """The cell wants nine eighths of any device: to delete names or to take the other one is no help."""
     report = report_of("x = torch.ones(10 << 20, device='simgpu:0')", NINE_CHUNKS)
-    assert (report.need.needed, report.need.had, report.need.fits) == (328 * MIB, 256 * MIB, False)
+    assert (report.need.needed, report.need.available, report.need.fits) == (
+        328 * MIB,
+        256 * MIB,
+        False,
+    )
     assert report.verdict == (
         "Not enough memory: the cell needs 328.0 MiB of simgpu:0, which has 256.0 MiB for it: 72.0 MiB missing."
     )

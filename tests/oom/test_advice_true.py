@@ -20,11 +20,12 @@ from gpumagic.advice.rules.verdict import explain
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.report.text import render
 from gpumagic.source import cell_code, text
+from tests.oom.made_facts import changed, made_facts
 from tests.oom.oom_cells import forget_everything
 
 MIB, GIB = 2**20, 2**30
 pytestmark = pytest.mark.usefixtures("few_objects", "warm_worker")
-PIECES = Facts(
+PIECES = made_facts(
     kind="cuda allocator", device="cuda:0", requested=4 * GIB, capacity=15 * GIB, free=GIB, unallocated=5 * GIB,
     before=AllocatorStats(0, 0, 0), at_failure=AllocatorStats(9 * GIB, 14 * GIB, 9 * GIB),
     after=AllocatorStats(0, 0, 0), from_allocator=True, segments_can_expand=True,
@@ -32,22 +33,22 @@ PIECES = Facts(
 
 
 def of_cell(facts: Facts, code: str, line: int, **more: object) -> Facts:
-    return replace(
+    return changed(
         facts,
         cell=cell_code.read_cell(code),
         line=line,
-        failing=text.parse(code, line=line),
+        failing_text=text.parse(code, line=line),
         **more,
     )
 
 
 def test_a_cell_larger_than_the_card_is_not_fragmented() -> None:
     assert explain(PIECES).cause == "fragmentation"
-    needs_more = replace(PIECES, need=Need(16 * GIB, 15 * GIB, fits=False, certain=True))
+    needs_more = changed(PIECES, need=Need(16 * GIB, 15 * GIB, fits=False, certain=True))
     assert explain(needs_more).cause == "shortage"
     assert not list(limits.expandable_segments(needs_more))
     assert (
-        explain(replace(PIECES, need=Need(14 * GIB, 15 * GIB, fits=False, certain=True))).cause
+        explain(changed(PIECES, need=Need(14 * GIB, 15 * GIB, fits=False, certain=True))).cause
         == "fragmentation"
     )
 
@@ -56,28 +57,28 @@ def test_a_leak_is_told_by_its_variable_and_is_no_fragmentation() -> None:
     code = "losses = []\nfor x in data:\n    loss = net(x).mean()\n    losses.append(loss)"
     leaking = of_cell(
         PIECES, code, 3, collections={"losses": Collection(8, 4096, graphs=8, is_of_numbers=True)},
-        tensors={"loss": TensorFact((), "float32", 4, "cuda:0", graph=True)},
+        tensors={"loss": TensorFact((), "float32", 4, "cuda:0", has_graph=True)},
     )  # fmt: skip
     assert explain(leaking).cause == "shortage"
-    needs = replace(leaking, need=Need(20 * GIB, 15 * GIB, fits=False, certain=True))
+    needs = changed(leaking, need=Need(20 * GIB, 15 * GIB, fits=False, certain=True))
     assert explain(needs).sentence.endswith(
         "A leak: losses holds 8 tensors with a graph, one more in every pass."
     )
 
 
 def test_what_fits_an_empty_card_is_told_apart_from_what_fits_none() -> None:
-    need = Need(16 * GIB, 15 * GIB, fits=False, certain=True, alone=9 * GIB)
-    assert explain(replace(PIECES, need=need)).sentence == (
+    need = Need(16 * GIB, 15 * GIB, fits=False, certain=True, needed_alone=9 * GIB)
+    assert explain(changed(PIECES, need=need)).sentence == (
         "Not enough memory beside what earlier cells hold: alone the cell needs 9.0 GiB of the 15.0 GiB of cuda:0, "
         "with them 16.0 GiB: 1.0 GiB missing."
     )
 
 
 def test_a_need_that_hangs_on_a_value_is_told_with_its_line() -> None:
-    need = Need(16 * GIB, 15 * GIB, fits=None, certain=False, on="line 7")
+    need = Need(16 * GIB, 15 * GIB, fits=None, certain=False, depends_on="line 7")
     assert (
         "needs up to 16.0 GiB of cuda:0, depending on line 7"
-        in explain(replace(PIECES, need=need)).sentence
+        in explain(changed(PIECES, need=need)).sentence
     )
 
 
@@ -106,7 +107,7 @@ def ranked(monkeypatch, *suggestions, **more) -> list[str]:
         for tier in range(6)
     ]
     monkeypatch.setattr(advising, "TIERS", tuple((tier,) for tier in tiers))
-    facts = replace(PIECES, need=Need(16 * GIB, 15 * GIB, fits=False, certain=True), **more)
+    facts = changed(PIECES, need=Need(16 * GIB, 15 * GIB, fits=False, certain=True), **more)
     outcomes = {title: trial for title, _, trial, _ in suggestions if trial is not None}
     return [each.title for each in advising.advise(facts, Told(outcomes))]
 
@@ -150,11 +151,11 @@ def test_what_only_divides_activations_is_not_tried_where_the_parameters_are_too
     facts = of_cell(PIECES, code, 2)
     need = Need(40 * GIB, 15 * GIB, fits=False, certain=True)
     assert any(
-        "at a time" in each.title for each in advising.advise(replace(facts, need=need), Untried())
+        "at a time" in each.title for each in advising.advise(changed(facts, need=need), Untried())
     )
-    fixed = replace(need, fixed=16 * GIB)
+    fixed = replace(need, static=16 * GIB)
     assert not any(
-        "at a time" in each.title for each in advising.advise(replace(facts, need=fixed), Untried())
+        "at a time" in each.title for each in advising.advise(changed(facts, need=fixed), Untried())
     )
 
 
@@ -527,9 +528,9 @@ def test_where_nothing_fits_the_smallest_gpu_is_named_on_which_the_cell_was_dry_
 
 def test_a_gpu_on_which_a_dry_run_fails_is_not_named() -> None:
     need = Need(14 * GIB, 10 * GIB, fits=False, certain=True)
-    no = EditTrial(fits=False, needs=16 * GIB, had=15 * GIB)
+    no = EditTrial(fits=False, needs=16 * GIB, available=15 * GIB)
     told = Told({"Use a larger GPU, such as an L4 (22.0 GiB)": no})
-    titles = [each.title for each in advising.advise(replace(PIECES, need=need), told)]
+    titles = [each.title for each in advising.advise(changed(PIECES, need=need), told)]
     assert titles[-1] == "Use a larger GPU, such as an A10G (22.1 GiB)"
 
 

@@ -118,14 +118,14 @@ NOT_OOM = [
 def test_every_certain_form_is_recognised(error, kind) -> None:
     event = recognise(error, free=100 * GIB)
     assert event is not None
-    assert (event.kind.name, event.kind.certainty) == (kind, "certain")
+    assert (event.signature.kind, event.signature.certainty) == (kind, "certain")
 
 
 @pytest.mark.parametrize("text", PROBABLE)
 def test_a_vague_failure_is_believed_only_on_a_nearly_full_device(text) -> None:
     event = recognise(RuntimeError(text), free=100 * MIB)
     assert event is not None
-    assert event.kind.certainty == "probable"
+    assert event.signature.certainty == "probable"
     assert recognise(RuntimeError(text), free=20 * GIB) is None
 
 
@@ -137,7 +137,7 @@ def test_what_only_sounds_like_it_is_not(error) -> None:
 def test_an_impossible_size_is_torchs_error_but_no_shortage() -> None:
     event = recognise(OOM("CUDA out of memory. Tried to allocate more than 1EB memory."))
     assert event is not None
-    assert (event.kind.name, event.kind.certainty) == ("size bug", "not-oom")
+    assert (event.signature.kind, event.signature.certainty) == ("size bug", "not-oom")
 
 
 def chained(how):
@@ -169,7 +169,7 @@ def test_it_is_found_in_a_group_and_a_cycle_ends() -> None:
     group.exceptions[0].__context__ = group
     event = recognise(group)
     assert event is not None
-    assert event.kind.name == "cuda allocator"
+    assert event.signature.kind == "cuda allocator"
 
 
 @pytest.mark.parametrize(("reason", "memory"), [("Killed", "host"), ("Bus error", "shared")])
@@ -178,7 +178,7 @@ def test_a_killed_dataloader_worker_is_explained_by_its_cause(reason, memory) ->
     error.__cause__ = RuntimeError(f"DataLoader worker (pid 7) is killed by signal: {reason}. ")
     event = recognise(error)
     assert event is not None
-    assert event.kind.memory == memory
+    assert event.signature.memory == memory
 
 
 def test_an_error_whose_text_fails_is_still_classified_by_its_class() -> None:
@@ -188,7 +188,7 @@ def test_an_error_whose_text_fails_is_still_classified_by_its_class() -> None:
 
     event = recognise(Broken())
     assert event is not None
-    assert event.kind.name == "accelerator allocator"
+    assert event.signature.kind == "accelerator allocator"
 
 
 def test_the_numbers_of_a_text_are_read() -> None:
@@ -267,7 +267,7 @@ def test_recognition_and_the_error_need_no_torch() -> None:
         "import sys; sys.modules['torch'] = None\n"
         "import gpumagic\n"
         "from gpumagic.oom.recognition import recognise\n"
-        "print(recognise(MemoryError()).kind.name, gpumagic.OutOfMemory.__mro__[1].__name__)"
+        "print(recognise(MemoryError()).signature.kind, gpumagic.OutOfMemory.__mro__[1].__name__)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == [
         "python",
@@ -348,7 +348,7 @@ def test_every_certain_form_is_found_five_errors_deep(error, kind) -> None:
         error = outer
     event = recognise(error, free=100 * GIB)
     assert event is not None
-    assert event.kind.name == kind
+    assert event.signature.kind == kind
 
 
 @pytest.mark.parametrize(("error", "kind"), CERTAIN)

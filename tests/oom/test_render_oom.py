@@ -29,11 +29,11 @@ REPORT = OomReport(
     advice=(
         Advice("Lower batch_size from 64 to 32", 2 * GIB, True, "batch_size = 32", "line 3 says batch_size=64",
                cost="accumulate 2 steps for the same gradient", first="del x", changes=(Change(3, 13, "64", "32"),),
-               trial=EditTrial(fits=True, certain=True, needs=7 * GIB, had=8 * GIB, saves=2 * GIB)),
+               trial=EditTrial(fits=True, certain=True, needs=7 * GIB, available=8 * GIB, saves=2 * GIB)),
         Advice("Run the cell on cuda:1", None, None, "%%ondevice cuda:1", "cuda:1 has 20.0 GiB free",
                trial=EditTrial(reason="there was no time")),
         Advice("Delete 2 names that earlier cells left", GIB // 2, False, "%xdel _3\ndel features", "800.0 MiB",
-               trial=EditTrial(fits=False, certain=True, needs=9 * GIB, had=8 * GIB, saves=GIB // 2)),
+               trial=EditTrial(fits=False, certain=True, needs=9 * GIB, available=8 * GIB, saves=GIB // 2)),
     ),
     message="OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
     notes=("Emptying the cache cannot help.",),

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from gpumagic.advice.facts import Facts
+from gpumagic.advice.facts import Facts, Memory, Stage
 from gpumagic.advice.rules import loops
 from gpumagic.advice.rules.proposal import (
     Choice,
@@ -36,15 +36,15 @@ MOST_PARTS = 64
 def smaller(facts: Facts) -> Iterator[Choice]:
     """Lower the batch the cell works with."""
     if (
-        not facts.batches
+        not facts.notebook.batch_sizes
         or not facts.may_take_less
-        or (facts.trainer and facts.trainer.library == "transformers")
+        or (facts.notebook.trainer and facts.notebook.trainer.library == "transformers")
     ):
         return  # of a trainer of transformers `loops.batch` knows what else its arguments say
-    found = facts.batches[0]
+    found = facts.notebook.batch_sizes[0]
     if (
-        facts.stage not in ("forward", "backward")
-        and not facts.trains
+        facts.frames.stage not in (Stage.FORWARD, Stage.BACKWARD)
+        and not facts.frames.trains
         and not _goes_with(facts, found)
     ):
         return
@@ -82,7 +82,7 @@ def _goes_with(facts: Facts, found: BatchSize) -> bool:
         loop = loop_around(text, statement.lineno)
         names = names_in(statement.iter if isinstance(statement, ast.For) else statement)
         names |= names_in(loop.iter) if isinstance(loop, ast.For) else set()
-    at_work = [*(facts.tensors.get(name) for name in names), *facts.operands.values()]
+    at_work = [*(facts.frames.tensors.get(name) for name in names), *facts.frames.operands.values()]
     lengths = {fact.shape[0] for fact in at_work if fact is not None and fact.shape}
     return found.name.partition(".")[0] in names or bool(
         lengths & {found.value, 2 * found.value}
@@ -92,7 +92,7 @@ def _goes_with(facts: Facts, found: BatchSize) -> bool:
 def _edit(facts: Facts, found: BatchSize, value: int) -> Edit:
     if found.loader:
         return {"first": f"{found.name}.batch_sampler.batch_size = {value}"}
-    for text in (each for each in facts.texts if each.cell == found.cell):
+    for text in (each for each in facts.frames.texts if each.cell == found.cell):
         numbers = [
             each
             for name, each in ints_named(text.tree)
@@ -112,16 +112,18 @@ _MADE_UP = ("randn", "rand", "ones", "zeros", "empty", "full")
 
 def unnamed(facts: Facts) -> Iterator[Choice]:
     """Lower the number of rows where the cell has written it into each call that makes a tensor."""
-    text = facts.text
+    text = facts.frames.text
     if (
-        facts.batches
+        facts.notebook.batch_sizes
         or text is None
         or not facts.may_take_less
-        or not (facts.trains or facts.stage == "forward")
+        or not (facts.frames.trains or facts.frames.stage is Stage.FORWARD)
     ):
         return
     at_work = {
-        each.shape[0] for each in (*facts.tensors.values(), *facts.operands.values()) if each.shape
+        each.shape[0]
+        for each in (*facts.frames.tensors.values(), *facts.frames.operands.values())
+        if each.shape
     }
     found = [
         (call, *each) for _, call in calls([text], *_MADE_UP, "randint") for each in _rows(call)
@@ -140,8 +142,10 @@ def unnamed(facts: Facts) -> Iterator[Choice]:
         "Lower the batch",
         written(text, literals),
         evidence=f"{where} tensors of {now} rows",
-        cost="a different gradient" if facts.trains else "fewer rows, or more passes by hand",
-        changes_result=facts.trains
+        cost="a different gradient"
+        if facts.frames.trains
+        else "fewer rows, or more passes by hand",
+        changes_result=facts.frames.trains
         and not makes_up,  # of data that the cell makes up nothing is lost by making less
         least=now // MOST_PARTS,
     )
@@ -163,7 +167,11 @@ MOST_DOUBLINGS = 6
 
 def accumulate(facts: Facts) -> Iterator[Choice]:
     """Train on parts of the data and let their gradients add up."""
-    if facts.batches or not facts.trains or facts.stage not in ("forward", "backward", "other"):
+    if (
+        facts.notebook.batch_sizes
+        or not facts.frames.trains
+        or facts.frames.stage not in (Stage.FORWARD, Stage.BACKWARD, Stage.OTHER)
+    ):
         return
     region = find(facts)
     if region is None or region.backward is None:
@@ -187,9 +195,11 @@ def accumulate(facts: Facts) -> Iterator[Choice]:
     is_whole = not any(_is_of_some(node, names) for each in rest for node in ast.walk(each))
     if not is_whole or not _loop(facts, region, names, 2, cleared):
         return
-    rows = facts.tensors[names[0]].shape[0]
+    rows = facts.frames.tensors[names[0]].shape[0]
     # Batch norm takes no single row
-    least = 1 + any("batch norm" in each.uneven for each in facts.models if each.training)
+    least = 1 + any(
+        "batch norm" in each.uneven_layers for each in facts.notebook.models if each.training
+    )
     most = 1 << min(MOST_DOUBLINGS, (rows // least).bit_length() - 1)
     yield numbered(
         "halvings to spare",
@@ -202,7 +212,7 @@ def accumulate(facts: Facts) -> Iterator[Choice]:
             "changes": _loop(facts, region, names, 2 * most >> left, cleared),
         },
         evidence=f"{names[0]} has {count(rows, 'row')}, all in one step",
-        cost=f"the same gradient{loops.but(facts.models)}; {', '.join(sorted(made))} of the last part is left",
+        cost=f"the same gradient{loops.but(facts.notebook.models)}; {', '.join(sorted(made))} of the last part is left",
         guess=most.bit_length() - 1,
         is_rounded=False,
     )
@@ -220,7 +230,9 @@ def _divisible(facts: Facts, region: Region) -> list[str]:
     """Return the tensors that the region reads and that have the data's length, the first one it reads first."""
     called = [call for each in region.forward for call in called_models(facts, each)]
     found = {
-        node.id: facts.tensors[node.id] for node in read_tensors(region) if node.id in facts.tensors
+        node.id: facts.frames.tensors[node.id]
+        for node in read_tensors(region)
+        if node.id in facts.frames.tensors
     }
     length = next((fact.shape[0] for fact in found.values() if fact.shape), 0)
     data = {name: fact for name, fact in found.items() if fact.shape and fact.shape[0] == length}
@@ -238,7 +250,7 @@ def _divisible(facts: Facts, region: Region) -> list[str]:
         not called
         or has_edges
         or length < 2
-        or any(fact.requires_grad or fact.graph for fact in data.values())
+        or any(fact.requires_grad or fact.has_graph for fact in data.values())
     ):
         return []
     return list(data)
@@ -273,7 +285,9 @@ LEAST_LENGTH = 16
 
 def numbers(facts: Facts) -> Iterator[Choice]:
     """Lower a number written under a name: of layers where a model does not fit, else of what tensors are long."""
-    moving = facts.texts if facts.stage == "move" and facts.moving else ()
+    moving = (
+        facts.frames.texts if facts.frames.stage is Stage.MOVE and facts.frames.moved_nbytes else ()
+    )
     for text, name, literal in (
         (each, *named) for each in moving for named in ints_named(each.tree)
     ):
@@ -283,29 +297,33 @@ def numbers(facts: Facts) -> Iterator[Choice]:
                 literal.value,
                 f"Make the model smaller: {name}",
                 written(text, [literal]),
-                evidence=f"its parameters take {size(facts.moving)}",
+                evidence=f"its parameters take {size(facts.frames.moved_nbytes)}",
                 is_rounded=False,
                 cost="a smaller model; training it takes its size again for gradients, and twice for Adam",
             )
             return
-    if facts.memory != "device" or facts.trainer is not None or facts.text is None:
+    if (
+        facts.event.memory is not Memory.DEVICE
+        or facts.notebook.trainer is not None
+        or facts.frames.text is None
+    ):
         return
     lengths = {
         length
-        for each in (*facts.tensors.values(), *facts.operands.values())
+        for each in (*facts.frames.tensors.values(), *facts.frames.operands.values())
         for length in each.shape
     }
     lengths |= {
-        each for each in facts.numbers.values() if type(each) is int
+        each for each in facts.frames.numbers.values() if type(each) is int
     }  # of what was about to be made
-    named = dict(ints_named(facts.text.tree))
+    named = dict(ints_named(facts.frames.text.tree))
     for name, literal in named.items():
         now = literal.value
         if now >= LEAST_LENGTH and now in lengths and not is_batch_name(name):
             # The same number without a name is most likely a bound of what is looked up there
             unnamed = [
                 each
-                for each in facts.text.nodes()
+                for each in facts.frames.text.nodes()
                 if isinstance(each, ast.Constant)
                 and each.value == now
                 and type(each.value) is int
@@ -315,7 +333,7 @@ def numbers(facts: Facts) -> Iterator[Choice]:
                 name,
                 now,
                 f"Lower {name}",
-                written(facts.text, [literal, *unnamed]),
+                written(facts.frames.text, [literal, *unnamed]),
                 cost="another result",
                 evidence=f"tensors at work are {now} long",
                 changes_result=True,
@@ -330,7 +348,7 @@ VMAP = frozenset({"vmap_impl", "_flat_vmap"})
 
 def mapped(facts: Facts) -> Iterator[Choice]:
     """Have `vmap` map over some of the rows at a time."""
-    for text, call in calls(facts.texts) if facts.functions & VMAP else ():
+    for text, call in calls(facts.frames.texts) if facts.frames.functions & VMAP else ():
         made = call.func
         if (
             not isinstance(made, ast.Call)
@@ -346,7 +364,10 @@ def mapped(facts: Facts) -> Iterator[Choice]:
         )
         told = [each for each, dim in zip(call.args, dims, strict=False) if text.code(dim) == "0"]
         names = [text.code(each) for each in (told if dims else call.args)]
-        rows = next((facts.tensors[name].shape[0] for name in names if name in facts.tensors), 0)
+        rows = next(
+            (facts.frames.tensors[name].shape[0] for name in names if name in facts.frames.tensors),
+            0,
+        )
         if rows > 1:
             yield _in_chunks(facts, text, made, rows)
             return
@@ -357,7 +378,7 @@ def _in_chunks(facts: Facts, text: CellText, call: ast.Call, rows: int) -> Choic
     # What vmap differentiates has graphs of its own
     without = (
         text.wrap([statement], "with torch.no_grad():")
-        if statement is not None and not facts.trains
+        if statement is not None and not facts.frames.trains
         else ()
     )
     return numbered(

@@ -32,12 +32,12 @@ def growing(facts: Facts) -> str:
 
 def _with_graphs(facts: Facts, target: str) -> str:
     """Return what is known of the graphs that a variable of a loop collects; empty where it collects none."""
-    held, total = facts.collections.get(target), facts.tensors.get(target)
+    held, total = facts.frames.collections.get(target), facts.frames.tensors.get(target)
     if held is not None and held.graphs:
         return f"{held.place or target} holds {count(held.graphs, 'tensor')} with a graph, one more in every pass"
     return (
         f"{target} has a graph that grows in every pass of the loop"
-        if total is not None and total.graph
+        if total is not None and total.has_graph
         else ""
     )
 
@@ -48,14 +48,14 @@ def graphs(facts: Facts) -> Iterator[Advice]:
         evidence = _with_graphs(facts, target)
         if not evidence or _is_differentiated(facts, text, values):
             continue
-        held, total = facts.collections.get(target), facts.tensors.get(target)
+        held, total = facts.frames.collections.get(target), facts.frames.tensors.get(target)
         is_number = (
             held.is_of_numbers
             if held is not None and held.graphs
             else total is not None and not total.shape
         )
-        known = [(value, facts.tensors.get(text.code(value))) for value in values]
-        kept = [value for value, fact in known if not values[1:] or fact is None or fact.graph]
+        known = [(value, facts.frames.tensors.get(text.code(value))) for value in values]
+        kept = [value for value, fact in known if not values[1:] or fact is None or fact.has_graph]
         if kept:
             yield propose(
                 f"Collect {', '.join(map(text.code, kept))} without "
@@ -76,7 +76,7 @@ def _is_differentiated(facts: Facts, text: CellText, values: Sequence[ast.expr])
     """Return whether gradients may be computed of what is collected: below the loop, or by who calls the function."""
     functions = [each for each in text.nodes() if isinstance(each, ast.FunctionDef)]
     around = [each for each in functions if any(node is values[0] for node in ast.walk(each))]
-    if facts.trains and around and not any(does(each, "backward") for each in around):
+    if facts.frames.trains and around and not any(does(each, "backward") for each in around):
         return True
     end = (loop_around(text, values[0].lineno) or values[0]).end_lineno or 0
     return any(
@@ -91,12 +91,14 @@ def results(facts: Facts) -> Iterator[Advice]:
     for text, target, values in _additions(facts):
         added.setdefault((target, text.cell), (text, []))[1].extend(values)
     known = {target for target, _ in added}
-    others = [each for each in facts.collections if each not in known and _is_there(facts, each)]
-    added |= {(target, text.cell): (text, []) for target in others for text in facts.texts}
+    others = [
+        each for each in facts.frames.collections if each not in known and _is_there(facts, each)
+    ]
+    added |= {(target, text.cell): (text, []) for target in others for text in facts.frames.texts}
     for (target, _), (text, values) in added.items():
-        held, longer = facts.collections.get(target), facts.tensors.get(target)
+        held, longer = facts.frames.collections.get(target), facts.frames.tensors.get(target)
         held = (
-            Collection(1, longer.nbytes, longer.graph)
+            Collection(1, longer.nbytes, longer.has_graph)
             if longer is not None and values[1:]
             else held
         )
@@ -130,7 +132,7 @@ def results(facts: Facts) -> Iterator[Advice]:
                         text.replace(value, f"{bracketed(text, value)}{to_host}")
                         for value in values
                     ),
-                    *(text.append(call, f'.to("{facts.device}")') for call in joined),
+                    *(text.append(call, f'.to("{facts.event.device}")') for call in joined),
                 ],
                 first=_moved(place, held)
                 if _is_there(facts, target) and not (longer or held.graphs)
@@ -168,7 +170,7 @@ def listed(facts: Facts) -> Iterator[Advice]:
 
 def stays(facts: Facts) -> Iterator[Advice]:
     """Leave data in the host's memory of which a loop takes a part in each pass, and copy the parts."""
-    text, changes, names = facts.text, list[Change](), list[str]()
+    text, changes, names = facts.frames.text, list[Change](), list[str]()
     for node in text.nodes() if text is not None else ():
         if (
             text is None
@@ -183,7 +185,7 @@ def stays(facts: Facts) -> Iterator[Advice]:
             if isinstance(each, ast.Subscript) and text.code(each.value) == name
         ]
         taken = [each for each in parts if loop_around(text, each.lineno) is not None]
-        is_large = name in facts.tensors and facts.tensors[name].nbytes >= LARGE
+        is_large = name in facts.frames.tensors and facts.frames.tensors[name].nbytes >= LARGE
         if taken and is_large and call.startswith((f"{name}.to(", f"{name}.cuda(")):
             names.append(name)
             changes.append(text.replace(node.value, f"{name}.cpu()"))
@@ -191,7 +193,9 @@ def stays(facts: Facts) -> Iterator[Advice]:
             indices = [each.slice for each in parts if isinstance(each.slice, ast.Name)]
             # What is on the device is no index of what is not.
             changes += [
-                text.append(each, ".cpu()") for each in indices if each.id not in facts.numbers
+                text.append(each, ".cpu()")
+                for each in indices
+                if each.id not in facts.frames.numbers
             ]
     if names:
         yield propose(
@@ -212,8 +216,8 @@ _LEAVES = frozenset(
 def _is_there(facts: Facts, name: str) -> bool:
     """Return whether the cell begins with what a variable of the notebook holds already."""
     root = _root(name)
-    return any(each.name == root for each in facts.kept) and root not in (
-        facts.cell.bound_first if facts.cell else ()
+    return any(each.name == root for each in facts.notebook.variables_on_device) and root not in (
+        facts.frames.cell.bound_first if facts.frames.cell else ()
     )
 
 
@@ -271,7 +275,7 @@ def _additions(facts: Facts) -> Iterator[tuple[CellText, str, list[ast.expr]]]:
 
     A function that adds to what outlives its call does the same. Of a record, the values are its tensors on the device.
     """
-    for text in facts.texts:
+    for text in facts.frames.texts:
         places = _blocks(text)
         alone = {id(node.value) for node in text.nodes() if isinstance(node, ast.Expr)}
         for node in text.nodes():
@@ -287,7 +291,7 @@ def _additions(facts: Facts) -> Iterator[tuple[CellText, str, list[ast.expr]]]:
             target = text.code(owner)
             if isinstance(place, ast.FunctionDef) and _root(target) in bound_in(place):
                 continue
-            held, total = facts.collections.get(target), facts.tensors.get(target)
+            held, total = facts.frames.collections.get(target), facts.frames.tensors.get(target)
             if held is not None and (held.place or held.is_of_records):
                 values = [
                     part
@@ -335,9 +339,9 @@ def _addition(node: ast.AST) -> tuple[ast.expr | None, list[ast.expr]]:
 
 def _is_there_too(facts: Facts, text: CellText, part: ast.expr) -> bool:
     """Return whether a part of a record is a tensor on the device, or made of one."""
-    fact = facts.tensors.get(text.code(part))
+    fact = facts.frames.tensors.get(text.code(part))
     if fact is not None:
-        return fact.device == facts.device
+        return fact.device == facts.event.device
     if not isinstance(part, ast.Call | ast.BinOp | ast.Attribute) or called_name(part) in {
         *_LEAVES,
         "detach",
@@ -345,8 +349,8 @@ def _is_there_too(facts: Facts, text: CellText, part: ast.expr) -> bool:
         return False
     if any(isinstance(each, ast.DictComp) and each.value is part for each in text.nodes()):
         return True  # its own variable is not among those of the cell
-    reads = [facts.tensors.get(name) for name in names_in(part)]
-    is_made = any(each is not None and each.device == facts.device for each in reads)
+    reads = [facts.frames.tensors.get(name) for name in names_in(part)]
+    is_made = any(each is not None and each.device == facts.event.device for each in reads)
     is_figure = isinstance(part, ast.Attribute) and part.attr in ("shape", "dtype", "device")
     return not is_figure and (is_made or any(called_models(facts, part)))
 

@@ -295,20 +295,20 @@ def rewritten(facts: Facts) -> Iterator[Advice]:
                     rewrite.title,
                     text=text,
                     changes=joined.changes(text, joined.text.replace(node, new)),
-                    evidence=f"the line asks for {size(facts.requested)}: {rewrite.why}",
+                    evidence=f"the line asks for {size(facts.event.requested)}: {rewrite.why}",
                     cost="; ".join([rewrite.cost, *joined.lost]),
                 )
                 return
 
 
 def _holds(facts: Facts, text: CellText, rewrite: Rewrite, found: Mapping[str, ast.expr]) -> bool:
-    shapes = {name: facts.tensors.get(text.code(found[name])) for name in rewrite.dimensions}
+    shapes = {name: facts.frames.tensors.get(text.code(found[name])) for name in rewrite.dimensions}
     is_so = all(
         fact is not None and len(fact.shape) == rewrite.dimensions[name]
         for name, fact in shapes.items()
     )
     is_split = "Q" in found and text.code(found["Q"]) == "q_part"  # by this very advice
-    return is_so and not is_split and (facts.fused_attention or not rewrite.fused)
+    return is_so and not is_split and (facts.notebook.has_fused_attention or not rewrite.fused)
 
 
 _WRITES = re.compile(r"\w_\(|[-+*/]=|\]\s*=[^=]|\bout=")
@@ -317,12 +317,12 @@ _WRITES = re.compile(r"\w_\(|[-+*/]=|\]\s*=[^=]|\bout=")
 
 def expand(facts: Facts) -> Iterator[Advice]:
     """Repeat without copies what has one element in the repeated dimension."""
-    for text, node in calls(filter(None, [facts.failing]), "repeat"):
+    for text, node in calls(filter(None, [facts.frames.failing_text]), "repeat"):
         owner, counts = (
             text.code(node.func).removesuffix(".repeat"),
             [text.code(each) for each in node.args],
         )
-        fact = facts.tensors.get(owner)
+        fact = facts.frames.tensors.get(owner)
         if fact is None or _WRITES.search(text.source):
             continue
         if all("1" in pair for pair in zip(counts[::-1], map(str, fact.shape[::-1]), strict=False)):
@@ -334,7 +334,7 @@ def expand(facts: Facts) -> Iterator[Advice]:
                 f"Expand {owner} instead of repeating it",
                 text=text,
                 changes=[text.replace(node, f"{owner}.expand({arguments})")],
-                evidence=f"repeat copies {size(facts.requested)}; expand makes a view",
+                evidence=f"repeat copies {size(facts.event.requested)}; expand makes a view",
                 cost="the view must not be written to",
             )
             return

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gpumagic.advice.facts import Facts, Ownership
+from gpumagic.advice.facts import Facts, Ownership, Stage
 from gpumagic.advice.records import Advice
 from gpumagic.advice.rules.expressions import CASTS, FUNCTIONS, UNARY
 from gpumagic.advice.rules.proposal import (
@@ -30,7 +30,7 @@ from gpumagic.source.text import CellText, Change, called_name, names_in
 
 def leftovers(facts: Facts) -> Iterator[Advice]:
     """Delete what earlier cells left behind and this one does not use; models it takes to the CPU."""
-    large = [claim for claim in facts.leftovers if claim.nbytes >= LARGE]
+    large = [claim for claim in facts.notebook.leftovers if claim.nbytes >= LARGE]
     models = [claim for claim in large if claim.kind in ("module", "optimizer")]
     others = [claim for claim in large if claim not in models]
     if others:
@@ -46,10 +46,12 @@ def leftovers(facts: Facts) -> Iterator[Advice]:
         )
     claimed = {name for claim in models for name in claim.names}
     modules = sorted(
-        each.name for each in facts.kept if each.kind == "module" and each.name in claimed
+        each.name
+        for each in facts.notebook.variables_on_device
+        if each.kind == "module" and each.name in claimed
     )
     # What trains without a model of its own differentiates what an earlier cell computed, maybe with these
-    if modules and (facts.models or not facts.trains):
+    if modules and (facts.notebook.models or not facts.frames.trains):
         yield propose(
             f"Move {', '.join(modules)} to the CPU",
             first="\n".join(f"{name}.cpu()" for name in modules),
@@ -65,7 +67,7 @@ def _unused(claims: list[Ownership], names: list[str]) -> str:
 
 def stale(facts: Facts) -> Iterator[Advice]:
     """Delete a name before binding it anew: old and new are alive at once otherwise."""
-    for name, frees in facts.stale.items():
+    for name, frees in facts.notebook.about_to_be_rebound.items():
         if frees >= LARGE:
             yield propose(
                 f"Delete the old {name} before the cell makes the new one",
@@ -78,14 +80,14 @@ def stale(facts: Facts) -> Iterator[Advice]:
 
 def last_turn(facts: Facts) -> Iterator[Advice]:
     """Delete what a turn of a loop has made before the next turn makes it again."""
-    text = facts.failing
+    text = facts.frames.failing_text
     loop = loop_around(text, text.line) if text is not None else None
     if text is None or loop is None:
         return
     seen, names = set[str](), list[str]()
     for each in loop.body:
         if isinstance(each, ast.Assign):  # what it binds anew and has not read till then
-            names += sorted((bound_in(each) & facts.large) - seen - names_in(each.value))
+            names += sorted((bound_in(each) & facts.large_tensors) - seen - names_in(each.value))
         seen |= names_in(each)
     if names:
         yield propose(
@@ -115,7 +117,7 @@ def unread(facts: Facts) -> Iterator[Advice]:
 QUERY_KEY_VALUE = 3
 weights = Remedy(
     "Let attention return its result only",
-    lambda facts: not facts.trains and facts.stage == "forward",
+    lambda facts: not facts.frames.trains and facts.frames.stage is Stage.FORWARD,
     "the weights of all pairs of tokens are made to be returned",
     "the weights are None",
     argument="need_weights=False",
@@ -123,7 +125,7 @@ weights = Remedy(
     of=lambda facts, _, call, given: (
         not given
         and len(call.args) == QUERY_KEY_VALUE
-        and called_name(call) in {model.name for model in facts.models}
+        and called_name(call) in {model.name for model in facts.notebook.models}
     ),
 )
 
@@ -147,7 +149,7 @@ WITHOUT_GRAPH = (
 
 def earlier_graph(facts: Facts) -> Iterator[Advice]:
     """Let go of the graphs that earlier cells' results keep."""
-    found = facts.graphs
+    found = facts.notebook.leftover_graphs
     if found is not None and found.nbytes >= LARGE:
         names = " and ".join(sorted(found.names))
         keep, graphs = (
@@ -167,14 +169,14 @@ def earlier_graph(facts: Facts) -> Iterator[Advice]:
 
 def evaluates(facts: Facts) -> Iterator[Advice]:
     """Evaluate without recording a graph, where a model is in eval mode."""
-    evaluated = next((model.name for model in facts.models if not model.training), None)
+    evaluated = next((model.name for model in facts.notebook.models if not model.training), None)
     yield from _evaluated(facts, f"{evaluated} is in eval mode") if evaluated else ()
 
 
 def only_looks(facts: Facts) -> Iterator[Advice]:
     """Run models without recording a graph, where nothing is known that would need it."""
     is_trained = any(
-        each.training and each.name in _updated(facts) for each in facts.models
+        each.training and each.name in _updated(facts) for each in facts.notebook.models
     )  # by another cell
     yield from (
         ()
@@ -184,27 +186,29 @@ def only_looks(facts: Facts) -> Iterator[Advice]:
 
 
 def _updated(facts: Facts) -> frozenset[str]:
-    return frozenset[str]().union(*(each.models for each in facts.optimizers_there))
+    return frozenset[str]().union(*(each.models for each in facts.frames.optimizers_alive))
 
 
 def _evaluated(facts: Facts, said: str) -> Iterator[Advice]:
-    if facts.cell is None or facts.trains or facts.cell.switches_grad_off:
+    if facts.frames.cell is None or facts.frames.trains or facts.frames.cell.switches_grad_off:
         return
-    if facts.failing is not None and re.search("no_grad|inference_mode", facts.failing.source):
+    if facts.frames.failing_text is not None and re.search(
+        "no_grad|inference_mode", facts.frames.failing_text.source
+    ):
         return  # the function that failed does so already
     if any(
-        name.isidentifier() and each.requires_grad and not each.graph
-        for name, each in facts.tensors.items()
+        name.isidentifier() and each.requires_grad and not each.has_graph
+        for name, each in facts.frames.tensors.items()
     ):
         return  # who asks for the gradient of a tensor computes it, if in a function that is not seen here
     graphs = [
-        *facts.graph_names,
-        *(name for name, each in facts.collections.items() if each.graphs),
+        *facts.frames.graph_names,
+        *(name for name, each in facts.frames.collections.items() if each.graphs),
     ]
-    if graphs or facts.stage == "forward":
+    if graphs or facts.frames.stage is Stage.FORWARD:
         yield propose(
             "Evaluate without an autograd graph",
-            text=facts.text,
+            text=facts.frames.text,
             changes=ungraphed(facts),
             evidence=f"{said} and nothing calls backward"
             + (f", yet {graphs[0]} has a graph" if graphs else ""),
@@ -214,7 +218,9 @@ def _evaluated(facts: Facts, said: str) -> Iterator[Advice]:
 
 def of_a_frozen_model(facts: Facts) -> Iterator[Advice]:
     """Freeze a model that no optimizer updates."""
-    for model in facts.models if facts.optimizers_there and facts.trains else ():
+    for model in (
+        facts.notebook.models if facts.frames.optimizers_alive and facts.frames.trains else ()
+    ):
         if model.name not in _updated(facts) and not model.local and not model.frozen:
             yield propose(
                 f"Freeze {model.name}",
@@ -230,7 +236,7 @@ def _owner(text: CellText, call: ast.Call) -> str:
 
 retained = Remedy(
     lambda _, *call: f"Let {_owner(*call[:2])}.backward free its graph",
-    lambda facts: facts.graph_names,
+    lambda facts: facts.frames.graph_names,
     lambda _, *call: (
         f"retain_graph=True kept the graph of {_owner(*call[:2])} while the next was made"
     ),
@@ -240,7 +246,7 @@ retained = Remedy(
     by_default=True,
     of=lambda facts, text, call, given: (
         given == "True"
-        and _owner(text, call) in facts.graph_names
+        and _owner(text, call) in facts.frames.graph_names
         and text.source.count("backward(") == 1
     ),
 )
@@ -248,13 +254,13 @@ retained = Remedy(
 
 def ungraphed(facts: Facts) -> Sequence[Change]:
     """Return the changes that put what made a graph, up to the failed statement, under `no_grad`."""
-    text, line = facts.text, facts.line or 0
+    text, line = facts.frames.text, facts.frames.line or 0
     block = [each for each in text.tree.body if each.lineno <= line] if text is not None else []
     if text is None or not block or (block[-1].end_lineno or 0) < line:
         return ()
     if isinstance(block[-1], ast.FunctionDef | ast.AsyncFunctionDef):
         return text.insert(block[-1], "@torch.no_grad()")
-    names = set(facts.graph_names)
+    names = set(facts.frames.graph_names)
     made = [
         each
         for each in block
@@ -265,22 +271,27 @@ def ungraphed(facts: Facts) -> Sequence[Change]:
 
 def read_no_more(facts: Facts) -> set[str]:
     """Return what the cell made that is large and that nothing after the statement that failed reads."""
-    text = facts.text
+    text = facts.frames.text
     row = in_a_row(text.tree.body) if text is not None else []
-    failing = text.statement_at(facts.line) if text is not None else None
+    failing = text.statement_at(facts.frames.line) if text is not None else None
     if (
         text is None
-        or facts.cell is None
+        or facts.frames.cell is None
         or failing is None
         or not any(each is failing for each in row)
     ):
         return set()
     names = [node for node in text.nodes() if isinstance(node, ast.Name)]
     after = {each.id for each in names if each.lineno > (failing.end_lineno or 0)}
-    before = {each.id for each in names if each.lineno < failing.lineno} & facts.cell.bound_first
+    before = {
+        each.id for each in names if each.lineno < failing.lineno
+    } & facts.frames.cell.bound_first
     return (
         before
-        & (facts.large | {name for name, each in facts.collections.items() if each.nbytes >= LARGE})
+        & (
+            facts.large_tensors
+            | {name for name, each in facts.frames.collections.items() if each.nbytes >= LARGE}
+        )
     ) - after
 
 
@@ -371,15 +382,15 @@ def _overwriting(
                 "stack",
             }
             is_float = any(
-                name in fresh or _is_float(facts, name) or name in facts.collections
+                name in fresh or _is_float(facts, name) or name in facts.frames.collections
                 for name in read
             )
             fresh = fresh | {target} if is_large and is_float else fresh - {target}
 
 
 def _is_float(facts: Facts, name: str) -> bool:
-    fact = facts.tensors.get(name)
-    return fact is not None and "float" in fact.dtype and not (fact.requires_grad or fact.graph)
+    fact = facts.frames.tensors.get(name)
+    return fact is not None and "float" in fact.dtype and not (fact.requires_grad or fact.has_graph)
 
 
 def _is_new(value: ast.AST) -> bool:
@@ -389,7 +400,8 @@ def _is_new(value: ast.AST) -> bool:
 def _may_go(facts: Facts, name: str, fresh: set[str], between: Sequence[ast.stmt]) -> bool:
     """Return whether nothing else may look at a tensor's memory: no other name, no graph, and no view made since."""
     is_shared = any(
-        name in (names := holder.name.split(", ")) and len(names) > 1 for holder in facts.holders
+        name in (names := holder.name.split(", ")) and len(names) > 1
+        for holder in facts.notebook.holders
     )
     # What makes a tensor of its own does not look at another later, as a view or a second name does
     is_seen = any(
@@ -406,7 +418,7 @@ def _in_place(facts: Facts, text: CellText, name: str, value: ast.expr, first: l
     read = (
         fact
         for each in names_in(value)
-        if (fact := facts.tensors.get(each)) is not None and fact.shape
+        if (fact := facts.frames.tensors.get(each)) is not None and fact.shape
     )
     if len({fact.dtype for fact in read if "float" in fact.dtype}) > 1:
         return ""  # the result has the wider type, and what is written over keeps its own
@@ -432,9 +444,11 @@ def _steps(facts: Facts, text: CellText, name: str, value: ast.expr, first: list
     before = _steps(facts, text, name, of, first) if of is not None else ""
     if not before:
         made_of = [
-            fact for each in names_in(value) if (fact := facts.tensors.get(each)) is not None
+            fact for each in names_in(value) if (fact := facts.frames.tensors.get(each)) is not None
         ]
-        is_copy = any(each.device != facts.device or "float" not in each.dtype for each in made_of)
+        is_copy = any(
+            each.device != facts.event.device or "float" not in each.dtype for each in made_of
+        )
         is_made = (isinstance(value, ast.BinOp) and made_of) or (
             called_name(value) in CASTS and is_copy
         )

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from gpumagic.advice.facts import Facts, TensorFact
+from gpumagic.advice.facts import Facts, Kind, Memory, Stage, TensorFact
 from gpumagic.advice.records import ON_THE_CPU, Advice
 from gpumagic.advice.rules import collected
 from gpumagic.advice.rules.proposal import Remedy, backend, bracketed, failed, prepare, propose
@@ -35,20 +35,21 @@ def outer(facts: Facts) -> Outer | None:
             pair: list[tuple[ast.expr, TensorFact | None]] = []
             if isinstance(node, ast.BinOp) and not isinstance(node.op, ast.MatMult):
                 pair = [
-                    (each, facts.tensors.get(text.code(each))) for each in (node.left, node.right)
+                    (each, facts.frames.tensors.get(text.code(each)))
+                    for each in (node.left, node.right)
                 ]
             elif (
                 isinstance(node, ast.Call) and len(node.args) == 2
             ):  # a loss; the request proves that it broadcasts
                 pair = [
-                    (each, facts.operands.get(name))
+                    (each, facts.frames.operands.get(name))
                     for each, name in zip(node.args, ("input", "target"), strict=True)
                 ]
             for (one, column), (other, row) in (pair, pair[::-1]) if pair else ():
                 if (
                     row is None
                     or len(row.shape) != 1
-                    or not facts.asked_for(row.shape[0] * row.nbytes)
+                    or not facts.event.asked_for(row.shape[0] * row.nbytes)
                 ):
                     continue
                 # A call's result may have any shape: the request proves it
@@ -63,7 +64,7 @@ def outer(facts: Facts) -> Outer | None:
 
 def squeeze(facts: Facts) -> Iterator[Advice]:
     """Take the dimension of one away before the two meet."""
-    found, text = outer(facts), facts.failing
+    found, text = outer(facts), facts.frames.failing_text
     if found is not None and text is not None:
         n = found.length
         yield propose(
@@ -77,18 +78,20 @@ def squeeze(facts: Facts) -> Iterator[Advice]:
 
 size_bug = Remedy(
     "Print the sizes this line passes; one is negative or overflowed",
-    lambda facts: facts.kind == "size bug",
-    lambda facts, *_: f"line {facts.line}" if facts.line is not None else "the failing line",
+    lambda facts: facts.event.kind is Kind.SIZE_BUG,
+    lambda facts, *_: (
+        f"line {facts.frames.line}" if facts.frames.line is not None else "the failing line"
+    ),
     cost="",
 )
 fraction = Remedy(
     "Lift the cap on this process's memory",
-    lambda facts: facts.kind == "memory fraction",
+    lambda facts: facts.event.kind is Kind.MEMORY_FRACTION,
     "the allocator refused before it asked the driver",
     "none, unless others share the device",
     first=lambda facts, *_: (
         "torch.cuda.set_per_process_memory_fraction(1.0"
-        + ("" if facts.device in (None, "cuda:0") else f', "{facts.device}"')
+        + ("" if facts.event.device in (None, "cuda:0") else f', "{facts.event.device}"')
         + ")"
     ),
 )
@@ -102,20 +105,26 @@ def is_fragmented(facts: Facts) -> bool:
 
     A cell that needs more than there is does not fit in one piece either, and what a leak grows by is no gap.
     """
-    if not facts.from_allocator or facts.requested is None or facts.unallocated is None:
+    if (
+        not facts.event.from_allocator
+        or facts.event.requested is None
+        or facts.event.unallocated is None
+    ):
         return False
     if facts.need is not None and (facts.need.missing or facts.need.fits is False):
         return not facts.need.missing
-    if collected.growing(facts) and facts.transient > facts.unallocated:
+    if collected.growing(facts) and facts.transient > facts.event.unallocated:
         return False
-    return facts.unallocated >= max(facts.requested, (facts.capacity or 0) // A_FAIR_SHARE)
+    return facts.event.unallocated >= max(
+        facts.event.requested, (facts.event.capacity or 0) // A_FAIR_SHARE
+    )
 
 
 expandable_segments = Remedy(
     "Let the allocator's segments grow: set this before the kernel starts",
-    lambda facts: facts.segments_can_expand and is_fragmented(facts),
+    lambda facts: facts.event.segments_can_expand and is_fragmented(facts),
     lambda facts, *_: (
-        f"{size(facts.unallocated)} was reserved but unallocated, {size(facts.requested)} requested"
+        f"{size(facts.event.unallocated)} was reserved but unallocated, {size(facts.event.requested)} requested"
     ),
     "a restart of the kernel; not with CUDA IPC",
     edit="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
@@ -132,17 +141,17 @@ def compact(facts: Facts) -> Iterator[Advice]:
     """Take what survives in half-empty segments to the host and back: it comes back side by side."""
     if (
         not is_fragmented(facts)
-        or facts.after is None
-        or any(optimizer.state for optimizer in facts.optimizers)
+        or facts.notebook.after is None
+        or any(optimizer.state_nbytes for optimizer in facts.notebook.optimizers)
     ):
         return
     stuck = (
-        facts.after.reserved - facts.after.allocated
+        facts.notebook.after.reserved - facts.notebook.after.allocated
     )  # the cache has been emptied since: this is pinned by names
-    named = [each for each in facts.kept if each.kind in _MOVED]
+    named = [each for each in facts.notebook.variables_on_device if each.kind in _MOVED]
     out, back = (
         [_MOVED[each.kind].format(name=each.name, to=to) for each in named]
-        for to in ("cpu()", f'to("{facts.device}")')
+        for to in ("cpu()", f'to("{facts.event.device}")')
     )
     yield propose(
         "Move what is there to the host and back, into whole segments",
@@ -154,29 +163,31 @@ def compact(facts: Facts) -> Iterator[Advice]:
     )
 
 
-_IN_WORKERS = ("dataloader killed", "dataloader bus error", "shared memory")
+_IN_WORKERS = (Kind.DATALOADER_KILLED, Kind.DATALOADER_BUS_ERROR, Kind.SHARED_MEMORY)
+"""Kinds of failures that only DataLoaders with workers have."""
 
 
 def workers(facts: Facts) -> Iterator[Advice]:
     """Load batches in the kernel's own process, where workers ran out."""
-    if facts.kind not in _IN_WORKERS and not (
-        facts.kind == "python" and "_process_data" in facts.functions
+    if facts.event.kind not in _IN_WORKERS and not (
+        facts.event.kind is Kind.PYTHON and "_process_data" in facts.frames.functions
     ):
         return
-    for loader in facts.loaders:
+    for loader in facts.notebook.loaders:
         if loader.workers:
             yield propose(
                 "Load the batches without worker processes",
                 cost="batches are no longer loaded ahead",
                 evidence=f"{count(loader.workers, 'worker')}, each with its own copy of what the dataset holds and "
-                "two batches ahead" + (" in /dev/shm" if facts.memory == "shared" else ""),
+                "two batches ahead"
+                + (" in /dev/shm" if facts.event.memory is Memory.SHARED else ""),
                 **prepare(facts, loader.name, f"{loader.name}.num_workers = 0"),
             )
 
 
 on_the_host = Remedy(
     "Load the checkpoint into the host's memory",
-    lambda facts: facts.stage == "load" and facts.memory == "device",
+    lambda facts: facts.frames.stage is Stage.LOAD and facts.event.memory is Memory.DEVICE,
     lambda *known: (
         f"map_location={known[-1]} puts the tensors beside the model's own"
         if known[-1]
@@ -198,16 +209,23 @@ SMALL = 4 << 30
 
 def other_device(facts: Facts) -> Iterator[Advice]:
     """Run the cell on the device of the same type that has most room."""
-    device = max(facts.free_elsewhere, key=lambda each: facts.free_elsewhere[each], default="")
-    if facts.free_elsewhere.get(device, 0) <= (facts.free or 0) or any(
-        each.state for each in facts.optimizers
+    device = max(
+        facts.notebook.free_elsewhere,
+        key=lambda each: facts.notebook.free_elsewhere[each],
+        default="",
+    )
+    if facts.notebook.free_elsewhere.get(device, 0) <= (facts.event.free or 0) or any(
+        each.state_nbytes for each in facts.notebook.optimizers
     ):
         return  # an optimizer's state would have to move with its parameters, and has no method for it
-    least = facts.requested if facts.need is None else facts.need.alone
-    if (least or 0) > facts.free_elsewhere[device]:
+    least = facts.event.requested if facts.need is None else facts.need.needed_alone
+    if (least or 0) > facts.notebook.free_elsewhere[device]:
         return
-    moved = [each for each in facts.brought if each.kind in ("module", "tensor")]
-    if any(each.kind not in ("module", "tensor", "optimizer") for each in facts.brought):
+    moved = [each for each in facts.notebook.inputs_on_device if each.kind in ("module", "tensor")]
+    if any(
+        each.kind not in ("module", "tensor", "optimizer")
+        for each in facts.notebook.inputs_on_device
+    ):
         return
     names, edit = ", ".join(each.name for each in moved), _redirected(facts, device, moved)
     where = (
@@ -217,7 +235,7 @@ def other_device(facts: Facts) -> Iterator[Advice]:
     )
     yield propose(
         f"Run the cell on {device}" + (f", with {names} moved there" if moved else ""),
-        evidence=f"{device} has {size(facts.free_elsewhere[device])} free",
+        evidence=f"{device} has {size(facts.notebook.free_elsewhere[device])} free",
         cost=where + ("; what it makes without a device is made there" if "edit" in edit else ""),
         **edit,
     )
@@ -225,16 +243,19 @@ def other_device(facts: Facts) -> Iterator[Advice]:
 
 def on_the_cpu(facts: Facts) -> Iterator[Advice]:
     """Run a cell that trains nothing on the CPU, where that takes little enough to be tried."""
-    moved, is_small = facts.brought, facts.need is not None and facts.need.needed <= SMALL
+    moved, is_small = (
+        facts.notebook.inputs_on_device,
+        facts.need is not None and facts.need.needed <= SMALL,
+    )
     if (
         not is_small
-        or facts.trains
+        or facts.frames.trains
         or not facts.may_take_less
         or any(each.kind not in _MOVED for each in moved)
     ):
         return
     edit = _redirected(facts, "cpu", moved)
-    if facts.text is not None and (edit["first"] or edit["changes"]):
+    if facts.frames.text is not None and (edit["first"] or edit["changes"]):
         yield propose(
             ON_THE_CPU,
             **edit,
@@ -247,20 +268,22 @@ def on_the_cpu(facts: Facts) -> Iterator[Advice]:
 def larger(facts: Facts) -> Iterator[Advice]:
     """Say how large a device the cell needs, with the GPUs that are, the smallest first."""
     need = facts.need
-    if need is None or not need.missing or facts.capacity is None:
+    if need is None or not need.missing or facts.event.capacity is None:
         return
     trained = (
-        2 * each.nbytes + max(each.state, 2 * each.nbytes * (each.kind in ADAMS))
-        for each in facts.optimizers
+        2 * each.nbytes + max(each.state_nbytes, 2 * each.nbytes * (each.kind in ADAMS))
+        for each in facts.notebook.optimizers
     )
-    fixed, why = max(need.fixed, sum(trained)), f"as it is, the cell needs {size(need.needed)}"
-    if fixed > LEAST_ROOM * need.had:
-        why += f"; parameters, gradients and optimizer state alone are {size(fixed)} of {size(need.had)}"
+    fixed, why = max(need.static, sum(trained)), f"as it is, the cell needs {size(need.needed)}"
+    if fixed > LEAST_ROOM * need.available:
+        why += f"; parameters, gradients and optimizer state alone are {size(fixed)} of {size(need.available)}"
     room = {
         name: GPUS[name].capacity for name in USUAL if GPUS[name].capacity >= need.needed + CONTEXT
     }
     for name in (
-        sorted(room, key=lambda name: room[name]) if facts.capacity >= SMALL and room else [""]
+        sorted(room, key=lambda name: room[name])
+        if facts.event.capacity >= SMALL and room
+        else [""]
     ):
         example = (
             f", such as {'an' if name[0] in 'AHLR' else 'a'} {name} ({size(room[name])})"
@@ -285,12 +308,16 @@ _LAYERS = "[each for each in {model}.modules() if each._parameters]"
 def divided(facts: Facts) -> Iterator[Advice]:
     """Shard a model that is too large alone among the devices of the machine."""
     number, is_fixed = (
-        1 + len(facts.free_elsewhere),
-        facts.need is not None and facts.need.fixed > facts.need.had,
+        1 + len(facts.notebook.free_elsewhere),
+        facts.need is not None and facts.need.static > facts.need.available,
     )
-    if backend(facts) not in ("cuda", "xpu") or number == 1 or facts.memory != "device":
+    if (
+        backend(facts) not in ("cuda", "xpu")
+        or number == 1
+        or facts.event.memory is not Memory.DEVICE
+    ):
         return
-    if facts.stage in ("move", "step") or is_fixed:
+    if facts.frames.stage in (Stage.MOVE, Stage.STEP) or is_fixed:
         yield propose(
             f"Shard the model over the {number} devices here (fully_shard of torch.distributed.fsdp)",
             cost="a script of its own, started by torchrun",
@@ -301,8 +328,8 @@ def divided(facts: Facts) -> Iterator[Advice]:
 
 def _sharded(facts: Facts, number: int) -> dict[str, Any]:
     """Return the edit that has each rank make its shards, where the cell moves the model to the device."""
-    text = facts.text
-    blocks = {each.name: each.blocks for each in facts.models_there}
+    text = facts.frames.text
+    blocks = {each.name: each.blocks for each in facts.frames.models_alive}
     for statement in text.tree.body if text is not None and backend(facts) == "cuda" else ():
         move = statement.value if isinstance(statement, ast.Assign | ast.Expr) else None
         if (
@@ -314,7 +341,7 @@ def _sharded(facts: Facts, number: int) -> dict[str, Any]:
         model = text.code(
             statement.targets[0] if isinstance(statement, ast.Assign) else move.func.value
         )
-        fails = facts.stage == "move" and statement is text.statement_at(text.line)
+        fails = facts.frames.stage is Stage.MOVE and statement is text.statement_at(text.line)
         if move.func.attr not in ("cuda", "to") or not (fails or model in blocks):
             continue
         layers = blocks.get(model) or _LAYERS.format(model=model)
@@ -327,11 +354,11 @@ def _sharded(facts: Facts, number: int) -> dict[str, Any]:
 
 def _redirected(facts: Facts, device: str, moved: Sequence[Holder]) -> dict[str, Any]:
     """Return the edit: the device's name in the cell, the variables that hold it, and what has to move."""
-    first = [f'{name} = "{device}"' for name in facts.device_names]
+    first = [f'{name} = "{device}"' for name in facts.notebook.device_names]
     first += [_MOVED[each.kind].format(name=each.name, to=f'to("{device}")') for each in moved]
-    text = facts.text
+    text = facts.frames.text
     changes = list(_renamed(facts, text, device)) if text is not None else []
-    if not changes and not facts.device_names and device != "cpu":
+    if not changes and not facts.notebook.device_names and device != "cpu":
         magic = f"%%ondevice {device}"
         return {
             "first": "\n".join(first) or None,
@@ -342,7 +369,10 @@ def _redirected(facts: Facts, device: str, moved: Sequence[Holder]) -> dict[str,
 
 
 def _renamed(facts: Facts, text: CellText, device: str) -> Iterator[Change]:
-    own = {facts.device, backend(facts) if (facts.device or "").endswith(":0") else facts.device}
+    own = {
+        facts.event.device,
+        backend(facts) if (facts.event.device or "").endswith(":0") else facts.event.device,
+    }
     for node in text.nodes():
         if isinstance(node, ast.Constant) and node.value in own and isinstance(node.value, str):
             yield text.replace(node, f'"{device}"')

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gpumagic.advice.facts import Facts, Model, Trainer
+from gpumagic.advice.facts import Facts, Memory, Model, Trainer
 from gpumagic.advice.records import Advice
 from gpumagic.advice.rules.expressions import FUNCTIONS
 from gpumagic.advice.rules.proposal import (
@@ -35,12 +35,12 @@ ARGUMENTS = {
 
 def argument(facts: Facts, remedy: str) -> Edit:
     """Return the edit that tells a trainer an argument, with the evidence; nothing where it is told already."""
-    trainer = facts.trainer
+    trainer = facts.notebook.trainer
     if (
         trainer is None
         or (remedy, trainer.library) not in ARGUMENTS
         or _evaluates(facts)
-        or facts.memory != "device"
+        or facts.event.memory is not Memory.DEVICE
     ):
         return {}
     name, value, unless = ARGUMENTS[remedy, trainer.library]
@@ -51,8 +51,12 @@ def argument(facts: Facts, remedy: str) -> Edit:
 
 def batch(facts: Facts) -> Iterator[Choice]:
     """Lower the batch that transformers' trainer makes."""
-    trainer = facts.trainer
-    if trainer is None or trainer.library != "transformers" or facts.memory != "device":
+    trainer = facts.notebook.trainer
+    if (
+        trainer is None
+        or trainer.library != "transformers"
+        or facts.event.memory is not Memory.DEVICE
+    ):
         return
     name = f"per_device_{'eval' if _evaluates(facts) else 'train'}_batch_size"
     now = number(trainer, name, 8)
@@ -92,11 +96,12 @@ def lowered(
     `edit` returns the edit for a value and a number of passes a step, nothing where it is unclear how; the title calls
     the number what it is `called`. Where it only `evaluates` nothing is trained.
     """
-    trains = facts.trains and not evaluates
+    trains = facts.frames.trains and not evaluates
+    note = but(facts.notebook.models)
     cost = (
         "a different gradient, unless several passes make a step"
         if trains
-        else f"more passes{but(facts.models)}"
+        else f"more passes{note}"
     )
 
     def accumulated(most: int) -> Advice | None:
@@ -109,7 +114,7 @@ def lowered(
                 f"Lower {called} from {now} to {now // steps} and accumulate {steps} passes a step",
                 **change,
                 evidence=f"{evidence}; up to {most} fits",
-                cost=f"the same gradient{f', of {together} of {now}' if together < now else ''}{but(facts.models)}",
+                cost=f"the same gradient{f', of {together} of {now}' if together < now else ''}{note}",
             )
         )
 
@@ -128,7 +133,7 @@ def lowered(
 
 def but(models: Sequence[Model]) -> str:
     """Return by which layers models compute something else where they see a part of the data at a time."""
-    found = sorted({each for model in models if model.training for each in model.uneven})
+    found = sorted({each for model in models if model.training for each in model.uneven_layers})
     return f", except through {' and '.join(found)}" if found else ""
 
 
@@ -147,7 +152,7 @@ def told(trainer: Trainer, arguments: dict[str, str]) -> Edit:
 
 
 def _evaluates(facts: Facts) -> bool:
-    return bool(facts.functions & {"evaluation_loop", "prediction_step"})
+    return bool(facts.frames.functions & {"evaluation_loop", "prediction_step"})
 
 
 def _where(trainer: Trainer) -> str:
@@ -160,12 +165,14 @@ def accumulating(facts: Facts, found: BatchSize, steps: int) -> Edit:
     `found` is the batch size, which another change lowers. The step is left to the last pass of each group, and
     `zero_grad` to that or the first.
     """
-    if facts.trainer is not None and facts.trainer.library == "lightning":
+    if facts.notebook.trainer is not None and facts.notebook.trainer.library == "lightning":
         name = "accumulate_grad_batches"
-        before = number(facts.trainer, name, 1)
-        return told(facts.trainer, {name: str(before * steps)}) if before is not None else {}
-    for text in facts.texts:
-        loop = loop_around(text, text.line or facts.line)
+        before = number(facts.notebook.trainer, name, 1)
+        return (
+            told(facts.notebook.trainer, {name: str(before * steps)}) if before is not None else {}
+        )
+    for text in facts.frames.texts:
+        loop = loop_around(text, text.line or facts.frames.line)
         once = _once(text, loop) if isinstance(loop, ast.For) and text.stands_alone(loop) else {}
         if not isinstance(loop, ast.For) or len(once) < len(_STEPS):
             continue
@@ -203,7 +210,7 @@ def _counted(
     source, target = loop.iter, loop.target
     assigned = (node for node in text.nodes() if isinstance(node, ast.Assign))
     made = [_targets(each) for each in assigned if called_name(each.value) == "DataLoader"]
-    loaders = {each.name for each in facts.loaders}.union(*made)
+    loaders = {each.name for each in facts.notebook.loaders}.union(*made)
     if names_in(source) & ({found.name} | loaders):
         if (
             called_name(source) == "enumerate"
@@ -273,7 +280,7 @@ def divided(
         and loss.id not in made
     ):
         loss = call.args[0]  # of `accelerator.backward(loss)`
-    kind = _Loss(text, facts.sums, made, {}).kind(loss)
+    kind = _Loss(text, facts.frames.summing_criteria, made, {}).kind(loss)
     if kind in ("sum", None):
         return None if kind is None else []
     is_name = isinstance(loss, ast.Name)

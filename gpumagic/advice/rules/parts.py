@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from gpumagic.advice.facts import Facts
+from gpumagic.advice.facts import Facts, Memory
 from gpumagic.advice.records import Advice
 from gpumagic.advice.rules.batch import MOST_DOUBLINGS, VMAP
 from gpumagic.advice.rules.expressions import FUNCTIONS, UNARY, Joined, joined_in
@@ -25,9 +25,9 @@ _COUNTS = ("chunk", "tensor_split", "array_split")
 
 def smaller(facts: Facts) -> Iterator[Choice]:
     """Make the parts smaller in which a loop goes through its data."""
-    batches = {each.name for each in facts.batches}
-    for text in facts.texts if facts.memory == "device" else ():
-        found = list(_parts_in(text, text.line or facts.line))
+    batches = {each.name for each in facts.notebook.batch_sizes}
+    for text in facts.frames.texts if facts.event.memory is Memory.DEVICE else ():
+        found = list(_parts_in(text, text.line or facts.frames.line))
         for call, number in found:
             now = _int(facts, text, number)
             if (
@@ -44,7 +44,9 @@ def smaller(facts: Facts) -> Iterator[Choice]:
 
 
 def _int(facts: Facts, text: CellText, node: ast.expr) -> int | None:
-    value = node.value if isinstance(node, ast.Constant) else facts.numbers.get(text.code(node))
+    value = (
+        node.value if isinstance(node, ast.Constant) else facts.frames.numbers.get(text.code(node))
+    )
     return value if type(value) is int else None
 
 
@@ -92,8 +94,8 @@ def _smaller_parts(
         lambda value: put(told(value)),
         is_rounded=not is_count,
         evidence=f"{text.code(number)} in {line} is {now} {'parts' if is_count else 'at a time'}",
-        cost="a different gradient" if facts.trains else "a little time",
-        changes_result=facts.trains,
+        cost="a different gradient" if facts.frames.trains else "a little time",
+        changes_result=facts.frames.trains,
         is_setting=bool(name) and not is_count,
     )
 
@@ -177,13 +179,15 @@ class Rows:
 def by_rows(facts: Facts) -> Iterator[Choice]:
     """Compute a part of the rows at a time where the result is much smaller than what leads to it."""
     places = (
-        list(failed(facts)) if not facts.functions & VMAP else []
+        list(failed(facts)) if not facts.frames.functions & VMAP else []
     )  # which takes no hooks of checkpoints
-    statement = facts.text.statement_at(facts.line) if facts.text is not None else None
-    if facts.text is not None and statement is not None:
-        places.append((facts.text, statement))  # what failed may be in a model that it calls
-        block = facts.text.block_of(statement) if does(statement, "backward") else []
-        places = [(facts.text, each) for each in block if each.lineno < statement.lineno][
+    statement = (
+        facts.frames.text.statement_at(facts.frames.line) if facts.frames.text is not None else None
+    )
+    if facts.frames.text is not None and statement is not None:
+        places.append((facts.frames.text, statement))  # what failed may be in a model that it calls
+        block = facts.frames.text.block_of(statement) if does(statement, "backward") else []
+        places = [(facts.frames.text, each) for each in block if each.lineno < statement.lineno][
             ::-1
         ] or places
     # A sum of what failed, else what most statements make of it
@@ -250,20 +254,24 @@ def _part(facts: Facts, is_sum: bool, text: CellText, joined: Joined) -> _Part |
         if rows is None or isinstance(inner, ast.Name) or not is_so:
             continue
         found = _Part(text, joined, node, rows)
-        tensors = [facts.tensors[name] for name in found.sources.values()]
-        is_wide = facts.requested is not None and 2 * facts.requested >= sum(
+        tensors = [facts.frames.tensors[name] for name in found.sources.values()]
+        is_wide = facts.event.requested is not None and 2 * facts.event.requested >= sum(
             each.nbytes for each in tensors
         )
         is_head = method == "cross_entropy" and (
-            tensors[0].graph or tensors[0].requires_grad
+            tensors[0].has_graph or tensors[0].requires_grad
         )  # not all of a model
-        if rows.length > 1 and (is_head or not facts.trains if rows.of_model else is_wide):
+        if rows.length > 1 and (is_head or not facts.frames.trains if rows.of_model else is_wide):
             return found
     return None
 
 
 def _advice(facts: Facts, found: Sequence[_Part], number: int) -> Advice:
-    is_looked_at = not facts.trains and facts.cell is not None and not facts.cell.switches_grad_off
+    is_looked_at = (
+        not facts.frames.trains
+        and facts.frames.cell is not None
+        and not facts.frames.cell.switches_grad_off
+    )
     without = [is_looked_at and each.rows.of_model for each in found]
     edits = [_in_parts(facts, *each, number) for each in zip(found, without, strict=True)]
     lines = [str(each.joined.last.lineno) for each in found]
@@ -274,7 +282,7 @@ def _advice(facts: Facts, found: Sequence[_Part], number: int) -> Advice:
         text=found[0].text,
         changes=[change for changes, _ in edits for change in changes],
         cost="; ".join(dict.fromkeys(cost for _, cost in edits)),
-        evidence=f"the line makes {size(facts.requested)} at once for all {count(found[0].rows.length, 'row')}",
+        evidence=f"the line makes {size(facts.event.requested)} at once for all {count(found[0].rows.length, 'row')}",
     )
 
 
@@ -294,9 +302,11 @@ def _in_parts(
     one = ", ".join(named.values())
     part += f" * len({next(iter(named.values()))})" if method == "mean" else ""
     margin = "\n" + found.text.indent_of(joined.last) + (INDENT if is_without_graph else "")
-    cost, tensors = "a little time", [facts.tensors[name] for name in sources.values()]
-    has_graph = any(each.requires_grad or each.graph for each in tensors) and not is_without_graph
-    if has_graph or (method == "cross_entropy" and facts.trains):
+    cost, tensors = "a little time", [facts.frames.tensors[name] for name in sources.values()]
+    has_graph = (
+        any(each.requires_grad or each.has_graph for each in tensors) and not is_without_graph
+    )
+    if has_graph or (method == "cross_entropy" and facts.frames.trains):
         part = f"torch.utils.checkpoint.checkpoint({margin}        lambda {one}: {part}, {one}, use_reentrant=False)"
         cost = "the line is computed again in backward"
     split = ", ".join(f"{each}.split({number})" for each in named)
@@ -313,7 +323,7 @@ def _in_parts(
         code = f"({code} / {total})"
     masks = {
         f"{name}.sum()": f"sum(part.sum() for part in {name}.split({number}))"
-        for name, each in facts.tensors.items()
+        for name, each in facts.frames.tensors.items()
         if each.dtype == "bool" and each.shape[:1] == (found.rows.length,)
     }
     inside = set(
@@ -359,8 +369,8 @@ class _Reader(NamedTuple):
     def rows_of(self, node: ast.expr) -> Rows | None:
         """Return what the rows of an expression are made of, where each depends on one row only."""
         if isinstance(node, ast.Name):
-            fact = self.facts.tensors.get(node.id)
-            is_there = fact is not None and fact.shape and fact.device == self.facts.device
+            fact = self.facts.frames.tensors.get(node.id)
+            is_there = fact is not None and fact.shape and fact.device == self.facts.event.device
             return (
                 Rows((node,), fact.shape[0], len(fact.shape))
                 if fact is not None and is_there
@@ -412,7 +422,9 @@ class _Reader(NamedTuple):
         node = node.operand if isinstance(node, ast.UnaryOp) else node
         code = self.text.code(node)
         return (
-            isinstance(node, ast.Constant) or code in self.facts.numbers or code.startswith("len(")
+            isinstance(node, ast.Constant)
+            or code in self.facts.frames.numbers
+            or code.startswith("len(")
         )
 
     def _is_beside(self, node: ast.expr, rows: Rows) -> bool:
@@ -422,7 +434,7 @@ class _Reader(NamedTuple):
         if isinstance(node, ast.Subscript):
             index = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
             return ast.unparse(index) == "None"
-        fact = self.facts.tensors.get(self.text.code(node))
+        fact = self.facts.frames.tensors.get(self.text.code(node))
         return self._is_number(node) or (fact is not None and len(fact.shape) < rows.dimensions)
 
     def _of_call(self, call: ast.Call) -> Rows | None:
@@ -453,11 +465,13 @@ class _Reader(NamedTuple):
         ):
             return self._of_elements(given)
         rows = self.rows_of(of)
-        model = next((each for each in self.facts.models if each.name == name), None)
+        model = next((each for each in self.facts.notebook.models if each.name == name), None)
         if rows is not None and model is not None and isinstance(call.func, ast.Name):
             # Statistics of a batch and lists that hooks fill are of all rows
             is_apart = not (
-                rest or self.facts.emptied or (model.training and "batch norm" in model.uneven)
+                rest
+                or self.facts.notebook.reset_code
+                or (model.training and "batch norm" in model.uneven_layers)
             )
             return replace(rows, reduces=True, of_model=True, dimensions=0) if is_apart else None
         return rows and self._of_function(rows, call, given, is_within)

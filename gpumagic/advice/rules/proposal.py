@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpumagic.advice.facts import Facts
+from gpumagic.advice.facts import Facts, Stage
 from gpumagic.advice.records import Advice
 from gpumagic.memory.devices import Device
 from gpumagic.report.units import LARGE
@@ -43,8 +43,8 @@ class Region:
 def find(facts: Facts) -> Region | None:
     """Return the forward pass that failed, or whose backward failed: the one that a text shows backward of, if any."""
     found = list[Region]()
-    for text in reversed(facts.texts):
-        lines = [text.line, facts.line] if text.cell == "" else [text.line]
+    for text in reversed(facts.frames.texts):
+        lines = [text.line, facts.frames.line] if text.cell == "" else [text.line]
         found += [
             each for line in filter(None, lines) if (each := _around(facts, text, line)) is not None
         ]
@@ -53,8 +53,12 @@ def find(facts: Facts) -> Region | None:
 
 def in_a_pass(facts: Facts) -> bool:
     """Return whether it failed in a forward or a backward pass, or where a loss is computed of a model's output."""
-    if facts.stage != "other" or not facts.trains or "step" in facts.functions:
-        return facts.stage in ("forward", "backward")
+    if (
+        facts.frames.stage is not Stage.OTHER
+        or not facts.frames.trains
+        or "step" in facts.frames.functions
+    ):
+        return facts.frames.stage in (Stage.FORWARD, Stage.BACKWARD)
     region = find(facts)
     forward = region.forward if region is not None and region.backward is not None else []
     return any(True for each in forward for _ in called_models(facts, each))
@@ -75,7 +79,7 @@ def _around(facts: Facts, text: CellText, line: int) -> Region | None:
         statement, "backward"
     ):  # of a function that calls its model what it likes
         first = next(
-            (i for i in range(place) if bound_in(block[i]) & set(facts.graph_names)), place
+            (i for i in range(place) if bound_in(block[i]) & set(facts.frames.graph_names)), place
         )
     if isinstance(statement, ast.For):  # with what it goes on from
         carried = {name for each in statement.body for name in bound_in(each)}
@@ -138,7 +142,7 @@ def calls(texts: Iterable[CellText], *names: str) -> Iterator[tuple[CellText, as
 
 def failed(facts: Facts) -> Iterator[tuple[CellText, ast.stmt]]:
     """Yield the statement that failed with its text, where they are known."""
-    text = facts.failing
+    text = facts.frames.failing_text
     statement = text.statement_at(text.line) if text is not None else None
     if text is not None and statement is not None:
         yield text, statement
@@ -167,7 +171,7 @@ def loop_around(text: CellText, line: int | None) -> ast.For | ast.While | None:
 
 def called_models(facts: Facts, node: ast.AST) -> Iterator[ast.Call]:
     """Yield the calls of models in code."""
-    models = {model.name for model in facts.models}
+    models = {model.name for model in facts.notebook.models}
     for each in ast.walk(node):
         if (
             isinstance(each, ast.Call)
@@ -314,18 +318,19 @@ def numbered(
 def cleared(first: str | None, facts: Facts) -> str | None:
     """Return what to run first, with what the failed cell left taken away: its next run would stand beside it."""
     said = set(re.findall(r"\w+", first or ""))
-    left = [name for name in facts.residue if name not in said]
+    left = [name for name in facts.notebook.left_by_failed_run if name not in said]
     lines = [f"del {', '.join(left)}"] if left else []
     lines += [
-        f"{each}.clear()"
-        for each in facts.emptied
-        if each.partition(".")[0] not in said | set(left)
+        code
+        for name, code in facts.notebook.reset_code.items()
+        if name not in said and name not in left
     ]
-    if any(calls(facts.texts, "zero_grad")):  # what has gradients now has them from the failed pass
+    # What has gradients now has them from the failed pass
+    if any(calls(facts.frames.texts, "zero_grad")):
         there = [
             each
-            for each in facts.models
-            if each.gradients >= LARGE and not each.local and each.name not in left
+            for each in facts.notebook.models
+            if each.gradient_nbytes >= LARGE and not each.local and each.name not in left
         ]
         lines += [f"{each.name}.zero_grad()" for each in there]
     return "\n".join([*lines, *([first] if first else [])]) or None
@@ -333,7 +338,7 @@ def cleared(first: str | None, facts: Facts) -> str | None:
 
 def prepare(facts: Facts, name: str, code: str) -> dict[str, Any]:
     """Return how to run code on a variable before it is used: in the cell where that makes it anew, else before it."""
-    for text in facts.texts:
+    for text in facts.frames.texts:
         assignments = [node for node in text.nodes() if isinstance(node, ast.Assign)]
         made = [
             each
@@ -380,7 +385,9 @@ class Remedy:
         if not self.argument:
             yield self._proposed((facts,), text=None)
             return
-        statements = failed(facts) if self.in_line else ((text, text.tree) for text in facts.texts)
+        statements = (
+            failed(facts) if self.in_line else ((text, text.tree) for text in facts.frames.texts)
+        )
         for text, call in ((text, node) for text, part in statements for node in ast.walk(part)):
             if not isinstance(call, ast.Call) or (
                 self.calls and called_name(call) not in self.calls
@@ -409,4 +416,4 @@ def _said(said: Said, *known: Any) -> str:
 
 def backend(facts: Facts) -> str:
     """Return the backend's name: ``"cuda"`` for ``"cuda:1"``."""
-    return Device.parse(facts.device or "cuda").backend
+    return Device.parse(facts.event.device or "cuda").backend

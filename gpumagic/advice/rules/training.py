@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from gpumagic.advice.facts import Facts, Model, Optimizer
+from gpumagic.advice.facts import Facts, Model, Optimizer, Stage
 from gpumagic.advice.records import Advice
 from gpumagic.advice.rules import loops
 from gpumagic.advice.rules.proposal import (
@@ -37,7 +37,7 @@ def one_by_one(facts: Facts) -> Iterator[Advice]:
     """Update one parameter at a time, or fused, where the batched form of Adam makes copies of all parameters."""
     fused = backend(facts) == "cuda"
     edit = _switched(facts, "fused" if fused else "foreach", "True" if fused else "False")
-    if edit and (_fails_in_copies(facts) or (facts.trains and in_a_pass(facts))):
+    if edit and (_fails_in_copies(facts) or (facts.frames.trains and in_a_pass(facts))):
         yield propose(
             "Let the optimizer update in place, fused"
             if fused
@@ -49,13 +49,15 @@ def one_by_one(facts: Facts) -> Iterator[Advice]:
 
 
 def _fails_in_copies(facts: Facts) -> bool:
-    return any(name.startswith("_multi_tensor_adam") for name in facts.functions)
+    return any(name.startswith("_multi_tensor_adam") for name in facts.frames.functions)
 
 
 def _switched(facts: Facts, name: str, value: str) -> Edit:
     """Return the edit that gives Adam's constructor an argument, or sets it on the optimizer that is there."""
-    found = next((each for each in facts.optimizers if each.kind in ADAMS and not each.fused), None)
-    for text, call in calls(facts.texts, *([found.kind] if found is not None else ADAMS)):
+    found = next(
+        (each for each in facts.notebook.optimizers if each.kind in ADAMS and not each.fused), None
+    )
+    for text, call in calls(facts.frames.texts, *([found.kind] if found is not None else ADAMS)):
         flag = keyword(call, name)
         if flag is not None and text.code(flag.value) == value:
             return {}
@@ -70,7 +72,7 @@ def _switched(facts: Facts, name: str, value: str) -> Edit:
 
 def leaner(facts: Facts) -> Iterator[Advice]:
     """Use an optimizer with less state, where Adam's is what does not fit: the least intrusive first."""
-    if facts.trainer is not None and facts.trainer.library == "transformers":
+    if facts.notebook.trainer is not None and facts.notebook.trainer.library == "transformers":
         edit = loops.argument(facts, "adafactor")
         title, cost = (
             "Replace AdamW by Adafactor",
@@ -78,10 +80,18 @@ def leaner(facts: Facts) -> Iterator[Advice]:
         )
         yield from [propose(title, cost=cost, **edit)] if edit else []
         return
-    found = next((each for each in facts.optimizers if each.kind in ADAMS), None)
-    if found is None or 2 * found.nbytes < LARGE or not (facts.stage == "step" or in_a_pass(facts)):
+    found = next((each for each in facts.notebook.optimizers if each.kind in ADAMS), None)
+    if (
+        found is None
+        or 2 * found.nbytes < LARGE
+        or not (facts.frames.stage is Stage.STEP or in_a_pass(facts))
+    ):
         return
-    there = f"{size(found.state)} of it is there" if found.state else "none is allocated yet"
+    there = (
+        f"{size(found.state_nbytes)} of it is there"
+        if found.state_nbytes
+        else "none is allocated yet"
+    )
     for name, what in (
         ("Adafactor", "another optimizer"),
         ("SGD", "no state at all, and slower to converge"),
@@ -106,14 +116,16 @@ def leaner(facts: Facts) -> Iterator[Advice]:
 
 def _constructed(facts: Facts, found: Optimizer, constructor: str) -> Edit:
     """Return the edit that makes another optimizer where the cell makes this one, else before it."""
-    for text, call in calls(facts.texts, found.kind):
+    for text, call in calls(facts.frames.texts, found.kind):
         shared = [
             f"{each.arg}={text.code(each.value)}" for each in call.keywords if each.arg in SHARED
         ]
         given = ", ".join(filter(None, (*map(text.code, call.args), *shared)))
         changes = [text.replace(call, f"{constructor}({given})")]
         return {"text": text, "changes": changes} if len(call.args) == 1 else {}
-    models = [each for each in facts.models_there if each.nbytes == found.nbytes and not each.local]
+    models = [
+        each for each in facts.frames.models_alive if each.nbytes == found.nbytes and not each.local
+    ]
     if len(models) != 1 or found.local:
         return {}
     return {"first": f"{found.name} = {constructor}({models[0].name}.parameters())"}
@@ -124,7 +136,7 @@ def _sparse(facts: Facts, found: Optimizer) -> Edit:
     edit = _constructed(facts, found, "torch.optim.SGD")
     told = [
         prepare(facts, model.name, "\n".join(f"{each}.sparse = True" for each in model.embeddings))
-        for model in facts.models
+        for model in facts.notebook.models
         if model.embeddings and model.name in found.models and not model.local
     ]
     cells = {each["text"].cell for each in (edit, *told) if "text" in each}
@@ -141,13 +153,15 @@ def mixed(facts: Facts) -> Iterator[Advice]:
         "Compute the forward pass in bfloat16",
         "three digits of precision in the products",
     )
-    if facts.trainer is not None:
+    if facts.notebook.trainer is not None:
         edit = loops.argument(facts, "bfloat16")
         yield from [propose(title, cost=cost, **edit)] if edit else []
         return
-    full = [model for model in facts.models if 2 * model.float32_nbytes > model.nbytes]
-    is_on = facts.cell is None or facts.cell.autocasts or facts.autocast
-    if is_on or facts.stage not in ("forward", "backward", "other"):
+    full = [model for model in facts.notebook.models if 2 * model.float32_nbytes > model.nbytes]
+    is_on = (
+        facts.frames.cell is None or facts.frames.cell.autocasts or facts.frames.mentions_autocast
+    )
+    if is_on or facts.frames.stage not in (Stage.FORWARD, Stage.BACKWARD, Stage.OTHER):
         return
     if full and in_a_pass(facts):
         region = find(facts)
@@ -171,7 +185,7 @@ def mixed(facts: Facts) -> Iterator[Advice]:
                 text=text,
                 changes=text.wrap([statement], _autocast(facts)),
                 cost="three digits of precision in its result",
-                evidence=f"a product of float32 matrices, {size(facts.requested)}",
+                evidence=f"a product of float32 matrices, {size(facts.event.requested)}",
             )
 
 
@@ -184,11 +198,13 @@ def _says_no_dtype(text: CellText, call: ast.Call) -> bool:
 
 smaller_parameters = Remedy(
     "Keep the model's parameters in bfloat16",
-    lambda facts: facts.stage == "move" and facts.moving,
-    lambda facts, *_: f"the model being moved has {size(facts.moving)} of float32 parameters",
+    lambda facts: facts.frames.stage is Stage.MOVE and facts.frames.moved_nbytes,
+    lambda facts, *_: (
+        f"the model being moved has {size(facts.frames.moved_nbytes)} of float32 parameters"
+    ),
     "enough for inference; training in it loses precision; its inputs must be bfloat16 too",
     first=lambda facts, *_: "\n".join(
-        f"{model.name}.cpu()" for model in facts.models if not model.local
+        f"{model.name}.cpu()" for model in facts.notebook.models if not model.local
     ),
     argument="dtype=torch.bfloat16",
     calls=_MOVES,
@@ -201,7 +217,7 @@ def _wide(facts: Facts, call: ast.Call) -> str:
     """Return what a call moves of float64 on the host, if anything."""
     wide = {
         name
-        for name, fact in facts.tensors.items()
+        for name, fact in facts.frames.tensors.items()
         if (fact.dtype, fact.device) == ("float64", "cpu")
     }
     return next(
@@ -211,10 +227,10 @@ def _wide(facts: Facts, call: ast.Call) -> str:
 
 single = Remedy(
     lambda facts, _, call, *__: f"Keep {_wide(facts, call)} in float32 on the device",
-    lambda facts: facts.tensors,
+    lambda facts: facts.frames.tensors,
     lambda facts, _, call, *__: (
         f"{_wide(facts, call)} is float64, numpy's default, "
-        f"{size(facts.tensors[_wide(facts, call)].nbytes)}"
+        f"{size(facts.frames.tensors[_wide(facts, call)].nbytes)}"
     ),
     "seven digits instead of sixteen; models are float32 anyway",
     argument="dtype=torch.float32",
@@ -233,13 +249,20 @@ for b in {blocks}:
 def checkpoint(facts: Facts) -> Iterator[Advice]:
     """Recompute activations in backward, where a training cell spends its memory on them."""
     edit = loops.argument(facts, "recompute")
-    if not edit and facts.trains and in_a_pass(facts) and "checkpoint" not in facts.functions:
-        models = [model for model in facts.models if not model.checkpoints]
+    if (
+        not edit
+        and facts.frames.trains
+        and in_a_pass(facts)
+        and "checkpoint" not in facts.frames.functions
+    ):
+        models = [model for model in facts.notebook.models if not model.checkpoints]
         edit = next(filter(None, (_switch(facts, model) for model in models)), {})
         held = f"{size(facts.transient)} of what was in use was held by graphs and frames only"
         edit = {"evidence": held, **edit} if edit else {}
     if edit:
-        is_counted = any("batch norm" in model.uneven for model in facts.models if model.training)
+        is_counted = any(
+            "batch norm" in model.uneven_layers for model in facts.notebook.models if model.training
+        )
         cost = "a step takes about a fifth longer" + (
             "; batch norm counts each pass twice" if is_counted else ""
         )
@@ -250,7 +273,7 @@ def checkpoint(facts: Facts) -> Iterator[Advice]:
 
 def on_the_host(facts: Facts) -> Iterator[Advice]:
     """Keep what backward needs in the host's memory."""
-    region = find(facts) if facts.trains and in_a_pass(facts) else None
+    region = find(facts) if facts.frames.trains and in_a_pass(facts) else None
     if region is not None and region.backward is not None:
         yield propose(
             "Keep activations in the host's memory until backward",
@@ -273,20 +296,22 @@ _SETTINGS = (
 
 def settings(facts: Facts) -> Iterator[Advice]:
     """Tell an object of a library to take less memory."""
-    for model, (method, title, code, why, cost) in itertools.product(facts.models, _SETTINGS):
-        if method in model.methods and not facts.trains:
+    for model, (method, title, code, why, cost) in itertools.product(
+        facts.notebook.models, _SETTINGS
+    ):
+        if method in model.saving_methods and not facts.frames.trains:
             told = prepare(facts, model.name, code.format(name=model.name))
             yield propose(title.format(name=model.name), cost=cost, evidence=why, **told)
 
 
 def _switch(facts: Facts, model: Model) -> Edit:
     """Return the edit that has a model recompute its activations, or a large part of them."""
-    methods = [each for each in model.methods if "checkpointing" in each]
+    methods = [each for each in model.saving_methods if "checkpointing" in each]
     if model.checkpoints is False and methods:
         return prepare(facts, model.name, f"{model.name}.{methods[0]}()")
     if model.blocks is not None:
         return prepare(facts, model.name, _WRAP.format(blocks=model.blocks))
-    for text, call in calls(facts.texts, model.name):
+    for text, call in calls(facts.frames.texts, model.name):
         loop, inner = (
             loop_around(text, call.lineno),
             text.code(call)[len(text.code(call.func)) + 1 : -1],
@@ -302,7 +327,7 @@ def _switch(facts: Facts, model: Model) -> Edit:
         changes = [text.replace(call, f"torch.utils.checkpoint.{run}, use_reentrant=False)")]
         first = (
             f"for each in {model.name}.modules():\n    each.inplace = False\n"
-            if model.in_place
+            if model.writes_in_place
             else ""
         )
         return {"text": text, "changes": changes, "first": f"{first}import torch.utils.checkpoint"}

@@ -1,0 +1,345 @@
+"""What the frames of a failure tell: where it failed, and what the code worked with.
+
+They are read before the release, while they are whole. What they hold becomes plain records: no frame and no tensor
+outlives the call.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+from collections import deque
+from collections.abc import Collection as AnyCollection
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+from gpumagic.advice.facts import Collection, Frames, Member, TensorFact
+from gpumagic.heap.branches import attributes_of, class_attribute, dict_of, stored_attribute
+from gpumagic.oom import ownership
+from gpumagic.source import cell_code, frames
+from gpumagic.source import text as texts
+from gpumagic.source.text import CellText
+
+
+class FrameLine(NamedTuple):
+    """A frame on the failing stack, and the line it stood on."""
+
+    frame: FrameType
+    line: int
+
+
+_MAGICS_ABOVE = re.compile(r"\A(%%.*\n)+")
+"""What the text of a cell that was run again has above its body, as it was typed."""
+_FUNCTIONAL = str(Path("torch", "nn", "functional.py"))
+_SAMPLE = 8
+"""How many members of a collection are looked at before all are: it may be a long list of numbers."""
+
+
+def read_frames(
+    error: BaseException,
+    device: str,
+    namespace: Mapping[str, object],
+    shell: object | None = None,
+    outside: AnyCollection[int] = (),
+) -> Frames:
+    """Return where an error happened, and what the code worked with.
+
+    Args:
+        error: the exception, with its frames whole.
+        device: the device whose models, optimizers and collections are looked for.
+        namespace: the notebook's variables.
+        shell: the shell, which knows the cells by the names of their files.
+        outside: ids of exceptions that were being handled before, and are none of this one's.
+    """
+    stack = [FrameLine(*step) for step in frames.frames_in(error, outside)]
+    functions = frozenset(step.frame.f_code.co_name for step in stack)
+    of_user = [
+        step
+        for step in stack
+        if frames.is_user_code(step.frame) or step.frame.f_globals is namespace
+    ]
+    if not of_user:
+        return Frames(functions=functions)
+    of_notebook = [step for step in of_user if step.frame.f_globals is namespace] or of_user
+    outermost, failing = of_user[0], of_user[-1]
+    in_cell = _deepest_of_first_file(of_notebook)
+    source = _source(in_cell.frame)
+    cell = cell_code.read_cell(source) if source else None
+    failing_text = _failing_text(outermost, failing, shell)
+    values = {
+        **dict(_named_values(cell.text if cell is not None else None, outermost.frame)),
+        **dict(_named_values(failing_text, failing.frame)),
+    }
+    variables = _variables(of_user, namespace)
+    models, optimizers = ownership.find_models_and_optimizers(variables, device)
+    return Frames(
+        line=in_cell.line,
+        code=frames.code_at(in_cell.frame, in_cell.line),
+        source=source or None,
+        cell=cell,
+        functions=functions,
+        deepest_line=_described(failing) if _file_of(failing) != _file_of(in_cell) else None,
+        calls_backward=_mention(of_notebook, "backward"),
+        mentions_autocast=_mention(of_notebook, "autocast"),
+        failing_text=failing_text,
+        tensors=_tensors(values),
+        numbers={code: value for code, value in values.items() if type(value) in (int, float)},
+        collections=_collections(values, device),
+        operands=_operands(stack),
+        summing_criteria=_summing_criteria(variables, values),
+        moved_nbytes=_moved_nbytes(stack),
+        models_alive=models,
+        optimizers_alive=optimizers,
+    )
+
+
+def _file_of(step: FrameLine) -> str:
+    return step.frame.f_code.co_filename
+
+
+def _deepest_of_first_file(steps: list[FrameLine]) -> FrameLine:
+    """Return where the cell stood: it is the outermost of the notebook's code, and may call functions of its own."""
+    return [step for step in steps if _file_of(step) == _file_of(steps[0])][-1]
+
+
+def _described(step: FrameLine) -> str:
+    """Return a line with its function, and its text where that is known."""
+    place = f"{step.frame.f_code.co_name}(), line {step.line}"
+    code = frames.code_at(step.frame, step.line)
+    return f"{place}: {code}" if code else place
+
+
+def _mention(steps: Iterable[FrameLine], name: str) -> bool:
+    """Return whether any of the functions uses a name or an attribute."""
+    return any(name in step.frame.f_code.co_names for step in steps)
+
+
+def _source(frame: FrameType) -> str:
+    """Return the text of the cell that a frame runs; of a file nothing, which is not for a cell's advice to change."""
+    filename = frame.f_code.co_filename
+    if Path(filename).exists():
+        return ""
+    text = "".join(linecache.getlines(filename, frame.f_globals))
+    return _MAGICS_ABOVE.sub(lambda magics: "\n" * magics[0].count("\n"), text)
+
+
+def _failing_text(
+    outermost: FrameLine, failing: FrameLine, shell: object | None
+) -> CellText | None:
+    """Return the text of the failing code, with the number of its cell where that is another one."""
+    source = _source(failing.frame)
+    if not source:
+        return None
+    filename = _file_of(failing)
+    if filename == _file_of(outermost):
+        return texts.parse(source, "", failing.line)
+    known: Any = getattr(getattr(shell, "compile", None), "_filename_map", {})
+    number = known.get(filename)
+    if number is None and filename.startswith("<ipython-input-"):
+        number = filename.split("-")[2]  # IPython 7 writes it into the name
+    cell = f"In [{number}]" if number is not None else "another cell"
+    return texts.parse(source, cell, failing.line)
+
+
+def _variables(
+    steps: Iterable[FrameLine], namespace: Mapping[str, object]
+) -> list[ownership.Variable]:
+    """Return the notebook's variables, then those of the functions that were running."""
+    found = [
+        ownership.Variable(name, value)
+        for name, value in list(namespace.items())
+        if not name.startswith("_")
+    ]
+    for frame, _ in steps:
+        variables = frame.f_locals
+        if variables is not frame.f_globals:
+            found += [
+                ownership.Variable(name, value, is_local=True)
+                for name, value in list(variables.items())
+            ]
+    return found
+
+
+def _named_values(text: CellText | None, frame: FrameType) -> Iterator[tuple[str, Any]]:
+    """Yield the variables of a frame, their stored attributes and the values of dicts, by the text that names them."""
+    if text is None:
+        return
+    globals_read = frame.f_globals.keys() & frame.f_code.co_names
+    variables = {**{name: frame.f_globals[name] for name in globals_read}, **frame.f_locals}
+    for node in text.nodes():
+        if isinstance(node, ast.Name):
+            if node.id in variables:
+                yield node.id, variables[node.id]
+        elif isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.value, ast.Name):
+            owner: Any = variables.get(node.value.id)
+            if isinstance(node, ast.Attribute):
+                if owner is not None:
+                    read = class_attribute if isinstance(owner, type) else stored_attribute
+                    yield ast.unparse(node), read(owner, node.attr)
+            elif issubclass(type(owner), dict):
+                key = _key(node.slice, variables)
+                if type(key) in (str, int):
+                    # Not by its own methods: a defaultdict would grow
+                    yield text.code(node), dict.get(owner, key)
+
+
+def _key(index: ast.expr, variables: Mapping[str, Any]) -> Any:
+    """Return the key that an index stands for; None where it is neither a variable nor a constant."""
+    if isinstance(index, ast.Name):
+        return variables.get(index.id)
+    return index.value if isinstance(index, ast.Constant) else None
+
+
+def _operands(stack: list[FrameLine]) -> dict[str, TensorFact]:
+    """Return the tensors of the deepest function of `torch.nn.functional` on a stack."""
+    for step in reversed(stack):
+        if _file_of(step).endswith(_FUNCTIONAL):
+            return _tensors(step.frame.f_locals)
+    return {}
+
+
+def _moved_nbytes(stack: list[FrameLine]) -> int:
+    """Return the bytes of float32 parameters in the module that `Module.to` or its like was moving."""
+    import torch
+
+    for frame, _ in stack:
+        if frame.f_code.co_name == "_apply":
+            module: Any = frame.f_locals.get("self")
+            if issubclass(type(module), torch.nn.Module):
+                weights = module.parameters()
+                return sum(weight.nbytes for weight in weights if weight.dtype == torch.float32)
+    return 0
+
+
+def _summing_criteria(
+    variables: Iterable[ownership.Variable], values: Mapping[str, Any]
+) -> frozenset[str]:
+    named = [(variable.name, variable.value) for variable in variables]
+    return frozenset(
+        name
+        for name, value in (*named, *values.items())
+        if ownership.kind_of(value) == "module" and attributes_of(value).get("reduction") == "sum"
+    )
+
+
+def _tensors(values: Mapping[str, object]) -> dict[str, TensorFact]:
+    """Return those of some values that are tensors or arrays."""
+    facts = {code: _tensor_fact(value) for code, value in values.items()}
+    return {code: fact for code, fact in facts.items() if fact is not None}
+
+
+def _tensor_fact(value: object) -> TensorFact | None:
+    import torch
+
+    # type(), not isinstance(): a proxy's __class__ may evaluate or raise.
+    if not issubclass(type(value), torch.Tensor):
+        return _array_fact(value)
+    tensor: Any = value
+    lazy: Any = torch.nn.parameter.UninitializedTensorMixin
+    with torch._C.DisableTorchFunction():
+        if tensor.is_nested or issubclass(type(tensor), lazy):
+            return None  # it has no one shape, or none yet, and raises where it is asked for one
+        return TensorFact(
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            nbytes=tensor.numel() * tensor.element_size(),
+            device=str(tensor.device),
+            requires_grad=tensor.requires_grad,
+            has_graph=tensor.grad_fn is not None,
+        )
+
+
+def _array_fact(array: Any) -> TensorFact | None:
+    """Return what is known of numpy's array or pandas's table, of which `values` makes one array."""
+    package, name = type(array).__module__.partition(".")[0], type(array).__name__
+    if (package, name) == ("numpy", "ndarray"):
+        return TensorFact(array.shape, str(array.dtype), array.nbytes, "cpu")
+    if (package, name) == ("pandas", "DataFrame"):
+        dtypes = {str(dtype) for dtype in array.dtypes}
+        dtype = dtypes.pop() if len(dtypes) == 1 else "object"
+        return TensorFact(array.shape, dtype, 8 * array.size, "cpu")
+    return None
+
+
+def _collections(values: Mapping[str, Any], device: str) -> dict[str, Collection]:
+    """Return the collections of tensors on the device among some values, and those that the notebook's objects have."""
+    collections = {}
+    for code, value in values.items():
+        collection = _collection(value, device)
+        is_of_the_notebook = dict_of(type(value)).get("__module__") == "__main__"
+        if collection is None and is_of_the_notebook and ownership.kind_of(value) != "module":
+            collection = _largest_attribute(code, value, device)
+        if collection is not None:
+            collections[code] = collection
+    return collections
+
+
+def _largest_attribute(code: str, owner: object, device: str) -> Collection | None:
+    """Return the largest collection that an object has in an attribute."""
+    largest: Collection | None = None
+    for name, value in attributes_of(owner).items():
+        collection = _collection(value, device)
+        if collection is not None and (largest is None or collection.nbytes > largest.nbytes):
+            largest = replace(collection, place=f"{code}.{name}")
+    return largest
+
+
+def _collection(value: Any, device: str) -> Collection | None:
+    """Return what a list, deque or dict has of tensors on a device; None where it has none or other members as well."""
+    if type(value) in (list, deque):
+        members = list(value)
+    elif type(value) is dict:
+        members = list(value.values())
+    else:
+        return None
+    sample = (part for member in members[:_SAMPLE] for part in _parts(member))
+    if not any(_tensor_fact(part) is not None for part in sample):
+        return None
+    records = sum(bool(_kind_of_record(member)) for member in members)
+    if 0 < records < len(members):
+        return None
+    parts = {id(part): part for member in members for part in _parts(member)}
+    tensors = []
+    for part in parts.values():
+        fact = _tensor_fact(part)
+        if fact is not None and fact.device == device:
+            tensors.append(fact)
+    if not tensors:
+        return None
+    return Collection(
+        tensors=len(tensors),
+        nbytes=sum(tensor.nbytes for tensor in tensors),
+        graphs=sum(tensor.has_graph for tensor in tensors),
+        is_of_numbers=not any(tensor.shape for tensor in tensors),
+        is_dict=type(value) is dict,
+        member=_kind_of_record(members[0]) or "tensor",
+    )
+
+
+def _kind_of_record(member: Any) -> Member | None:
+    """Return what a member of a collection is that consists of tensors and more; None for a tensor or a number."""
+    kind = ownership.kind_of(member)
+    for record in _RECORDS:
+        if kind == record:
+            return record
+    if issubclass(type(member), tuple):
+        return "named tuple" if hasattr(type(member), "_make") else "tuple"
+    return None
+
+
+_RECORDS: tuple[Member, ...] = ("module", "optimizer", "list", "tuple", "dict")
+
+
+def _parts(member: Any) -> Iterable[Any]:
+    """Return what a tuple, a list, a dict, a module or an optimizer has; of anything else itself."""
+    kind = _kind_of_record(member)
+    if kind in ("module", "optimizer"):
+        return ownership.tensors_of(member)
+    if kind == "dict":
+        parts: Iterable[Any] = member.values()
+        return parts
+    return member if kind else (member,)
