@@ -37,6 +37,26 @@ def test_a_failure_of_the_host_releases_the_device_too(guarded, request_) -> Non
     assert allocated() == before
 
 
+def test_an_error_is_recognised_once_also_where_another_was_shown_before(
+    guarded, bare_shell, monkeypatch
+) -> None:
+    from gpumagic.oom import recognition
+
+    recognise, recognised = recognition.recognise, []
+
+    def counted(error, *args):
+        recognised.append(type(error))
+        return recognise(error, *args)
+
+    monkeypatch.setattr(recognition, "recognise", counted)
+    guarded("fail()")
+    assert len(recognised) == 1
+    guarded("try:\n    take(9)\nexcept RuntimeError:\n    get_ipython().showtraceback()\ntake(7)")
+    assert len(recognised) == 3
+    report = bare_shell.user_ns["report"]
+    assert (report.requested, report.line) == (7 * GIB, 6)
+
+
 def test_what_the_cell_itself_names_stays_and_is_said_to(guarded, bare_shell) -> None:
     before = allocated()
     guarded("x = take(1)\nfail()")
