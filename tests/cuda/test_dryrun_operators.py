@@ -29,7 +29,6 @@ BY_A_RULE = {"convolution", "convolution_backward"}
 """What both engines estimate by the same rule, and say not to know."""
 TOO_HIGH = {
     "rows.max()": "autograd shares the gradient another way on CUDA",
-    "rows.median()": "the same",
     "rows.renorm(2, 0, 1.0)": "one kernel on CUDA",
     "F.gaussian_nll_loss(rows, other.detach(), rows.detach().square())": "the renaming of devices holds arguments",
     "F.fractional_max_pool3d(volume, 2, output_size=8)": "samples",

@@ -157,16 +157,30 @@ z = torch.rand(1000, device="cuda", generator=g).normal_(generator=g)
     assert (report.fits, report.peak["cuda:0"]) == (True, 3 * 4096)
 
 
-def test_what_cudas_kernels_take_by_rules_that_are_not_known_is_said_and_makes_it_uncertain() -> (
-    None
-):
-    plain, sorting, choosing = (
-        gpumagic.dry_run(
-            f"import torch\nx = torch.ones(1000, 1000, device='cuda')\ny = x.{what}", {}, gpu="T4"
-        )
-        for what in ("exp()", "sort()", "topk(5)")
-    )
-    assert plain.certain
-    for report, name in ((sorting, "sort"), (choosing, "topk")):
-        assert not report.certain
-        assert f"what CUDA's kernels take for themselves in {name}" in report.unknown
+def _with_a_million(expression):
+    cell = f"import torch\nx = torch.ones(1000, 1000, device='cuda')\ny = {expression}"
+    return gpumagic.dry_run(cell, {}, gpu="T4")
+
+
+@pytest.mark.parametrize(
+    ("expression", "operator"),
+    [
+        ("x.sort()", "sort"),
+        ("x.topk(5)", "topk"),
+        ("x.median()", "median"),
+        ("x.count_nonzero()", "count_nonzero"),
+        ("x.multinomial(1)", "multinomial"),
+        ("torch.bernoulli(x)", "bernoulli_"),
+    ],
+)
+def test_what_rare_kernels_take_is_said_to_be_unknown_and_makes_the_answer_uncertain(
+    expression, operator
+) -> None:
+    report = _with_a_million(expression)
+    assert not report.certain
+    assert report.unknown == (f"what CUDA's kernels take for themselves in {operator}",)
+
+
+@pytest.mark.parametrize("expression", ["x.exp()", "x.cumsum(0)", "x[[1, 2]]", "x.bernoulli_(0.1)"])
+def test_what_common_kernels_take_is_known(expression) -> None:
+    assert _with_a_million(expression).certain

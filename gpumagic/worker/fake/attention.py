@@ -1,7 +1,7 @@
-"""Which of attention's kernels CUDA runs, and what each takes for itself.
+"""Which of attention's kernels CUDA runs, and what each allocates for itself. Runs in the worker's process.
 
 The choice is that of `ATen/native/transformers/cuda/sdp_utils.cpp`; the sizes are those of `flash_attn/flash_api.cpp`
-and `mem_eff_attention/kernel_backward.h` beside it.
+and `mem_eff_attention/kernel_backward.h` beside it. Queries, keys and values are (batch, heads, rows, width).
 """
 
 from __future__ import annotations
@@ -12,11 +12,28 @@ from typing import Any
 
 import torch
 
+from gpumagic.memory.allocator import rounded
 from gpumagic.worker.fake import backend
 from gpumagic.worker.fake.backend import OURS
+from gpumagic.worker.fake.reductions import ceil_div
 
 _HALVES = {torch.float16, torch.bfloat16}
-_FLASH_ROWS, _MOST_SPLITS = 64, 128
+_AMPERE = 8
+"""The first major compute capability that runs the flash kernels, and bfloat16 in the memory-efficient ones."""
+_FLASH_WIDEST = 256
+_FLASH_ROWS = 64
+"""Queries that one block of the flash kernel's forward pass takes."""
+_FLASH_ROWS_BACKWARD = 128
+"""What the backward pass rounds the number of queries up to."""
+_MOST_SPLITS = 128
+_FULL_ENOUGH = 0.8
+"""From this share of the GPU on, blocks of whole rows are not split."""
+_NEARLY_BEST = 0.85
+"""The fewest splits are taken that fill the GPU to this share of the best."""
+_ROW_ALIGNMENT = 16
+"""Of this many bytes a row of an operand has to be a multiple, for the memory-efficient kernel to take it."""
+_MASK_ALIGNMENT = 16
+"""To a multiple of this many elements the rows of a mask are padded, so that the same kernel can read it."""
 
 
 def attend(
@@ -30,114 +47,235 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Return attention's result from the kernel that CUDA would choose: flash, or the memory-efficient one."""
+    """Compute attention with the kernel that CUDA would choose: flash, memory-efficient, or none of its own.
+
+    The arguments are those of `torch.nn.functional.scaled_dot_product_attention`, which is also the first: as a
+    composite of other operators, it computes what no fused kernel takes.
+
+    Raises:
+        RuntimeError: the operands' dtypes differ.
+    """
     if torch.is_autocast_enabled(OURS):
-        dtype = torch.get_autocast_dtype(OURS)
-        query, key, value = (
-            each.to(dtype) if each.is_floating_point() else each for each in (query, key, value)
-        )
-    masks = set() if attn_mask is None or attn_mask.dtype == torch.bool else {attn_mask.dtype}
-    if len({query.dtype, key.dtype, value.dtype} | masks) > 1:
+        query, key, value = [_autocast(tensor) for tensor in (query, key, value)]
+    dtypes = {query.dtype, key.dtype, value.dtype}
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        dtypes.add(attn_mask.dtype)
+    if len(dtypes) > 1:
         raise RuntimeError(
             "Expected query, key, value and a mask that is not of truths to have the same dtype"
         )
-    options: dict[str, Any] = {} if scale is None else {"scale": scale}
-    width, is_square = query.shape[-1], query.shape[-2] == key.shape[-2]
-    is_flash = backend.gpu.major >= 8 and query.dtype in _HALVES and width == value.shape[-1] <= 256
-    if query.dim() == 4 and is_flash and attn_mask is None and (is_square or not is_causal):
-        options.setdefault("scale", width**-0.5)  # which is not that of what is padded
-        parts = [
-            torch.nn.functional.pad(each, (0, -width % 8)) if width % 8 else each
-            for each in (query, key, value)
-        ]
-        return torch.ops.aten._scaled_dot_product_flash_attention(
-            *parts, dropout_p, is_causal, False, **options
-        )[0][..., :width]
-    widths = {width * query.itemsize % 16, value.shape[-1] * query.itemsize % 16}
-    is_taken = backend.gpu.major >= 8 or query.dtype != torch.bfloat16
-    if query.dim() == 4 and is_taken and not enable_gqa and widths == {0}:
-        wanted = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-        mask = attn_mask
-        if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(
-                mask.logical_not(), float("-inf")
-            )
-        if mask is not None:
-            columns = mask.shape[-1]
-            if columns % 16:  # its rows have to begin where the kernel can read them
-                mask = torch.nn.functional.pad(mask, (0, -columns % 16))[..., :columns]
-            mask = mask.expand(*query.shape[:3], key.shape[2])
-        return torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, mask, wanted, dropout_p, is_causal, **options
-        )[0]
+    if _takes_flash(query, key, value, attn_mask, is_causal):
+        return _attend_flash(query, key, value, dropout_p, is_causal, scale)
+    if _takes_efficient(query, value, enable_gqa):
+        return _attend_efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
     return composite(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
 
 
+def _autocast(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(OURS))
+
+
+def _takes_flash(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool) -> bool:
+    if backend.gpu.major < _AMPERE or query.dtype not in _HALVES:
+        return False
+    if query.dim() != 4 or attn_mask is not None:
+        return False
+    width = query.shape[-1]
+    if width != value.shape[-1] or width > _FLASH_WIDEST:
+        return False
+    is_square = query.shape[-2] == key.shape[-2]
+    return is_square or not is_causal
+
+
+def _attend_flash(
+    query: Any, key: Any, value: Any, dropout_p: float, is_causal: bool, scale: float | None
+) -> Any:
+    """Pad the operands to a width that the kernel takes, and cut its result to their own."""
+    width = query.shape[-1]
+    missing = -width % 8
+    if missing:
+        query, key, value = [
+            torch.nn.functional.pad(tensor, (0, missing)) for tensor in (query, key, value)
+        ]
+    if scale is None:
+        scale = width**-0.5  # the default of the padded width would be another
+    result = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout_p, is_causal, False, scale=scale
+    )
+    return result[0][..., :width]
+
+
+def _takes_efficient(query: Any, value: Any, enable_gqa: bool) -> bool:
+    if query.dim() != 4 or enable_gqa:
+        return False
+    if query.dtype == torch.bfloat16 and backend.gpu.major < _AMPERE:
+        return False
+    for tensor in (query, value):
+        row_bytes = tensor.shape[-1] * tensor.itemsize
+        if row_bytes % _ROW_ALIGNMENT:
+            return False
+    return True
+
+
+def _attend_efficient(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Any:
+    needs_gradient = query.requires_grad or key.requires_grad or value.requires_grad
+    keeps_sums = torch.is_grad_enabled() and needs_gradient
+    bias = None if attn_mask is None else _as_bias(attn_mask, query, key)
+    options: dict[str, Any] = {} if scale is None else {"scale": scale}
+    result = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, keeps_sums, dropout_p, is_causal, **options
+    )
+    return result[0]
+
+
+def _as_bias(mask: Any, query: Any, key: Any) -> Any:
+    """Return a mask as the kernel takes it: numbers, in rows whose beginnings are aligned, one for each head."""
+    if mask.dtype == torch.bool:
+        bias = torch.zeros_like(mask, dtype=query.dtype)
+        mask = bias.masked_fill_(mask.logical_not(), float("-inf"))
+    columns = mask.shape[-1]
+    missing = -columns % _MASK_ALIGNMENT
+    if missing:
+        mask = torch.nn.functional.pad(mask, (0, missing))[..., :columns]
+    return mask.expand(*query.shape[:3], key.shape[2])
+
+
+# ---- What the kernels allocate
+
+
+def _copied(*operands: torch.Tensor) -> list[int]:
+    """Return the bytes of those operands that are copied, as the kernels take the rows before the heads."""
+    return [operand.nbytes for operand in operands if not operand.transpose(1, 2).is_contiguous()]
+
+
 def flash(given: dict[str, Any]) -> list[int]:
-    """Return the bytes of what the flash kernel's blocks leave, where they share the keys of a row."""
-    (batch, heads, rows, width), (_, groups, columns, _) = given["query"].shape, given["key"].shape
+    """Return what the flash kernel allocates in a forward pass: nothing unless several blocks share a row's keys.
+
+    Each of those blocks leaves its sum and its part of the result for every query, in float32.
+    """
     if given["dropout_p"]:
         return []
-    if rows == 1 and heads > groups:  # the heads of a group are then its rows
-        heads, rows = groups, heads // groups
-    tiles = -(-columns // (256 if width <= 64 else 128 if width <= 128 else 64))
-    splits = _splits(
-        batch * heads * -(-rows // _FLASH_ROWS), tiles, 2 * backend.gpu.multiprocessors
-    )
+    batch, heads, rows, width = given["query"].shape
+    _, key_heads, columns, _ = given["key"].shape
+    if rows == 1 and heads > key_heads:  # the queries that share a head of keys become its rows
+        rows = heads // key_heads
+        heads = key_heads
+    row_blocks = batch * heads * ceil_div(rows, _FLASH_ROWS)
+    key_blocks = ceil_div(columns, _flash_columns(width))
+    splits = _splits(row_blocks, key_blocks, 2 * backend.gpu.multiprocessors)
+    if splits == 1:
+        return []
     sums = 4 * splits * batch * heads * rows
-    return [sums, sums * _flash_width(width)] if splits > 1 else []
+    return [sums, sums * _flash_width(width)]
 
 
-def _splits(blocks: int, tiles: int, room: int) -> int:
-    """Return among how many blocks the keys are divided: the fewest that fill the GPU nearly as well as any."""
-    if blocks >= 0.8 * room:
-        return 1
-    best: dict[int, float] = {}
-    for splits in range(1, min(_MOST_SPLITS, room, tiles) + 1):
-        if splits == 1 or -(-tiles // splits) != -(-tiles // (splits - 1)):
-            waves = blocks * splits / room
-            best[splits] = waves / math.ceil(waves)
-    return next(splits for splits, share in best.items() if share >= 0.85 * max(best.values()))
+def _flash_columns(width: int) -> int:
+    """Return how many keys a block of the flash kernel takes at a time."""
+    if width <= 64:
+        return 256
+    return 128 if width <= 128 else 64
 
 
 def _flash_width(width: int) -> int:
-    return -(-width // 32) * 32 if width <= 128 else -(-width // 64) * 64
+    """Return the width that the flash kernel computes in."""
+    return rounded(width, 32 if width <= 128 else 64)
+
+
+def _splits(row_blocks: int, key_blocks: int, room: int) -> int:
+    """Return into how many parts the keys are split: the fewest that fill the GPU nearly as well as any.
+
+    Args:
+        row_blocks: blocks without a split.
+        key_blocks: how many blocks of keys each of them goes through.
+        room: how many blocks the GPU runs at once.
+    """
+    if row_blocks >= _FULL_ENOUGH * room:
+        return 1
+    filled: dict[int, float] = {}
+    for splits in range(1, min(_MOST_SPLITS, room, key_blocks) + 1):
+        is_shorter = splits == 1 or (
+            ceil_div(key_blocks, splits) != ceil_div(key_blocks, splits - 1)
+        )
+        if is_shorter:
+            waves = row_blocks * splits / room
+            filled[splits] = waves / math.ceil(waves)
+    enough = _NEARLY_BEST * max(filled.values())
+    return next(splits for splits, share in filled.items() if share >= enough)
 
 
 def flash_backward(given: dict[str, Any]) -> list[int]:
-    """Return the bytes of copied operands, of sums for each row, and of gradients in float32 or of each head."""
-    (batch, heads, rows, width), (_, groups, columns, _) = given["query"].shape, given["key"].shape
-    copied = [
-        each.nbytes
-        for each in (given["grad_out"], given["out"])
-        if not each.transpose(1, 2).is_contiguous()
-    ]
-    sums = 4 * batch * heads * -(-rows // 128) * 128
-    expanded = (
-        [batch * columns * heads * width * given["key"].itemsize] * 2 if heads != groups else []
-    )
-    return [*copied, sums, sums * _flash_width(width), *expanded]
+    """Return what the flash kernel allocates in a backward pass.
+
+    These are copies of operands, a sum for each query, the queries' gradient in float32, and where heads share keys,
+    the gradients of keys and values of each head.
+    """
+    query = given["query"]
+    key = given["key"]
+    batch, heads, rows, width = query.shape
+    _, key_heads, columns, _ = key.shape
+    allocated = _copied(given["grad_out"], given["out"])
+    sums = 4 * batch * heads * rounded(rows, _FLASH_ROWS_BACKWARD)
+    allocated += [sums, sums * _flash_width(width)]
+    if heads != key_heads:
+        of_each_head = batch * columns * heads * width * key.itemsize
+        allocated += [of_each_head, of_each_head]
+    return allocated
 
 
 def efficient_backward(given: dict[str, Any]) -> list[int]:
-    """Return the bytes of a copied gradient, of its product with the result, and of the kernel's own gradients."""
-    query, out, gradient = given["query"], given["out"], given["grad_out_"]
-    (batch, heads, rows, width), columns = query.shape, given["key"].shape[2]
-    copied = [] if gradient.transpose(1, 2).is_contiguous() else [gradient.nbytes]
-    is_half, sums = query.dtype in _HALVES, 4 * batch * heads * rows
-    widths, shared = (width, given["value"].shape[3]), backend.gpu.shared_per_block_optin >> 10
-    widest, is_roomy = max(widths), shared >= 128
-    keeps_keys = not is_half or widest <= (128 if is_roomy or shared <= 64 else 96)
-    is_small = widest <= 64 or not (is_roomy or (is_half and (keeps_keys or widest > 128)))
-    block, tile = (
-        64 if is_small else 128,
-        128 if is_half and is_roomy and 64 < widest <= 128 else 64,
-    )
-    own = -(-rows // block) * -(-width // tile) * (4 * block * tile + 16)
-    if not keeps_keys:  # in a block's own memory
-        splits = max(1, min(-(-columns // 64), 200 // (batch * heads)))
-        own += sum(splits * 4 * 64 * -(-each // 128) * 128 for each in widths)
-    products = [] if is_half else [4 * out.numel(), sums, sums]
-    return copied + max(products, [sums, batch * heads * own], key=sum)
+    """Return what the memory-efficient kernel allocates in a backward pass.
+
+    First it may copy the gradient. Then it multiplies gradient and result, and adds the products up for each query,
+    in float32; when the products are gone, it allocates the gradients that its blocks accumulate. The larger counts.
+    """
+    query = given["query"]
+    batch, heads, rows, _ = query.shape
+    sums = 4 * batch * heads * rows
+    products = []
+    if query.dtype not in _HALVES:
+        result = given["out"]
+        products = [4 * result.numel(), sums, sums]
+    accumulated = [sums, batch * heads * _efficient_accumulators(given)]
+    larger = max(products, accumulated, key=sum)
+    return _copied(given["grad_out_"]) + larger
+
+
+def _efficient_accumulators(given: dict[str, Any]) -> int:
+    """Return the bytes in which the memory-efficient kernel accumulates the gradients of one head.
+
+    The kernel's blocks are as large as the GPU's shared memory lets them be (`kernel_backward.h`).
+    """
+    query = given["query"]
+    batch, heads, rows, width = query.shape
+    columns = given["key"].shape[2]
+    value_width = given["value"].shape[3]
+    widest = max(width, value_width)
+    shared_kib = backend.gpu.shared_per_block_optin >> 10
+    is_half = query.dtype in _HALVES
+    is_roomy = shared_kib >= 128
+
+    widest_in_registers = 128 if is_roomy or shared_kib <= 64 else 96
+    keeps_keys = not is_half or widest <= widest_in_registers
+    takes_wide_blocks = is_roomy or (is_half and (keeps_keys or widest > 128))
+    block_rows = 128 if takes_wide_blocks and widest > 64 else 64
+    block_width = 128 if is_half and is_roomy and 64 < widest <= 128 else 64
+
+    blocks = ceil_div(rows, block_rows) * ceil_div(width, block_width)
+    nbytes = blocks * (4 * block_rows * block_width + 16)
+    if not keeps_keys:  # the gradients of keys and values are then accumulated in memory, too
+        splits = max(1, min(ceil_div(columns, 64), 200 // (batch * heads)))
+        for padded in (rounded(width, 128), rounded(value_width, 128)):
+            nbytes += splits * 4 * 64 * padded
+    return nbytes

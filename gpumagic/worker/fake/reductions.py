@@ -1,124 +1,240 @@
-"""What a reduction leaves in memory between blocks of threads, by the rules of `ATen/native/cuda/Reduce.cuh`.
+"""What a reduction allocates on CUDA besides its result, by the rules of `ATen/native/cuda/Reduce.cuh`.
 
-A sum over many rows is split among blocks, which leave their part sums in memory, and a sum in a wider type copies what
-it sums. With small models and large batches that is most of what a backward pass holds for a moment.
+A sum over many rows is split among blocks of threads, which leave their partial sums in memory, and a sum in a wider
+type first copies what it sums. With small models and large batches that is most of what a backward pass holds for a
+moment. Runs in the worker's process.
 """
 
 from __future__ import annotations
 
 import math
+from enum import Enum, auto
 from typing import Any
 
 import torch
 
 from gpumagic.worker.fake import backend
 
-_VECTOR, _MOST_THREADS, _WARP = 4, 512, 32
-_LEAST_VALUES, _MOST_VALUES = 16, 256
-"""A thread's, between which the input is divided among blocks."""
-_WIDEN = frozenset({"sum", "prod", "mean", "nansum"})
-PARTS = {
-    **dict.fromkeys(("sum", "prod", "mean", "nansum", "norm", "linalg_vector_norm"), "sum"),
-    **dict.fromkeys(("amax", "amin"), "value"),
-    **dict.fromkeys(("all", "any"), "truth"),
-    **dict.fromkeys(("max", "min", "argmax", "argmin"), "place"),
-    **dict.fromkeys(("std", "var", "std_mean", "var_mean"), "moments"),
+_VECTOR = 4
+"""Neighbouring elements that a thread reads at once."""
+_MOST_THREADS = 512
+"""Of a block."""
+_WARP = 32
+_LEAST_VALUES = 16
+"""Values of a thread below which an input is split no further."""
+_MOST_VALUES = 256
+"""Values of a thread from which on an input is split among blocks."""
+_WIDENING = frozenset({"sum", "prod", "mean", "nansum"})
+"""Reductions that may be computed in a wider type than their input has."""
+
+
+class Partial(Enum):
+    """What a block leaves in memory for each output."""
+
+    SUM = auto()
+    VALUE = auto()
+    TRUTH = auto()
+    PLACE = auto()
+    """A value and its index."""
+    MOMENTS = auto()
+    """A mean, the sum of squared differences from it, and counts."""
+
+
+PARTIALS = {
+    **dict.fromkeys(("sum", "prod", "mean", "nansum", "norm", "linalg_vector_norm"), Partial.SUM),
+    **dict.fromkeys(("amax", "amin"), Partial.VALUE),
+    **dict.fromkeys(("all", "any"), Partial.TRUTH),
+    **dict.fromkeys(("max", "min", "argmax", "argmin"), Partial.PLACE),
+    **dict.fromkeys(("std", "var", "std_mean", "var_mean"), Partial.MOMENTS),
 }
-"""What a block leaves in memory, by operator."""
+"""The reductions, by the operator's name."""
 
 
-def parts_of(name: str, given: dict[str, Any]) -> list[int]:
-    """Return the bytes that a reduction takes for itself."""
+def ceil_div(number: int, divisor: int) -> int:
+    """Return how many parts of a size cover a number of elements."""
+    return -(-number // divisor)
+
+
+def allocated_by(name: str, given: dict[str, Any]) -> list[int]:
+    """Return the bytes of each block that a reduction allocates for itself.
+
+    Args:
+        name: the operator's.
+        given: its arguments by name.
+    """
     whole = given.get("self")
-    if name not in PARTS or not isinstance(whole, torch.Tensor) or not whole.numel():
+    if name not in PARTIALS or not isinstance(whole, torch.Tensor) or not whole.numel():
         return []
-    part = (
-        "value"
-        if PARTS[name] == "place" and name in {"max", "min"} and "dim" not in given
-        else PARTS[name]
-    )
-    dtype = _summed_in(name, whole.dtype, given.get("dtype"))
-    wide = max(4, dtype.itemsize) if dtype.is_floating_point or dtype.is_complex else dtype.itemsize
-    sizes = {"sum": wide, "value": dtype.itemsize, "truth": 1, "place": 16, "moments": 4 * wide}
-    copied = [whole.numel() * dtype.itemsize] if dtype != whole.dtype else []
-    dims = given.get("dim")
-    dims = {
-        each % max(1, whole.dim())
-        for each in ([dims] if isinstance(dims, int) else dims or range(whole.dim()))
-    }
-    steps = (
-        [math.prod(whole.shape[each + 1 :]) for each in range(whole.dim())]
-        if copied
-        else whole.stride()
-    )
-    walk = list(zip(whole.shape, steps, strict=True))
-    reduced = _merged(sorted((walk[each] for each in dims if walk), key=lambda pair: pair[1]))
-    kept = _merged([walk[each] for each in reversed(range(len(walk))) if each not in dims])
-    return copied + _part_sums(reduced, kept, sizes[part], 0 if copied else whole.storage_offset())
+    dtype = _reads_as(name, whole.dtype, given.get("dtype"))
+    if dtype == whole.dtype:
+        copied = []
+        steps = whole.stride()
+        offset = whole.storage_offset()
+    else:
+        copied = [whole.numel() * dtype.itemsize]
+        steps = _contiguous_strides(whole.shape)
+        offset = 0
+    dims = _reduced_dims(given.get("dim"), whole.dim())
+    reduced: Walk = []
+    kept: Walk = []
+    for dim in range(whole.dim()):
+        walk = reduced if dim in dims else kept
+        walk.append((whole.shape[dim], steps[dim]))
+    reduced.sort(key=_stride_of)
+    kept.reverse()
+    size = _partial_size(name, dtype, has_dim="dim" in given)
+    return copied + _partial_results(_merged(reduced), _merged(kept), size, offset)
 
 
-def _summed_in(name: str, dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Return the type that the kernel reads; it takes half precision into a sum of float32 as it is."""
-    if name not in _WIDEN:
+def _reads_as(name: str, dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Return the type in which the kernel reads its input.
+
+    Half precision is read as it is where it is summed in float32.
+    """
+    if name not in _WIDENING:
         return dtype
     if wanted is None:
-        is_whole = not (dtype.is_floating_point or dtype.is_complex)
-        return torch.int64 if is_whole and name != "mean" else dtype
-    return dtype if dtype.itemsize == 2 and wanted == torch.float32 else wanted
+        is_integral = not (dtype.is_floating_point or dtype.is_complex)
+        return torch.int64 if is_integral and name != "mean" else dtype
+    is_read_as_it_is = dtype.itemsize == 2 and wanted == torch.float32
+    return dtype if is_read_as_it_is else wanted
 
+
+def _partial_size(name: str, dtype: torch.dtype, *, has_dim: bool) -> int:
+    """Return the bytes of what a block leaves for one output."""
+    partial = PARTIALS[name]
+    if partial is Partial.PLACE and name in {"max", "min"} and not has_dim:
+        partial = Partial.VALUE
+    size: int = dtype.itemsize
+    accumulated = size
+    if dtype.is_floating_point or dtype.is_complex:
+        accumulated = max(4, size)
+    sizes = {
+        Partial.SUM: accumulated,
+        Partial.VALUE: size,
+        Partial.TRUTH: 1,
+        Partial.PLACE: 16,
+        Partial.MOMENTS: 4 * accumulated,
+    }
+    return sizes[partial]
+
+
+def _reduced_dims(dim: Any, number: int) -> set[int]:
+    """Return the dimensions that are reduced, each from 0 on; all where none is named."""
+    dims = dim or range(number)
+    if isinstance(dim, int):
+        dims = [dim]
+    return {index % max(1, number) for index in dims}
+
+
+def _contiguous_strides(shape: torch.Size) -> list[int]:
+    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+
+
+# ---- How the kernel shares the work out
 
 Walk = list[tuple[int, int]]
-"""How a kernel goes through dimensions, the innermost first: extents and strides."""
+"""The dimensions that a kernel goes through, the innermost first: each with its extent and its stride."""
 
 
-def _merged(pairs: Walk) -> Walk:
-    """Return a walk with neighbours that lie one after the other as one."""
+def _stride_of(dimension: tuple[int, int]) -> int:
+    return dimension[1]
+
+
+def _merged(walk: Walk) -> Walk:
+    """Return a walk in which dimensions that lie one after the other in memory are one, and those of extent 1 none."""
     merged: Walk = []
-    for extent, step in pairs:
-        if merged and merged[-1][0] * merged[-1][1] == step:
-            merged[-1] = merged[-1][0] * extent, merged[-1][1]
-        elif extent != 1:
-            merged.append((extent, step))
+    for extent, stride in walk:
+        if merged:
+            inner_extent, inner_stride = merged[-1]
+            if inner_extent * inner_stride == stride:
+                merged[-1] = (inner_extent * extent, inner_stride)
+                continue
+        if extent != 1:
+            merged.append((extent, stride))
     return merged
 
 
-def _part_sums(reduced: Walk, kept: Walk, part: int, offset: int) -> list[int]:
-    """Return the bytes of the part sums and of the blocks' counters; nothing where one block does it all.
+def _elements(walk: Walk) -> int:
+    return math.prod(extent for extent, _ in walk)
 
-    It is `setReduceConfig`'s choice of blocks for an input that begins at an offset. A part has so many bytes.
+
+def _partial_results(reduced: Walk, kept: Walk, size: int, offset: int) -> list[int]:
+    """Return the bytes of the blocks' partial results and of their counters; nothing where one block does it all.
+
+    It is `setReduceConfig`'s choice of blocks.
+
+    Args:
+        reduced: the dimensions that are reduced.
+        kept: the others.
+        size: of what a block leaves for one output, in bytes.
+        offset: where in its storage the input begins, in elements.
     """
-    inputs, outputs = (math.prod(extent for extent, _ in walk) for walk in (reduced, kept))
-    along = not kept or (bool(reduced) and reduced[0][1] < kept[0][1])
-    across, down = (inputs, outputs) if along else (outputs, inputs)
+    inputs = _elements(reduced)
+    outputs = _elements(kept)
+    reduces_rows = not kept or (bool(reduced) and reduced[0][1] < kept[0][1])
+    """Whether neighbours in memory are added up; else they are neighbours in the result, too."""
     vector = 1
-    """How many neighbouring outputs a thread works on."""
-    if along:
-        if reduced and reduced[0][1] == 1 and across >= 128 and len(reduced) == 1:
+    """Neighbouring outputs that a thread works on."""
+    if reduces_rows:
+        across = inputs
+        down = outputs
+        is_one_row = len(reduced) == 1 and reduced[0][1] == 1
+        if is_one_row and across >= 128:
             across //= _VECTOR
-    elif kept[0][1] == 1:
-        vector = math.gcd(_VECTOR, offset, kept[0][0], *(step for _, step in (*reduced, *kept[1:])))
+    else:
+        across = outputs
+        down = inputs
+        vector = _output_vector(reduced, kept, offset)
         across //= vector
     width, height = _block(across, down, _MOST_THREADS // vector)
-    values = -(-inputs // width) if along else inputs
+
+    values = ceil_div(inputs, width) if reduces_rows else inputs
     if values < min(height * 16, _MOST_VALUES):
         return []
-    values = -(-values // height)
-    grid = -(-(outputs // vector) // (1 if along else width))
+    values = ceil_div(values, height)
+    outputs_of_a_block = 1 if reduces_rows else width
+    grid = ceil_div(outputs // vector, outputs_of_a_block)
     target = backend.gpu.multiprocessors * (
         backend.gpu.threads_per_multiprocessor // (width * height)
     )
     if values < _MOST_VALUES or grid > target:
         return []
-    blocks = max(min(-(-target // grid), -(-values // _LEAST_VALUES)), -(-values // _MOST_VALUES))
-    return (
-        [part * outputs * blocks * (1 if along else width * vector), 4 * grid] if blocks > 1 else []
-    )
+    splits = min(ceil_div(target, grid), ceil_div(values, _LEAST_VALUES))
+    splits = max(splits, ceil_div(values, _MOST_VALUES))
+    if splits == 1:
+        return []
+    partials = size * outputs * splits
+    if not reduces_rows:
+        partials *= width * vector
+    return [partials, 4 * grid]
+
+
+def _output_vector(reduced: Walk, kept: Walk, offset: int) -> int:
+    """Return how many neighbouring outputs a thread works on, which extents, strides and the offset have to allow."""
+    extent, stride = kept[0]
+    if stride != 1:
+        return 1
+    outer_strides = [outer for _, outer in (*reduced, *kept[1:])]
+    return math.gcd(_VECTOR, offset, extent, *outer_strides)
 
 
 def _block(across: int, down: int, most: int) -> tuple[int, int]:
-    """Return the width and height of a block of threads."""
-    width, height = (
-        most if each >= most else 1 << max(0, each.bit_length() - 1) for each in (across, down)
-    )
-    rows = min(height, most // min(width, _WARP))
-    return min(width, most // rows), rows
+    """Return the width and height of a block of threads, powers of two.
+
+    Args:
+        across: elements along the block's width.
+        down: elements along its height.
+        most: threads that it may have.
+    """
+    width = _power_of_two_within(across, most)
+    height = _power_of_two_within(down, most)
+    height = min(height, most // min(width, _WARP))
+    return min(width, most // height), height
+
+
+def _power_of_two_within(number: int, most: int) -> int:
+    """Return the largest power of two that is no larger than a number, 1 for none, or the most that is allowed."""
+    if number >= most:
+        return most
+    return 1 << max(0, number.bit_length() - 1)

@@ -1,8 +1,9 @@
 """What CUDA's kernels allocate besides their results, by the rules in torch's own source, `ATen/native/cuda`.
 
-Kernels copy what does not lie as they take it, such as an expanded gradient; those that are made of others hold what
-these return; those that sort have room for keys and places. All of it counts as if it were held at once, where a kernel
-has several such phases that of the largest.
+Kernels copy operands that do not lie in memory as they take them, such as an expanded gradient; kernels that call
+others hold what these return; those that sort have room for keys and indices. All of it counts as if it were held at
+once; of a kernel with several phases, the largest counts. The rules are for what common training and inference runs; of
+other kernels that sort or call a library, `is_unknown` says that this is not known. Runs in the worker's process.
 """
 
 from __future__ import annotations
@@ -15,210 +16,307 @@ import torch
 from torch._meta_registrations import calc_conv_nd_return_shape
 from torch._prims_common import suggest_memory_format
 
-from gpumagic.worker.fake import attention, backend
+from gpumagic.memory.allocator import rounded
+from gpumagic.worker.fake import attention, backend, reductions
 from gpumagic.worker.fake.calls import Call
-from gpumagic.worker.fake.reductions import PARTS, parts_of
+from gpumagic.worker.fake.reductions import PARTIALS
 
 Given = dict[str, Any]
 """A call's arguments by name."""
+Rule = Callable[[Given], list[int]]
+"""Returns the bytes of each block that a kernel allocates for itself."""
 is_unknown = re.compile(
-    r"_?linalg_(?!vector_norm|cross)|_?cholesky|_fft|geqrf|ormqr|triangular_solve|lu_|m?sort|argsort|topk|kthvalue|median"
-    r"|nanmedian|mode|_?unique|multinomial|randperm|histc|bincount|_histogramdd|_ctc_loss|_cudnn|convolution"
+    r"_?linalg_(?!vector_norm|cross)|_?cholesky|_fft|geqrf|ormqr|triangular_solve|lu_|m?sort|argsort|topk|kthvalue"
+    r"|(nan)?median|mode|_?unique|multinomial|randperm|bernoulli(_\.Tensor|$)|count_nonzero|histc|bincount|_histogramdd"
+    r"|_ctc_loss|_cudnn|convolution"
 ).match
-"""Finds operators whose kernels sort or call a library, which has memory of its own."""
+"""Finds operators of whose kernels it is not known what they allocate: they sort, or call a library, or are rare."""
+
 _CONTIGUOUS = {
-    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), ("input",)),
-    **dict.fromkeys(
-        ("native_layer_norm_backward", "_fused_rms_norm_backward"), ("grad_out", "input")
-    ),
-    **dict.fromkeys(("_softmax", "_log_softmax", "im2col", "col2im"), ("self",)),
+    "native_layer_norm": ("input",),
+    "native_layer_norm_backward": ("grad_out", "input"),
+    "_fused_rms_norm": ("input",),
+    "_fused_rms_norm_backward": ("grad_out", "input"),
+    "_softmax": ("self",),
+    "_log_softmax": ("self",),
     "_log_softmax_backward_data": ("grad_output", "output"),
+    "im2col": ("self",),
+    "col2im": ("self",),
 }
 """Operands that kernels copy where they are not contiguous."""
 _TAKES_A_GRADIENT = re.compile(r"(pool.*|upsample_.*|reflection_pad[12]d)_backward").search
-"""Finds kernels that copy a gradient which does not lie as their input does."""
-_HOW_TO_CONVOLVE = ("stride", "padding", "dilation", "transposed", "groups")
-_LOSSES = frozenset(
-    {"mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"}
-)
-"""What is computed for each element, and then reduced."""
-_KEPT_LOSSES = frozenset({"mse_loss", "smooth_l1_loss", "binary_cross_entropy"})
-"""Of these the mean lies where the loss of each element was to be."""
-_SORTED_IN_PLACE = 4096
-"""Elements along a dimension that are sorted without room for others."""
-_SORTING_HALVES = 9 << 19
-"""Bytes that sorting numbers in half precision takes besides copies of all: an estimate."""
+"""Finds kernels that copy a gradient that does not lie in memory as their input does."""
 
 
 def scratch(call: Call) -> list[int]:
     """Return the bytes that an operator's kernel allocates for itself on CUDA, in order; nothing for most."""
-    name, given = call.name, call.given
-    if name in PARTS:
-        return parts_of(name, given)
-    operands = (given[each] for each in _CONTIGUOUS.get(name, ()))
-    copied = [each.nbytes for each in operands if not each.is_contiguous()]
+    name = call.name
+    given = call.given
+    if name in PARTIALS:
+        return reductions.allocated_by(name, given)
     if _TAKES_A_GRADIENT(name):
-        copied = _as_input(given)
-    return copied + (_RULES[name](given) if name in _RULES else [])
+        allocated = _copied_gradient(given)
+    else:
+        operands = [given[operand] for operand in _CONTIGUOUS.get(name, ())]
+        allocated = _copied(*operands)
+    rule = _RULES.get(name)
+    if rule is not None:
+        allocated += rule(given)
+    return allocated
 
 
 def as_left(call: Call, returned: Any) -> Any:
-    """Return an operator's results as CUDA's kernel leaves them, where torch's meta kernel tells another storage.
+    """Return an operator's results as CUDA's kernel leaves them, where torch's meta kernel makes other storages.
 
     Args:
         call: the call.
         returned: what the meta kernel returned.
     """
-    name, given = call.name, call.given
-    if name == "native_batch_norm" and not given["training"] and _is_of_cudnn(given):
-        return returned[0], returned[1].new_empty(0), returned[2].new_empty(0)
+    name = call.name
+    given = call.given
+    if name == "native_batch_norm" and not given["training"] and _is_cudnns(given):
+        result, mean, deviation = returned
+        return result, mean.new_empty(0), deviation.new_empty(0)
     if name == "log_sigmoid_forward":
         return returned[0], returned[1].new_empty(0)
-    if name == "col2im":  # it begins as large as its input
+    if name == "col2im":  # the result begins as large as the input
         return returned.new_empty(given["self"].shape).resize_(returned.shape)
-    if name in _KEPT_LOSSES and given["reduction"]:
-        return _losses(given).resize_(())
+    if name in _REDUCED_IN_PLACE and given["reduction"]:
+        return _elementwise_loss(given).resize_(())
     return returned
 
 
-def _as_input(given: Given) -> list[int]:
+# ---- Copies
+
+
+def _copied(*operands: torch.Tensor) -> list[int]:
+    """Return the bytes of those operands that are copied because they are not contiguous."""
+    return [operand.nbytes for operand in operands if not operand.is_contiguous()]
+
+
+def _copied_gradient(given: Given) -> list[int]:
     """Return the bytes of a gradient that is copied because it does not lie as the input of the forward pass."""
     gradient: Any = given.get("grad_output", given.get("grad_out"))
-    laid_out = suggest_memory_format(given.get("self", given.get("input", gradient)))
-    return [] if gradient.is_contiguous(memory_format=laid_out) else [gradient.nbytes]
+    forward_input = given.get("self", given.get("input", gradient))
+    if gradient.is_contiguous(memory_format=suggest_memory_format(forward_input)):
+        return []
+    return [gradient.nbytes]
 
 
-# ---- Norms, losses, products
+def _copied_for_cublas(given: Given) -> list[int]:
+    """Return the bytes of factors in which neither rows nor columns are contiguous (`Blas.cpp`)."""
+    has_summand = "beta" in given  # which is `self` then
+    copied = []
+    for name, matrix in given.items():
+        is_factor = name.startswith(("mat", "batch")) or (name == "self" and not has_summand)
+        if is_factor and not _is_taken_by_cublas(matrix):
+            copied.append(matrix.nbytes)
+    return copied
 
 
-def _of_losses(given: Given) -> list[int]:
-    """Return the loss of each element, where the result does not begin as that, and the parts of their sum."""
+def _is_taken_by_cublas(matrix: torch.Tensor) -> bool:
+    if not matrix.numel() or matrix.is_contiguous():
+        return True
+    rows, columns = matrix.shape[-2:]
+    row_stride, column_stride = matrix.stride()[-2:]
+    if column_stride == 1 and row_stride >= max(1, columns):
+        return True
+    return bool(row_stride == 1 and column_stride >= max(1, rows))
+
+
+def _copied_self(given: Given) -> list[int]:
+    return [given["self"].nbytes]
+
+
+def _copied_complex(given: Given) -> list[int]:
+    whole = given["self"]
+    return [whole.nbytes] if whole.is_complex() else []
+
+
+def _rolled(given: Given) -> list[int]:
+    """Return the bytes of what is rolled along one dimension after the other, of which two are held at most."""
+    whole = given["self"]
+    copies = max(len(given["shifts"]) - 1, int(not whole.is_contiguous()))
+    return [whole.nbytes] * min(copies, 2)
+
+
+# ---- Losses, norms, softmax
+
+_LOSSES = frozenset(
+    {"mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"}
+)
+"""Losses that are computed for each element and then reduced."""
+_REDUCED_IN_PLACE = frozenset({"mse_loss", "smooth_l1_loss", "binary_cross_entropy"})
+"""Those of them whose mean lies in the storage that was made for the loss of each element."""
+
+
+def _loss(given: Given) -> list[int]:
+    """Return the loss of each element, where the result does not begin as that, and the partial results of the sum."""
     if not given["reduction"]:
         return []
-    losses = _losses(given)
-    return [*([] if "weight" in given else [losses.nbytes]), *parts_of("sum", {"self": losses})]
+    losses = _elementwise_loss(given)
+    allocated = [] if "weight" in given else [losses.nbytes]
+    return allocated + reductions.allocated_by("sum", {"self": losses})
 
 
-def _losses(given: Given) -> torch.Tensor:
+def _elementwise_loss(given: Given) -> torch.Tensor:
     """Return a stand-in for the loss of each element."""
-    one, other = given["self"], given["target"]
-    shape = torch.broadcast_shapes(one.shape, other.shape)
-    return torch.empty(shape, dtype=torch.result_type(one, other), device="meta")
+    whole = given["self"]
+    target = given["target"]
+    shape = torch.broadcast_shapes(whole.shape, target.shape)
+    return torch.empty(shape, dtype=torch.result_type(whole, target), device="meta")
 
 
-def _is_of_cudnn(given: Given) -> bool:
-    """Return whether cuDNN computes a norm of batches."""
+def _batch_norm_backward(given: Given) -> list[int]:
+    return _copied_gradient(given) if given["train"] and _is_cudnns(given) else []
+
+
+def _is_cudnns(given: Given) -> bool:
+    """Return whether cuDNN computes a batch norm."""
     weight = given["weight"]
-    return weight is not None and weight.dtype == torch.float32 and given["input"].dim() > 2
-
-
-def _of_groups(given: Given) -> list[int]:
-    """Return what a norm of groups keeps of each channel and group (`group_norm_kernel.cu`)."""
-    dtype: torch.dtype = given["input"].dtype
-    wide = max(4, dtype.itemsize)
-    channels, groups = (
-        [given["N"] * given["C"] * wide] * 2,
-        [given["N"] * given["group"] * wide] * 2,
-    )
-    scaled = (
-        channels
-        if given["HxW"] > 1 and any(given.get(each) is not None for each in ("weight", "bias"))
-        else []
-    )
-    if "output_mask" not in given:
-        return scaled if dtype.itemsize == wide else groups + scaled
-    return channels + groups + scaled[:1] if given["output_mask"][0] else channels
-
-
-def _of_softmax_backward(given: Given) -> list[int]:
-    """Return the gradient times the output, and where it lies turned, a copy of it."""
-    gradient, output = given["grad_output"], given["output"]
-    is_turned = not gradient.is_contiguous() and 0 not in gradient.stride()
-    return [output.nbytes] * (1 + is_turned)
-
-
-def _for_cublas(given: Given) -> list[int]:
-    """Return the bytes of factors of which neither rows nor columns lie one after the other (`Blas.cpp`)."""
-    names = [
-        name
-        for name in given
-        if name.startswith(("mat", "batch")) or (name == "self" and "beta" not in given)
-    ]
-    return [given[each].nbytes for each in names if _is_copied(given[each])]
-
-
-def _is_copied(matrix: torch.Tensor) -> bool:
-    if not matrix.numel() or matrix.is_contiguous():
+    if weight is None:
         return False
-    rows, columns = matrix.shape[-2:]
-    down, along = matrix.stride()[-2:]
-    return not ((down == 1 and along >= max(1, rows)) or (along == 1 and down >= max(1, columns)))
+    has_pixels: bool = given["input"].dim() > 2
+    return has_pixels and weight.dtype == torch.float32
 
 
-def _of_convolution(given: Given) -> list[int]:
+def _group_norm(given: Given) -> list[int]:
+    """Return what a group norm keeps of each group and channel (`group_norm_kernel.cu`)."""
+    dtype: torch.dtype = given["input"].dtype
+    keeps_statistics = dtype.itemsize < 4  # the results are not as precise
+    of_channels, of_groups = _group_norm_sizes(given)
+    allocated = [of_groups, of_groups] if keeps_statistics else []
+    if _scales_channels(given):
+        allocated += [of_channels, of_channels]
+    return allocated
+
+
+def _group_norm_backward(given: Given) -> list[int]:
+    of_channels, of_groups = _group_norm_sizes(given)
+    allocated = [of_channels, of_channels]
+    computes_input_gradient = given["output_mask"][0]
+    if computes_input_gradient:
+        allocated += [of_groups, of_groups]
+        if _scales_channels(given):
+            allocated.append(of_channels)
+    return allocated
+
+
+def _group_norm_sizes(given: Given) -> tuple[int, int]:
+    """Return the bytes of a number for each channel, and for each group, of each image."""
+    size = max(4, given["input"].dtype.itemsize)
+    return given["N"] * given["C"] * size, given["N"] * given["group"] * size
+
+
+def _scales_channels(given: Given) -> bool:
+    has_parameters = given.get("weight") is not None or given.get("bias") is not None
+    return given["HxW"] > 1 and has_parameters
+
+
+def _softmax_backward(given: Given) -> list[int]:
+    """Return the gradient times the output, and where the gradient is transposed, a copy of it."""
+    gradient = given["grad_output"]
+    nbytes = given["output"].nbytes
+    is_transposed = not gradient.is_contiguous() and 0 not in gradient.stride()
+    return [nbytes, nbytes] if is_transposed else [nbytes]
+
+
+# ---- Convolutions
+
+_CONVOLUTION_SETTINGS = ("stride", "padding", "dilation", "transposed", "groups")
+
+
+def _convolution(given: Given) -> list[int]:
     """Return the bytes of cuDNN's workspace."""
-    images, weight, how = (
-        given["input"],
-        given["weight"],
-        [given[each] for each in _HOW_TO_CONVOLVE],
-    )
-    shape = calc_conv_nd_return_shape(
-        images, weight, *how, given["output_padding"] if given["transposed"] else None
-    )
+    images = given["input"]
+    weight = given["weight"]
+    settings = [given[name] for name in _CONVOLUTION_SETTINGS]
+    output_padding = given["output_padding"] if given["transposed"] else None
+    shape = calc_conv_nd_return_shape(images, weight, *settings, output_padding)
     result = weight.new_empty(shape, device="meta")
-    return [_for_cudnn(images, weight, result.to(memory_format=suggest_memory_format(images)))]
+    result = result.to(memory_format=suggest_memory_format(images))
+    return [_cudnn_workspace(images, weight, result)]
 
 
-def _of_convolution_backward(given: Given) -> list[int]:
-    """Return the copied gradient, and cuDNN's workspace or the parts of the bias's, whichever is larger."""
-    gradient, (for_images, for_weight, for_bias) = given["grad_output"], given["output_mask"]
-    of_weight = (
-        _for_cudnn(given["input"], given["weight"], gradient, of_weight=True) if for_weight else 0
-    )
-    of_images = _for_cudnn(given["input"], given["weight"], gradient) if for_images else 0
-    workspace = max(
-        of_weight, of_images - given["weight"].nbytes * for_weight
-    )  # the images' gradient comes first
-    biases = {"self": gradient, "dim": [0, *range(2, gradient.dim())]} if for_bias else {}
-    return max([*_as_input(given), workspace], parts_of("sum", biases), key=sum)
+def _convolution_backward(given: Given) -> list[int]:
+    """Return the copied gradient, and cuDNN's workspace or the partial sums of the bias, whichever is larger."""
+    images = given["input"]
+    weight = given["weight"]
+    gradient = given["grad_output"]
+    for_images, for_weight, for_bias = given["output_mask"]
+    workspace = 0
+    if for_images:
+        workspace = _cudnn_workspace(images, weight, gradient)
+    if for_weight:
+        if for_images:  # that comes first, when there is no gradient of the weight yet
+            workspace -= weight.nbytes
+        of_weight = _cudnn_workspace(images, weight, gradient, of_weight=True)
+        workspace = max(of_weight, workspace)
+    sums = []
+    if for_bias:
+        all_but_channels = [0, *range(2, gradient.dim())]
+        sums = reductions.allocated_by("sum", {"self": gradient, "dim": all_but_channels})
+    return max([*_copied_gradient(given), workspace], sums, key=sum)
 
 
-def _for_cudnn(images: Any, weight: Any, result: Any, *, of_weight: bool = False) -> int:
-    """Return the bytes of cuDNN's workspace by the rules of `fakecuda/native/cudnn.c`."""
-    multiple, has_tensor_cores = (
-        16 // weight.itemsize,
-        weight.itemsize == 2 or backend.gpu.major >= 8,
-    )
-    if weight.itemsize > 4 or not has_tensor_cores or weight.shape[1] == 1:
+def _cudnn_workspace(images: Any, weight: Any, result: Any, *, of_weight: bool = False) -> int:
+    """Return the bytes of cuDNN's workspace, by the rules of `fakecuda/native/cudnn.c`.
+
+    Args:
+        images: what is convolved.
+        weight: of the convolution.
+        result: what comes of it, or its gradient.
+        of_weight: whether the weight's gradient is computed.
+    """
+    has_tensor_cores = weight.itemsize == 2 or backend.gpu.major >= 8
+    is_depthwise = weight.shape[1] == 1
+    if weight.itemsize > 4 or not has_tensor_cores or is_depthwise:
         return 0
-    if weight.numel() == weight.shape[0] * weight.shape[1]:
-        return of_weight << 20
-    pads = [(each, -each.shape[1] % multiple) for each in (images, weight, result)]
-    copies: int = sum(
-        each.nbytes // each.shape[1] * (each.shape[1] + pad) for each, pad in pads if each.numel()
-    )
-    if all(each.stride(1) == 1 and not pad for each, pad in pads):
-        return copies // 4 * of_weight
-    copies += (
-        weight[:1].nbytes
-        // weight.shape[1]
-        * (weight.shape[1] + pads[1][1])
-        * (-weight.shape[0] % multiple)
-    )
-    return copies + copies // 4 * of_weight
+    is_pointwise = weight.numel() == weight.shape[0] * weight.shape[1]
+    if is_pointwise:
+        return 1 << 20 if of_weight else 0
+    multiple = 16 // weight.itemsize
+    copies = 0
+    are_taken_as_they_are = True
+    for tensor in (images, weight, result):
+        channels = tensor.shape[1]
+        padded_channels = rounded(channels, multiple)
+        if padded_channels != channels or tensor.stride(1) != 1:
+            are_taken_as_they_are = False
+        if tensor.numel():
+            copies += tensor.nbytes // channels * padded_channels
+    if not are_taken_as_they_are:
+        copies += _padding_of_filters(weight, multiple)
+    parts = copies // 4 if of_weight else 0
+    return parts if are_taken_as_they_are else copies + parts
 
 
-def _of_distances_backward(given: Given) -> list[int]:
-    """Return every difference's gradient, and the parts of their sum (`DistanceKernel.cu`)."""
+def _padding_of_filters(weight: Any, multiple: int) -> int:
+    """Return the bytes of the filters by which the copy of a weight has more, so that their number is a multiple."""
+    number, channels = weight.shape[:2]
+    one_filter = weight[:1].nbytes
+    padded_filter: int = one_filter // channels * rounded(channels, multiple)
+    missing: int = -number % multiple
+    return padded_filter * missing
+
+
+# ---- Distances, indices, sums along a dimension
+
+
+def _distances_backward(given: Given) -> list[int]:
+    """Return every difference's gradient, and the partial results of their sum (`DistanceKernel.cu`)."""
     if not given["p"]:
         return []
-    one: Any = given.get("x1", given.get("self"))
-    rows = given["x2"].shape[-2] if "x2" in given else one.shape[-2] - 1
-    gradients = one.new_empty((*one.shape[:-2], rows, *one.shape[-2:]), device="meta")
-    return [gradients.nbytes, *parts_of("sum", {"self": gradients, "dim": one.dim() - 2})]
-
-
-# ---- Indices and sorting
+    if "x2" in given:
+        points = given["x1"]
+        others = given["x2"].shape[-2]
+    else:
+        points = given["self"]
+        others = points.shape[-2] - 1
+    *batch, number, width = points.shape
+    gradients = points.new_empty((*batch, others, number, width), device="meta")
+    sums = reductions.allocated_by("sum", {"self": gradients, "dim": points.dim() - 2})
+    return [gradients.nbytes, *sums]
 
 
 def _sorting(count: int) -> int:
@@ -226,140 +324,145 @@ def _sorting(count: int) -> int:
     return count // 3 + 8192
 
 
-def _of_table_backward(given: Given) -> list[int]:
-    """Return what a table's gradient is summed in: sorted rows, parts of ten of each (`EmbeddingBackwardKernel.cu`)."""
-    indices, rows = given["indices"], given["num_weights"]
+_SUMMED_WITHOUT_SORTING = 3072
+"""Indices of a table up to which its gradient is added up without sorting them."""
+_ROWS_OF_A_PART = 10
+"""Rows of equal index of which one sum is made, before the sums are added up."""
+_MAX = 2
+"""The mode of a bag of embeddings in which each element has one index."""
+
+
+def _table_backward(given: Given) -> list[int]:
+    """Return what the gradient of a table is summed in (`EmbeddingBackwardKernel.cu`): sorted indices, partial sums."""
+    indices = given["indices"]
     gradient: Any = given.get("grad_output", given.get("grad"))
-    copied = [] if gradient.is_contiguous() else [gradient.nbytes]
-    count, columns, counts = indices.numel(), gradient.shape[-1], given["scale_grad_by_freq"]
-    if given["mode"] == 2 if "mode" in given else count <= 3072 and not counts:
+    weighs_by_count = given["scale_grad_by_freq"]
+    count = indices.numel()
+    is_sorted = count > _SUMMED_WITHOUT_SORTING or weighs_by_count
+    if "mode" in given:  # of a bag of embeddings
+        is_sorted = given["mode"] != _MAX
+    copied = _copied(gradient)
+    if not is_sorted:
         return copied
-    each, most = count * indices.itemsize, min(count, rows)
-    parts = count // 10 + most
-    sorting = (
-        5 * each + _sorting(count) - rows * columns * gradient.itemsize
-    )  # before there is the result
-    summing = (
-        [each] * (3 + counts)
-        + [512, 512]
-        + [most * indices.itemsize] * 2
-        + [parts * indices.itemsize]
-    )
-    return copied + max([*summing, parts * columns * max(4, gradient.itemsize)], [sorting], key=sum)
+    rows = given["num_weights"]
+    columns = gradient.shape[-1]
+    size = indices.itemsize
+    of_indices = count * size
+    of_result = rows * columns * gradient.itemsize
+    sorting = 5 * of_indices + _sorting(count) - of_result  # which is not there yet
+
+    segments = min(count, rows)
+    parts = count // _ROWS_OF_A_PART + segments
+    summing = [of_indices] * 3
+    if weighs_by_count:
+        summing.append(of_indices)
+    summing += [512, 512, segments * size, segments * size, parts * size]
+    summing.append(parts * columns * max(4, gradient.itemsize))
+    return copied + max(summing, [sorting], key=sum)
 
 
-def _of_indices(given: Given) -> list[int]:
-    """Return the bytes of indices that are laid out alike."""
-    spread = torch.broadcast_tensors(*(each for each in given["indices"] if each is not None))
-    is_alike = len({each.stride() for each in spread}) < 2
-    return [] if is_alike else [each.nbytes for each in spread if not each.is_contiguous()]
+def _index(given: Given) -> list[int]:
+    """Return the bytes of copied indices: all get the same layout."""
+    indices = [index for index in given["indices"] if index is not None]
+    broadcast = torch.broadcast_tensors(*indices)
+    layouts = {index.stride() for index in broadcast}
+    return [] if len(layouts) < 2 else _copied(*broadcast)
 
 
-def _of_putting(given: Given) -> list[int]:
-    """Return what is added, copied, and sorted places (`Indexing.cu`), with an estimate of the sort's own."""
+_COPIED_TO_SORT = 1024
+"""Places beyond which sorting them takes room for copies."""
+
+
+def _index_put(given: Given) -> list[int]:
+    """Return what is allocated to put values where indices say (`Indexing.cu`).
+
+    To add values up, as the backward pass of an index does, the places are computed, sorted and kept with their order.
+    What the sort itself takes is an estimate.
+    """
     if not given["accumulate"]:
-        return _of_indices(given)
-    whole, values = given["self"], given["values"]
-    dims = [dim for dim, each in enumerate(given["indices"]) if each is not None]
-    found = [given["indices"][dim] for dim in dims]
-    is_turned = (
-        dims[-1] - dims[0] >= len(dims) or not whole.is_contiguous()
-    )  # these dimensions come first
-    count = torch.broadcast_tensors(*found)[0].numel()
-    sorting = 16 * count + _sorting(count) if count > 1024 else 512
-    copied = [whole.nbytes] * is_turned + [values.nbytes] * (not values.is_contiguous())
-    return [*copied, *[8 * count] * 4, sorting]
+        return _index(given)
+    whole = given["self"]
+    dims = []
+    indices = []
+    for dim, index in enumerate(given["indices"]):
+        if index is not None:
+            dims.append(dim)
+            indices.append(index)
+    are_neighbours = dims[-1] - dims[0] == len(dims) - 1
+    is_transposed = not are_neighbours  # the indexed dimensions then come first
+    copied = [whole.nbytes] if is_transposed or not whole.is_contiguous() else []
+    copied += _copied(given["values"])
+    count = torch.broadcast_tensors(*indices)[0].numel()
+    places = 8 * count
+    sorting = 2 * places + _sorting(count) if count > _COPIED_TO_SORT else 512
+    return [*copied, places, places, places, places, sorting]
 
 
-def _of_sorting(given: Given) -> list[int]:
-    """Return places, and room for both values and places where a dimension is long (`Sort.cu`): an estimate."""
-    keys = given["self"]
-    count, length = keys.numel(), keys.shape[given.get("dim", -1)] if keys.dim() else 1
-    if length <= _SORTED_IN_PLACE:
-        return [8 * length]
-    more = 512 if count > length else _SORTING_HALVES if keys.itemsize == 2 else _sorting(count)
-    return [8 * count, keys.nbytes + 8 * count + more]
+def _cumulative(given: Given) -> list[int]:
+    """Return copies in the type of the result and contiguous, and the partial sums of a single row (`ScanKernels.cpp`).
 
-
-def _of_sums(given: Given) -> list[int]:
-    """Return what is summed up in its type, laid out, and of one row the parts (`ScanKernels.cpp`): a little over."""
+    The partial sums are told a little too high.
+    """
     values = given["self"]
-    is_whole = not (values.is_floating_point() or values.is_complex())
-    dtype: torch.dtype = given.get("dtype") or (torch.int64 if is_whole else values.dtype)
+    is_integral = not (values.is_floating_point() or values.is_complex())
+    dtype: torch.dtype = given.get("dtype") or (torch.int64 if is_integral else values.dtype)
     whole = values.numel() * dtype.itemsize
-    is_one_row = values.dim() and values.numel() == values.shape[given["dim"]]
-    parts = [whole * dtype.itemsize // 3584 + 1280] if is_one_row else []
-    return [whole] * ((dtype != values.dtype) + (not values.is_contiguous())) + parts
+    allocated = []
+    if dtype != values.dtype:
+        allocated.append(whole)
+    if not values.is_contiguous():
+        allocated.append(whole)
+    if values.dim() and values.numel() == values.shape[given["dim"]]:
+        allocated.append(whole * dtype.itemsize // 3584 + 1280)
+    return allocated
 
 
-def _of_median(given: Given) -> list[int]:
-    keys = given["self"]
-    return (
-        []
-        if "dim" in given
-        else [keys.nbytes, 8 * keys.numel(), *_of_sorting({"self": keys.flatten()})]
-    )
-
-
-def _of_permutation(given: Given) -> list[int]:
-    """Return random keys and places, twice (`Randperm.cu`)."""
-    places, keys = 8 * given["n"], (4 if given["n"] < 30_000 else 8) * given["n"]
-    return [places, keys, keys, places + keys + _sorting(given["n"])]
-
-
-def _of_count(given: Given) -> list[int]:
-    truths = torch.empty(given["self"].shape, dtype=torch.bool, device="meta")
-    return [truths.nbytes, *parts_of("sum", {"self": truths, "dim": given.get("dim")})]
-
-
-def _of_mean(given: Given) -> list[int]:
-    """Return how many are added up in each place, and ones to count them with."""
-    ones: Any = given.get("src", given.get("source"))
+def _reduced_by_index(given: Given) -> list[int]:
+    """Return what a mean takes: how many are added up in each place, and ones to count them with."""
     if given["reduce"] != "mean":
         return []
-    return [*_whole(given), ones.nbytes, *[given["self"].numel()] * ("src" in given)]
+    is_scattered = "src" in given
+    source: Any = given["src"] if is_scattered else given["source"]
+    whole = given["self"]
+    allocated = [whole.nbytes, source.nbytes]
+    if is_scattered:
+        allocated.append(whole.numel())
+    return allocated
 
 
-def _whole(given: Given, times: int = 1) -> list[int]:
-    return [given["self"].nbytes] * times
+def _masked_scatter(given: Given) -> list[int]:
+    """Return the index of each element's value."""
+    return [8 * given["mask"].numel()]
 
 
-_RULES: dict[str, Callable[[Given], list[int]]] = {
-    **dict.fromkeys(_LOSSES, _of_losses),
-    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "_addmm_activation"), _for_cublas),
-    **dict.fromkeys(("native_group_norm", "native_group_norm_backward"), _of_groups),
-    "native_batch_norm_backward": lambda given: (
-        _as_input(given) if given["train"] and _is_of_cudnn(given) else []
-    ),
-    "_softmax_backward_data": _of_softmax_backward,
-    "convolution": _of_convolution,
-    "convolution_backward": _of_convolution_backward,
-    **dict.fromkeys(("_cdist_backward", "_pdist_backward"), _of_distances_backward),
-    **dict.fromkeys(("embedding_dense_backward", "_embedding_bag_backward"), _of_table_backward),
-    "index": _of_indices,
-    **dict.fromkeys(("_index_put_impl", "index_put"), _of_putting),
-    "sort": _of_sorting,
-    **dict.fromkeys(("median", "nanmedian"), _of_median),
-    **dict.fromkeys(("cumsum", "cumprod", "_logcumsumexp"), _of_sums),
-    "randperm": _of_permutation,
-    "count_nonzero": _of_count,
-    "multinomial": lambda given: _whole(
-        given, 3 if given["replacement"] and given["num_samples"] > 1 else 1
-    ),
-    **dict.fromkeys(("scatter_reduce", "index_reduce"), _of_mean),
-    "masked_scatter": lambda given: [8 * given["mask"].numel()],
-    "bernoulli": lambda given: (
-        [4 * given["self"].numel()] if getattr(given.get("p"), "itemsize", 4) == 2 else []
-    ),
-    "im2col": _whole,
-    "roll": lambda given: _whole(
-        given, min(max(len(given["shifts"]) - 1, not given["self"].is_contiguous()), 2)
-    ),
-    **dict.fromkeys(("abs", "angle"), lambda given: _whole(given, given["self"].is_complex())),
-    "_fft_c2r": _whole,
-    "_fft_c2c": lambda given: _whole(given, len(given["dim"]) > 3),
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(_LOSSES, _loss),
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "_addmm_activation"), _copied_for_cublas),
+    "native_group_norm": _group_norm,
+    "native_group_norm_backward": _group_norm_backward,
+    "native_batch_norm_backward": _batch_norm_backward,
+    "_softmax_backward_data": _softmax_backward,
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    "_cdist_backward": _distances_backward,
+    "_pdist_backward": _distances_backward,
+    "embedding_dense_backward": _table_backward,
+    "_embedding_bag_backward": _table_backward,
+    "index": _index,
+    "index_put": _index_put,
+    "_index_put_impl": _index_put,
+    "cumsum": _cumulative,
+    "cumprod": _cumulative,
+    "_logcumsumexp": _cumulative,
+    "scatter_reduce": _reduced_by_index,
+    "index_reduce": _reduced_by_index,
+    "masked_scatter": _masked_scatter,
+    "im2col": _copied_self,
+    "roll": _rolled,
+    "abs": _copied_complex,
+    "angle": _copied_complex,
     "_scaled_dot_product_flash_attention": attention.flash,
     "_scaled_dot_product_flash_attention_backward": attention.flash_backward,
     "_scaled_dot_product_efficient_attention_backward": attention.efficient_backward,
 }
-"""What else kernels take, by operator."""
+"""What else kernels allocate, by the operator's name."""
