@@ -95,10 +95,10 @@ def free_leaks() -> FreedReport:
     Variables, and outputs without such tensors, stay as they are. Variables are those of the running IPython, or
     of the main module.
     """
-    from gpumagic.tensors import why
+    from gpumagic.tensors import free
 
     shell = notebook.shell()
-    return why.release(notebook.user_variables(shell), shell)
+    return free.release(notebook.user_variables(shell), shell)
 
 
 def _shell_of(namespace: Mapping[str, object]) -> InteractiveShell | None:

@@ -112,7 +112,7 @@ class GPUMagic(Magics):
         """Return the live tensors, what changed among them, or what keeps them."""
         if options.engines is not None:
             return self._on_engines("devices", options)
-        from gpumagic.tensors import scan, why
+        from gpumagic.tensors import free, scan, why
 
         words = (
             options.why or []
@@ -123,7 +123,7 @@ class GPUMagic(Magics):
         if words:
             return why.find_holders(" ".join(words), self.shell.user_ns, self.shell, only)
         if options.free:
-            return why.release(self.shell.user_ns, self.shell, only)
+            return free.release(self.shell.user_ns, self.shell, only)
         everything = scan.scan(
             self.shell.user_ns,
             group_by=options.by,

@@ -91,28 +91,40 @@ class Reader(NamedTuple):
 
 LONGEST_KEY = 200
 """Characters of a key that are written."""
+_LONGEST_NUMBER = 4096
+"""Bits of a number that is written."""
+_DEEPEST_KEY = 3
+"""Tuples in each other that are written."""
 
 
 def key_code(key: Any, depth: int = 0) -> str | None:
     """Return a key as it is typed; None for one that cannot be: the repr of anything else is its author's code."""
-    text: str | None = None
     if type(key) is int and key.bit_length() < 64:  # thousands of tensors may stand in one list
         return repr(key)
-    if type(key) is float and not math.isfinite(key):
-        text = None if math.isnan(key) else f"float('{key}')"  # another nan does not find it
-    elif type(key) is tuple and depth < 3:
-        inner = [key_code(each, depth + 1) for each in key]
-        known = [each for each in inner if each is not None]
-        text = (
-            f"({', '.join(known)}{',' if len(known) == 1 else ''})"
-            if len(known) == len(inner)
-            else None
-        )
-    elif type(key) in (str, float, bool, type(None), bytes) or (
-        type(key) is int and key.bit_length() < 4096
-    ):
-        text = repr(key)  # longer numbers may not be written (sys.set_int_max_str_digits)
+    text: str | None = None
+    if type(key) is float and math.isinf(key):
+        text = f"float('{key}')"
+    elif type(key) is float and math.isnan(key):
+        text = None  # another nan does not find it
+    elif type(key) is tuple and depth < _DEEPEST_KEY:
+        text = _tuple_code(key, depth)
+    elif type(key) is int:
+        # Longer numbers may not be written (sys.set_int_max_str_digits).
+        text = repr(key) if key.bit_length() < _LONGEST_NUMBER else None
+    elif type(key) in (str, float, bool, type(None), bytes):
+        text = repr(key)
     return text if text is not None and len(text) <= LONGEST_KEY else None
+
+
+def _tuple_code(key: tuple[Any, ...], depth: int) -> str | None:
+    items: list[str] = []
+    for item in key:
+        code = key_code(item, depth + 1)
+        if code is None:
+            return None
+        items.append(code)
+    comma = "," if len(items) == 1 else ""
+    return f"({', '.join(items)}{comma})"
 
 
 def is_heap_type(kind: type) -> bool:
@@ -122,18 +134,21 @@ def is_heap_type(kind: type) -> bool:
 
 def class_attribute(kind: type, name: str) -> Any:
     """Return what the classes of a type's instances have under a name, as it is stored; None if nothing."""
-    return next((own[name] for own in map(dict_of, mro_of(kind)) if name in own), None)
+    for base in mro_of(kind):
+        own = dict_of(base)
+        if name in own:
+            return own[name]
+    return None
 
 
 def fields_of(kind: type) -> Fields | None:
     """Return how to read the attributes of a type's instances, or None if they have none."""
-    instance_dict, slots = None, []
+    instance_dict = None
+    slots: list[tuple[str, Callable[[object], object]]] = []
+    in_c = (types.GetSetDescriptorType, types.MemberDescriptorType)
     for base in mro_of(kind):
         for name, entry in dict_of(base).items():
-            if name == "__dict__" and type(entry) in (
-                types.GetSetDescriptorType,
-                types.MemberDescriptorType,
-            ):
+            if name == "__dict__" and type(entry) in in_c:
                 instance_dict = instance_dict or entry.__get__
             elif type(entry) is types.MemberDescriptorType and is_heap_type(base):
                 slots.append((name, entry.__get__))
@@ -189,12 +204,16 @@ class Path(NamedTuple):
     target: int = 0
     """The `id` of what it leads to; 0 for an optimizer's state, which is a step in a name and no object."""
 
-    def root(self) -> str:
-        """Return the name that the path starts from."""
+    def start(self) -> Path:
+        """Return the first step: its key is a variable's name, or a `held.Holder`."""
         path = self
         while path.parent is not None:
             path = path.parent
-        return str(path.key)
+        return path
+
+    def root(self) -> str:
+        """Return the name that the path starts from."""
+        return str(self.start().key)
 
     def owner(self) -> int | None:
         """Return the `id` of the object that refers to what the path leads to; None for a root."""
@@ -210,48 +229,56 @@ class Path(NamedTuple):
     def steps(self) -> list[Path]:
         """Return the path's beginnings, from its root to itself."""
         path: Path | None = self
-        found = []
+        upward: list[Path] = []
         while path is not None:
-            found.append(path)
+            upward.append(path)
             path = path.parent
-        return found[::-1]
+        return upward[::-1]
 
 
 def _attribute(before: str, style: str, name: str, owner: type | None) -> str | None:
-    """Return the code of an attribute, or of what a module registers; it is reached by `Module.__getattr__`."""
-    from torch import nn
+    """Return the code of an attribute, or of what a module registers, of an object whose code is ``before``.
 
-    if (
-        owner is None
-        or type(class_attribute(owner, "__getattribute__")) is not types.WrapperDescriptorType
-    ):
+    It is None where the class of the object overrides how all attributes are read.
+    """
+    if owner is None:
+        return None
+    getattribute = class_attribute(owner, "__getattribute__")
+    if type(getattribute) is not types.WrapperDescriptorType:
         return None
     stands_in_class = class_attribute(owner, name)
     if style in REGISTERED:
-        getattr_ = class_attribute(
-            owner, "__getattr__"
-        )  # that of torch's modules, or one that asks it first
-        asks_torch = (
-            type(getattr_) is types.FunctionType and "__getattr__" in getattr_.__code__.co_names
-        )
-        finds_registered = getattr_ is nn.Module.__getattr__ or asks_torch
-        if stands_in_class is None and is_typeable(name) and finds_registered:
-            return f"{before}.{name}"
-        is_mapping = class_attribute(owner, "__getitem__") in (
-            nn.ModuleDict.__getitem__,
-            nn.ParameterDict.__getitem__,
-        )
-        return (
-            f"{before}[{key_code(name)}]" if is_mapping else f"{before}.{style}[{key_code(name)}]"
-        )
+        return before + _registered_code(style, name, owner, is_hidden=stands_in_class is not None)
     kind = type(stands_in_class)
     is_slot = kind in (types.MemberDescriptorType, types.GetSetDescriptorType, FIELD)
     # A data descriptor of the class comes before an attribute of the instance.
-    is_hidden = any(class_attribute(kind, each) is not None for each in ("__set__", "__delete__"))
+    is_hidden = any(
+        class_attribute(kind, method) is not None for method in ("__set__", "__delete__")
+    )
     if is_typeable(name) and (is_slot or not is_hidden):
         return f"{before}.{name}"
     key = None if is_slot else key_code(name)
-    return key and f"{before}.__dict__[{key}]"
+    return None if key is None else f"{before}.__dict__[{key}]"
+
+
+def _registered_code(style: str, name: str, owner: type, *, is_hidden: bool) -> str:
+    """Return what is typed behind a module to reach what it registers.
+
+    That is an attribute where `Module.__getattr__` finds it, or one that asks it first.
+    """
+    from torch import nn
+
+    getattr_ = class_attribute(owner, "__getattr__")
+    is_torchs = getattr_ is nn.Module.__getattr__
+    if type(getattr_) is types.FunctionType and "__getattr__" in getattr_.__code__.co_names:
+        is_torchs = True
+    if is_torchs and not is_hidden and is_typeable(name):
+        return f".{name}"
+    key = key_code(name)
+    getitem = class_attribute(owner, "__getitem__")
+    if getitem in (nn.ModuleDict.__getitem__, nn.ParameterDict.__getitem__):
+        return f"[{key}]"
+    return f".{style}[{key}]"
 
 
 class Names:
@@ -284,64 +311,81 @@ class Names:
             return str(path.key)
         before = self.description(path.parent)
         if path.style == "in":
-            place, name, _ = path.key
-            return (
-                f"{before}.<{place}>.{name}"
-                if name and name.isidentifier()
-                else f"{before}.<{place}>"
-            )
+            inside: Inside = path.key
+            if inside.name and inside.name.isidentifier():
+                return f"{before}.<{inside.place}>.{inside.name}"
+            return f"{before}.<{inside.place}>"
         return self._extended(before, path, path.parent) or f"{before}.<...>"
 
     def _extended(self, before: str, path: Path, parent: Path) -> str | None:
         """Return the code of a path whose parent has this code."""
-        style, key = path.style, path.key
+        style = path.style
+        key = path.key
+        code: str | None = None
         if style == "[":
-            text = key_code(key)
-            return text and f"{before}[{text}]"
-        if style == "items":
-            return f"[*{before}][{key}]"
-        if style == "values":
-            return f"[*{before}.values()][{key}]"
-        if style == "state":
-            name = self.best(key[0])
-            return f"{before}.state[{name}]" if name else f"[*{before}.state.values()][{key[1]}]"
-        if style == "in":
-            return None if key.code is None else before + key.code
-        return _attribute(before, style, key, parent.kind) if type(key) is str else None
+            typed = key_code(key)
+            code = None if typed is None else f"{before}[{typed}]"
+        elif style == "items":
+            code = f"[*{before}][{key}]"
+        elif style == "values":
+            code = f"[*{before}.values()][{key}]"
+        elif style == "state":
+            parameter, position = key
+            name = self.best(parameter)
+            code = f"[*{before}.state.values()][{position}]"
+            if name is not None:
+                code = f"{before}.state[{name}]"
+        elif style == "in":
+            code = None if key.code is None else before + key.code
+        elif type(key) is str:
+            code = _attribute(before, style, key, parent.kind)
+        return code
 
     def of(self, tensor_id: int) -> list[str]:
         """Return the names of a tensor, a plain variable before a module's path before other containers."""
         paths = self.paths_to.get(tensor_id, ())
-        if (
-            len(paths) < 2
-        ):  # thousands have one path, and nothing to compare it with or to remember it for
-            return [name for path in paths if (name := self._spelled(path)) is not None]
-        few = sorted(bounded(paths, Path.root), key=Path.quality)
-        found = [(path.quality(), name) for path in few if (name := self.code(path)) is not None]
-        return [name for _, name in sorted(found)]
+        if not paths:
+            return []
+        if len(paths) == 1:
+            # Thousands have one path, and nothing to compare it with or to remember it for.
+            name = self._spelled(paths[0])
+            return [] if name is None else [name]
+        qualities: list[tuple[tuple[int, int], str]] = []
+        for path in sorted(bounded(paths, Path.root), key=Path.quality):
+            name = self.code(path)
+            if name is not None:
+                qualities.append((path.quality(), name))
+        return [name for _, name in sorted(qualities)]
 
     def best(self, tensor_id: int) -> str | None:
         """Return the best name of a tensor that does not lead through an optimizer's state."""
-        paths = self.paths_to.get(tensor_id, ())
-        named = [path for path in paths if all(step.style != "state" for step in path.steps())]
-        found = (self.code(path) for path in sorted(named, key=Path.quality))
-        return next((name for name in found if name is not None), None)
+        for path in sorted(self.paths_to.get(tensor_id, ()), key=Path.quality):
+            is_state = any(step.style == "state" for step in path.steps())
+            name = None if is_state else self.code(path)
+            if name is not None:
+                return name
+        return None
 
     def described(self, tensor_id: int) -> tuple[str, str, str] | None:
         """Return the variable that a tensor is inside of, what holds it there, and the path; None if it has none.
 
         For a tensor without a name: ``("it", "list_iterator it", "it.<...>[0]")``.
         """
-        path = min(
-            self.paths_to.get(tensor_id, ()), key=lambda path: path.quality()[::-1], default=None
-        )
-        if path is None:
+        paths = self.paths_to.get(tensor_id)
+        if not paths:
             return None
-        steps = path.steps()
-        owner = next((step.parent for step in steps if self.code(step) is None), path) or path
+        path = min(paths, key=lambda path: (path.depth, path.quality()))
+        owner = self._last_with_code(path)
         kind = name_of_type(owner.kind) if owner.kind is not None else "object"
-        holder = f"{kind} {self.code(owner) or self.description(owner)}"
-        return path.root(), holder, self.description(path)
+        place = self.code(owner) or self.description(owner)
+        return path.root(), f"{kind} {place}", self.description(path)
+
+    def _last_with_code(self, path: Path) -> Path:
+        """Return the last step before the first one that no expression reaches; the whole path if there is none."""
+        for step in path.steps():
+            if self.code(step) is None:
+                return step.parent or path
+        return path
 
 
 MAX_PATHS = 16
@@ -349,14 +393,17 @@ MAX_PATHS = 16
 Item = TypeVar("Item")
 
 
-def bounded(found: list[Item], root: Callable[[Item], str]) -> list[Item]:
+def bounded(items: list[Item], root: Callable[[Item], str]) -> list[Item]:
     """Return the first of many paths or names, and one from each further root."""
-    if len(found) <= MAX_PATHS:
-        return found
-    kept = found[:MAX_PATHS]
-    first = {root(each): each for each in reversed(found)}
-    others = first.keys() - set(map(root, kept))
-    return kept + [each for name, each in reversed(first.items()) if name in others]
+    if len(items) <= MAX_PATHS:
+        return items
+    kept = items[:MAX_PATHS]
+    roots = set(map(root, kept))
+    for item in items[MAX_PATHS:]:
+        if root(item) not in roots:
+            roots.add(root(item))
+            kept.append(item)
+    return kept
 
 
 def is_typeable(name: str) -> bool:

@@ -29,6 +29,7 @@ from gpumagic.heap.branches import (
     key_code,
     mro_of,
 )
+from gpumagic.heap.held import Holder, Root
 from gpumagic.source import frames
 
 _INFRASTRUCTURE = frozenset({
@@ -54,22 +55,19 @@ def call_label(code: types.CodeType) -> str:
     return f"{code.co_name.strip('<>')}()"
 
 
-def running_roots() -> Iterator[tuple[str, object]]:
-    """Yield the variables of every function that runs now, in any thread, innermost first."""
+def running_roots() -> Iterator[Root]:
+    """Yield the variables of every function that runs now, in any thread, innermost first, with their holders."""
     own = threading.get_ident()
-    threads = {thread.ident: thread.name for thread in threading.enumerate()}
+    thread_names = {thread.ident: thread.name for thread in threading.enumerate()}
     innermost_of = sys._current_frames()
-    innermost_of[own] = sys._getframe(
-        1
-    )  # a frame that is its own variable would live on, and its callers with it
+    # From the caller on: a frame that is its own variable would live on, and its callers with it.
+    innermost_of[own] = sys._getframe(1)
     for ident, innermost in innermost_of.items():
-        where = "" if ident == own else f" in {threads.get(ident, 'a thread')}"
+        thread = "" if ident == own else thread_names.get(ident, "a thread")
         for frame in frames.stack(innermost):
             if frames.module_of(frame).partition(".")[0] not in _INFRASTRUCTURE:
-                yield (
-                    f"running {call_label(frame.f_code)}{where}",
-                    types.SimpleNamespace(**dict(variables_of(frame))),
-                )
+                holder = Holder("running call", call_label(frame.f_code), thread)
+                yield holder, types.SimpleNamespace(**dict(variables_of(frame)))
 
 
 def read_attribute(generator: object, what: str) -> Any:
@@ -80,15 +78,16 @@ def read_attribute(generator: object, what: str) -> Any:
 def _function(value: types.FunctionType, reader: Reader) -> Iterator[Branch]:
     yield from _of_function(value, reader)
     # Its attributes: asking for its `__dict__` would allocate one.
-    known = [value.__globals__, getattr(value, "__builtins__", None), value.__kwdefaults__]
+    others = [value.__globals__, getattr(value, "__builtins__", None), value.__kwdefaults__]
+    other_ids = set(map(id, others))
     annotated = {*value.__code__.co_varnames, "return"}
-    for each in gc.get_referents(value):
+    for referent in gc.get_referents(value):
         if (
-            type(each) is dict
-            and not any(each is other for other in known)
-            and not annotated.issuperset(each)
+            type(referent) is dict
+            and id(referent) not in other_ids
+            and not annotated.issuperset(referent)
         ):
-            yield Branch(".", CONTAINED, list(each.items()))
+            yield Branch(".", CONTAINED, list(referent.items()))
 
 
 def _members(kind: Any, *names: str) -> Read:
@@ -96,7 +95,7 @@ def _members(kind: Any, *names: str) -> Read:
     members = [(name, kind.__dict__[name].__get__) for name in names]
 
     def read(value: Any, _reader: Reader) -> Iterator[Branch]:
-        yield Branch(".", CONTAINED, [(name, each(value)) for name, each in members])
+        yield Branch(".", CONTAINED, [(name, get(value)) for name, get in members])
 
     return read
 
@@ -106,25 +105,20 @@ _of_function = _members(types.FunctionType, "__closure__", "__defaults__", "__kw
 
 def _generator(generator: object, _reader: Reader) -> Iterator[Branch]:
     frame: types.FrameType | None = read_attribute(generator, "frame")
-    if frame is not None:
-        yield _locals("locals", frame)
-        named = [value for _, value in variables_of(frame)]
-        skipped = set(map(id, (*named, frame, frame.f_globals, frame.f_builtins)))
-        stacked = [
-            each for each in gc.get_referents(generator) if type(each) is not types.FunctionType
-        ]
-        yield Branch(
-            "in",
-            CONTAINED,
-            [(Inside("locals"), each) for each in stacked if id(each) not in skipped],
-        )
+    if frame is None:
+        return
+    yield _locals("locals", frame)
+    named = [value for _, value in variables_of(frame)]
+    skipped = set(map(id, (*named, frame, frame.f_globals, frame.f_builtins)))
+    for referent in gc.get_referents(generator):  # what is on its stack
+        if type(referent) is not types.FunctionType and id(referent) not in skipped:
+            yield Branch("in", CONTAINED, [(Inside("locals"), referent)])
 
 
 def _locals(place: str, frame: types.FrameType) -> Branch:
     """Return the variables of a frame: what is typed to reach them would not be understood."""
-    return Branch(
-        "in", CONTAINED, [(Inside(place, name), value) for name, value in variables_of(frame)]
-    )
+    variables = [(Inside(place, name), value) for name, value in variables_of(frame)]
+    return Branch("in", CONTAINED, variables)
 
 
 _traceback_of = BaseException.__dict__["__traceback__"].__get__
@@ -144,9 +138,8 @@ def _traceback(value: types.TracebackType | None, _reader: Reader) -> Iterator[B
 
 
 def _cell(value: types.CellType, _reader: Reader) -> Iterator[Branch]:
-    yield Branch(
-        ".", CONTAINED, [("cell_contents", each) for each in gc.get_referents(value)]
-    )  # none if it is empty
+    contents = gc.get_referents(value)  # none if it is empty
+    yield Branch(".", CONTAINED, [("cell_contents", content) for content in contents])
 
 
 EXACTLY: dict[type, Read] = {
@@ -173,44 +166,54 @@ def shows_more(kind: type) -> bool:
 
     Cython's classes, such as those of pandas, can be changed like those of a class statement.
     """
-    in_c = (
-        base for base in mro_of(kind) if not is_heap_type(base) or "__pyx_vtable__" in dict_of(base)
-    )
-    return any(flags_of(base) & _HAS_GC and base is not object for base in in_c)
+    for base in mro_of(kind):
+        is_in_c = not is_heap_type(base) or "__pyx_vtable__" in dict_of(base)
+        if is_in_c and base is not object and flags_of(base) & _HAS_GC:
+            return True
+    return False
 
 
 def read_opaque(value: object, reader: Reader) -> Iterator[Branch]:
     """Read what the gc shows of an object, but for what its attributes hold, its class and modules."""
     own = attributes(value, reader.fields)
     yield Branch(".", CONTAINED, own)
-    known, names = {id(each) for _, each in own}, {name for name, _ in own}
-    held = [
-        each
-        for each in gc.get_referents(value)
-        if id(each) not in known
-        and not issubclass(type(each), type | types.ModuleType)
-        and not (type(each) is dict and names and each.keys() <= names)  # the attributes themselves
-    ]
-    yield Branch("in", CONTAINED, [(Inside("..."), each) for each in held])
+    known = {id(attribute) for _, attribute in own}
+    names = {name for name, _ in own}
+    held: list[tuple[Inside, object]] = []
+    for referent in gc.get_referents(value):
+        if id(referent) in known or issubclass(type(referent), type | types.ModuleType):
+            continue
+        is_attributes = type(referent) is dict and names and referent.keys() <= names
+        if not is_attributes:
+            held.append((Inside("..."), referent))
+    yield Branch("in", CONTAINED, held)
 
 
 def read_array(value: Any, reader: Reader) -> Iterator[Branch]:
     """Read an array of objects, by their indices."""
-    for place, each in _objects_in(value):
-        code = f"[{', '.join(map(str, place)) or '()'}]" if reader.is_indexed else None
-        yield Branch("in", CONTAINED, [(Inside("array", code=code), each)])
+    for place, element in _objects_in(value):
+        code = None
+        if reader.is_indexed:
+            indices = ", ".join(map(str, place)) or "()"
+            code = f"[{indices}]"
+        yield Branch("in", CONTAINED, [(Inside("array", code=code), element)])
     yield Branch(".", CONTAINED, attributes(value, reader.fields))
 
 
 def _objects_in(array: Any) -> Iterator[tuple[tuple[int, ...], object]]:
-    """Yield what an array of objects has, by its place, but for numbers and texts."""
+    """Yield the elements of an array of objects, each with its indices, but for numbers and texts."""
     import numpy as np
 
-    if issubclass(type(array), np.ndarray) and np.ndarray.dtype.__get__(array).kind == "O":
-        places = itertools.product(*map(range, np.ndarray.shape.__get__(array)))
-        for place, each in zip(places, np.ndarray.flatten(array).tolist(), strict=True):
-            if type(each) not in (str, int, float, bool, type(None)):
-                yield place, each
+    if not issubclass(type(array), np.ndarray):
+        return
+    if np.ndarray.dtype.__get__(array).kind != "O":
+        return
+    shape = np.ndarray.shape.__get__(array)
+    elements = np.ndarray.flatten(array).tolist()
+    places = itertools.product(*map(range, shape))
+    for place, element in zip(places, elements, strict=True):
+        if type(element) not in (str, int, float, bool, type(None)):
+            yield place, element
 
 
 def read_frame(value: Any, reader: Reader) -> Iterator[Branch]:
@@ -220,11 +223,13 @@ def read_frame(value: Any, reader: Reader) -> Iterator[Branch]:
     axes: Any = getattr(manager, "axes", ())
     columns = _typed_columns(value, list(axes[0])) if len(axes) > 1 else []
     for block in getattr(manager, "blocks", ()):
-        for place, each in _objects_in(block.values):
-            column = columns[block.mgr_locs.as_array[place[0]]] if columns else ""
-            yield Branch(
-                "in", CONTAINED, [(Inside("cell", code=f"{column}.iloc[{place[-1]}]"), each)]
-            )
+        for place, element in _objects_in(block.values):
+            column = ""
+            if columns:
+                column = columns[block.mgr_locs.as_array[place[0]]]
+            row = place[-1]
+            cell = Inside("cell", code=f"{column}.iloc[{row}]")
+            yield Branch("in", CONTAINED, [(cell, element)])
     yield Branch(".", CONTAINED, own)
 
 
@@ -232,13 +237,11 @@ def _typed_columns(table: Any, labels: list[Any]) -> list[str]:
     """Return how each column of a DataFrame is typed: by its label, or by its position where that is not certain."""
     import pandas as pd
 
-    times, is_plain = (
-        Counter(labels),
-        type(table) is pd.DataFrame,
-    )  # else `__getitem__` may be another
-    are_tuples = any(type(each) is tuple for each in labels)  # of which a part is a key, too
-    typed = [
-        key_code(each) if is_plain and not are_tuples and times[each] == 1 else None
-        for each in labels
-    ]
-    return [f"[{code}]" if code else f".iloc[:, {place}]" for place, code in enumerate(typed)]
+    # A subclass may have another `__getitem__`; of labels that are tuples a part is a key, too.
+    are_keys = type(table) is pd.DataFrame and not any(type(label) is tuple for label in labels)
+    times = Counter(labels)
+    typed: list[str] = []
+    for position, label in enumerate(labels):
+        code = key_code(label) if are_keys and times[label] == 1 else None
+        typed.append(f".iloc[:, {position}]" if code is None else f"[{code}]")
+    return typed

@@ -2,7 +2,7 @@
 
 One exploration answers all that is asked of the heap:
 
-- **names** of tensors: `explore` returns the paths to each, which `paths.Names` writes as code;
+- **names** of tensors: `explore` returns the paths to each, which `branches.Names` writes as code;
 - **holders** of one tensor, for `%devices --why`: `paths_to` yields the shortest path from each root;
 - **ownership**, for `oom` and rollback: `roots_of` gives the roots that reach each tensor, so that a storage which two
   variables share is known to be freed only with both. One graph of all variables answers it; no
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from gpumagic.heap import readers
 from gpumagic.heap.branches import VARIABLE, Branch, Path, Reader
+from gpumagic.heap.held import Holder
 from gpumagic.heap.readers import reader_of
 
 MAX_DEPTH = 32
@@ -56,7 +57,7 @@ class HeapGraph:
     """
 
     def __init__(self, excluded: Iterable[object] = (), steps: int = MAX_STEPS) -> None:
-        self.objects: dict[int, Any] = {id(each): each for each in excluded}
+        self.objects: dict[int, Any] = {id(value): value for value in excluded}
         """All but tensors that was met or is excluded, by `id`; kept, or another object could get one's `id`."""
         self.tensors: dict[int, Any] = {}
         """The tensors met."""
@@ -70,10 +71,13 @@ class HeapGraph:
         """Each reference to an object, but for tensors and nodes: those are in `_found`."""
         self._found: list[dict[int, list[Path]]] = []
         """By exploration, the references to each tensor and node."""
-        self._labels: dict[str, None] = {}
-        """Of the roots, in their order."""
+        self._roots: dict[str | Holder, None] = {}
+        """The names and holders of the roots, in their order."""
         self._readers: dict[type, Reader | None] = {}
-        self._limit = self._steps = steps
+        self.limit = steps
+        """How many references one exploration follows before it gives up."""
+        self._steps = steps
+        """How many more references this exploration follows."""
         self._order = count()
         self._queue: deque[tuple[object, Path]] = deque()
         self._large: list[tuple[int, int, object, Path]] = []
@@ -84,35 +88,36 @@ class HeapGraph:
 
     def release(self) -> None:
         """Release every object, however an exploration ended."""
-        for each in (
-            self.objects,
-            self.tensors,
-            self.owners,
-            self.nodes,
-            self._references,
-            self._found,
-            self._queue,
-            self._large,
-            self._unreached,
-            self._plain,
-        ):
-            each.clear()
+        self.objects.clear()
+        self.tensors.clear()
+        self.owners.clear()
+        self.nodes.clear()
+        self._references.clear()
+        self._found.clear()
+        self._forget_waiting()
+
+    def _forget_waiting(self) -> None:
+        self._queue.clear()
+        self._large.clear()
+        self._unreached.clear()
+        self._plain.clear()
 
     def explore(
-        self, roots: Iterable[tuple[str, object]], wanted: Iterable[int] | None = None
+        self, roots: Iterable[tuple[str | Holder, object]], wanted: Iterable[int] | None = None
     ) -> dict[int, list[Path]]:
         """Follow every reference from the roots down; return the paths to each tensor and node, by its `id`.
 
         Of an object that is reached twice, what is below has the path of the first time: the shortest, as a rule.
 
         Args:
-            roots: where it begins.
+            roots: where it begins: variables under their names, anything else under its holder.
             wanted: the tensors to find; huge containers are not read once each of them has a path.
         """
-        self._steps, found = self._limit, dict[int, list[Path]]()
+        self._steps = self.limit
+        found: dict[int, list[Path]] = {}
         self._found.append(found)
         roots = list(roots)
-        self._labels.update(dict.fromkeys(label for label, _ in roots))
+        self._roots.update(dict.fromkeys(root for root, _ in roots))
         self._meet(Branch("name", VARIABLE, roots), None)
         missing = None if wanted is None else set(wanted)
         while self._steps > 0 and (self._queue or self._large or self._plain or self._unreached):
@@ -132,8 +137,7 @@ class HeapGraph:
                     self.objects[id(value)] = value
                     self._queue.append((value, path))
         self.gave_up |= self._steps <= 0
-        for each in (self._queue, self._large, self._unreached, self._plain):
-            each.clear()
+        self._forget_waiting()
         return found
 
     def _read(self, value: object, path: Path) -> None:
@@ -155,9 +159,12 @@ class HeapGraph:
 
     def _read_tensors(self) -> None:
         """Read what was set on plain tensors: one question to the gc tells whether there is anything."""
-        waiting, self._plain = self._plain, []
-        shown = set(map(type, gc.get_referents(*[tensor for tensor, _ in waiting])))
-        for tensor, path in waiting if any(issubclass(kind, dict) for kind in shown) else ():
+        waiting = self._plain
+        self._plain = []
+        referents = gc.get_referents(*[tensor for tensor, _ in waiting])
+        if not any(issubclass(kind, dict) for kind in set(map(type, referents))):
+            return
+        for tensor, path in waiting:
             for branch in readers.tensor_attributes(tensor):
                 self._meet(branch, path)
 
@@ -168,13 +175,13 @@ class HeapGraph:
             assert parent is not None
             parent = Path(parent, "state", parameter, rank, parent.depth + 1)
         depth = 0 if parent is None else parent.depth + 1
-        known, objects, tensors, references = (
-            self._readers,
-            self.objects,
-            self.tensors,
-            self._references,
-        )
-        found, read_node = self._found[-1], readers.read_node
+        # Local names, as this loop is most of what an exploration costs.
+        known = self._readers
+        objects = self.objects
+        tensors = self.tensors
+        references = self._references
+        found = self._found[-1]
+        read_node = readers.read_node
         children = list(islice(children, self._steps))
         self._steps -= len(children)
         for key, child in children:
@@ -206,13 +213,16 @@ class HeapGraph:
 
     def references_to(self, target: int) -> list[Path]:
         """Return every reference to an object, each as the path that leads through it."""
-        found = [path for each in self._found for path in each.get(target, ())]
+        found: list[Path] = []
+        for exploration in self._found:
+            found += exploration.get(target, ())
         return found or self._references.get(target, [])
 
     def paths_to(self, targets: Iterable[int]) -> Iterator[list[Step]]:
         """Yield the shortest path to any object with these `id`s from each root that leads there, shortest first."""
         following: dict[int, Path | None] = dict.fromkeys(targets)
-        waiting, roots = deque(following), set()
+        waiting = deque(following)
+        roots: set[str | Holder] = set()
         while waiting:
             child = waiting.popleft()
             for reference in self.references_to(child):
@@ -226,13 +236,13 @@ class HeapGraph:
                     waiting.append(owner)
 
     def _steps_along(self, reference: Path | None, following: dict[int, Path | None]) -> list[Step]:
+        """Return the objects that references lead through, one reference after the other."""
         steps: list[Step] = []
         path: Path | None = None
         while reference is not None:
             state = reference.parent
-            if (
-                state is not None and state.style == "state"
-            ):  # the optimizer's state of one parameter is a dict
+            if state is not None and state.style == "state":
+                # The optimizer's state of one parameter is a dict of its own.
                 path = state._replace(parent=path, depth=len(steps))
                 steps.append(Step(path, {}, reference))
             path = reference._replace(parent=path, depth=len(steps))
@@ -241,15 +251,12 @@ class HeapGraph:
             reference = following[reference.target]
         return steps
 
-    def roots_of(self) -> dict[int, tuple[str, ...]]:
-        """Return the roots that lead to each tensor, in their order, by its `id`."""
-        children, order = (
-            self._children(lambda _: False),
-            {label: place for place, label in enumerate(self._labels)},
-        )
-        reached: dict[
-            int, int
-        ] = {}  # the roots that reach an object, as bits: a set for each would be large
+    def roots_of(self) -> dict[int, tuple[Any, ...]]:
+        """Return the roots that lead to each tensor, by its `id`: their names or holders, in their order."""
+        children = self._children()
+        order = {root: position for position, root in enumerate(self._roots)}
+        # The roots that reach an object, as bits: a set for each would be large.
+        reached: dict[int, int] = {}
         for child in children.get(None, ()):
             for reference in self.references_to(child):
                 if reference.parent is None:
@@ -257,16 +264,16 @@ class HeapGraph:
         waiting = deque(reached)
         while waiting:
             parent = waiting.popleft()
-            roots = reached[parent]
+            bits = reached[parent]
             for child in children.get(parent, ()):
                 known = reached.get(child, 0)
-                if roots | known != known:
-                    reached[child] = roots | known
+                if bits | known != known:
+                    reached[child] = bits | known
                     waiting.append(child)
-        names: dict[int, tuple[str, ...]] = {}
-        for roots in {reached.get(key, 0) for key in self.tensors}:
-            names[roots] = tuple(label for label, place in order.items() if roots >> place & 1)
-        return {key: names[reached.get(key, 0)] for key in self.tensors}
+        roots_of_bits: dict[int, tuple[Any, ...]] = {}
+        for bits in {reached.get(key, 0) for key in self.tensors}:
+            roots_of_bits[bits] = tuple(root for root in order if bits >> order[root] & 1)
+        return {key: roots_of_bits[reached.get(key, 0)] for key in self.tensors}
 
     def freed_without(self, is_cut: Callable[[Path], bool]) -> tuple[set[int], bool]:
         """Return the `id`s of what the roots do not reach once some references are gone, and whether a cycle keeps it.
@@ -274,15 +281,11 @@ class HeapGraph:
         Without a cycle it is freed at once, else by the next collection.
         """
         children = self._children(is_cut)
-        reached, waiting = set(children.get(None, ())), list(children.get(None, ()))
-        while waiting:
-            for child in children.get(waiting.pop(), ()):
-                if child not in reached:
-                    reached.add(child)
-                    waiting.append(child)
-        left = {target for each in (self._references, *self._found) for target in each} - reached
-        parents = Counter(child for parent in left for child in children.get(parent, ()))
-        free = [each for each in left if not parents[each] and not self._is_class(each)]
+        left = self._met() - _reached(children)
+        parents: Counter[int] = Counter()
+        for parent in left:
+            parents.update(children.get(parent, ()))
+        free = [target for target in left if not parents[target] and not self._is_class(target)]
         freed = 0  # a class refers to itself, and is freed by a collection
         while free:
             freed += 1
@@ -292,15 +295,33 @@ class HeapGraph:
                     free.append(child)
         return left, freed < len(left)
 
-    def _children(self, is_cut: Callable[[Path], bool]) -> dict[int | None, list[int]]:
+    def _met(self) -> set[int]:
+        """Return the `id`s of all that a reference leads to."""
+        return set(self._references).union(*self._found)
+
+    def _children(
+        self, is_cut: Callable[[Path], bool] | None = None
+    ) -> dict[int | None, list[int]]:
         """Return what each object refers to, by its `id`, and the roots under None; without the references cut."""
         children: dict[int | None, list[int]] = {}
         for references in (self._references, *self._found):
             for child, paths in references.items():
                 for path in paths:
-                    if not is_cut(path):
+                    if is_cut is None or not is_cut(path):
                         children.setdefault(path.owner(), []).append(child)
         return children
 
     def _is_class(self, target: int) -> bool:
         return issubclass(type(self.objects.get(target)), type)
+
+
+def _reached(children: dict[int | None, list[int]]) -> set[int]:
+    """Return the `id`s of what the roots reach, by what each object refers to."""
+    reached = set(children.get(None, ()))
+    waiting = list(reached)
+    while waiting:
+        for child in children.get(waiting.pop(), ()):
+            if child not in reached:
+                reached.add(child)
+                waiting.append(child)
+    return reached

@@ -14,39 +14,24 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from types import FrameType, ModuleType, SimpleNamespace, TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpumagic.heap import calls, readers
-from gpumagic.heap.branches import Names, is_typeable, key_code
+from gpumagic.heap.branches import Names, Path, is_typeable, key_code
 from gpumagic.heap.graph import HeapGraph
+from gpumagic.heap.held import LAST_RESULT, LAST_TRACEBACK, Held, Holder, Root
 from gpumagic.source import frames
 
-TRACEBACK = "last traceback"
 LAST_OUTPUTS = ("_", "__", "___")
-SCRIPTS = "get_ipython()._main_mod_cache["
-"""How the holder of a variable of a script begins that `%run` ran: IPython keeps all of them."""
 
 _variables_of: Any = vars(ModuleType)["__dict__"].__get__
-
-
-class Held(NamedTuple):
-    """What keeps a tensor that no variable reaches."""
-
-    label: str
-    """``"Out[3]"``, ``"last traceback"``, ``"running train()"``..."""
-    place: str
-    """The path to it from there: ``"Out[3]['k'][0]"``, ``"last traceback.<step()>.hidden"``."""
-    releasable: bool
-    """Whether it is freed once IPython and Python forget outputs and the last error."""
-    variable: str | None = None
-    """The variable that reaches it where no expression does."""
 
 
 def unnamed_holders(
     graph: HeapGraph,
     namespace: Mapping[str, object],
     shell: object | None,
-    others: Iterable[tuple[str, object]] = (),
+    others: Iterable[Root] = (),
 ) -> dict[int, Held]:
     """Return what keeps each tensor that no variable reaches, by the tensor's `id`, as far as it is found.
 
@@ -54,93 +39,111 @@ def unnamed_holders(
         graph: one that has explored the variables already: what they reach is not read again.
         namespace: the notebook's variables.
         shell: the shell they belong to.
-        others: further roots with their labels, such as generators.
+        others: further roots with their holders, such as generators.
     """
-    found: dict[int, Held] = {}
-    # The callbacks of the session's events, and the variables of scripts that `%run` ran, outlive the notebook's.
-    callbacks = (
-        "get_ipython().events.callbacks",
-        getattr(getattr(shell, "events", None), "callbacks", None),
-    )
-    scripts = [
-        (
-            f"{SCRIPTS}{key_code(file)}]",
-            SimpleNamespace(**dict(readers.module_variables(_variables_of(module)))),
-        )
-        for file, module in list(_dict_of(shell, "_main_mod_cache").items())
-        if type(module) is ModuleType
-    ]
-    context = [
-        (f"context variable {each.name}", value)
-        for each, value in contextvars.copy_context().items()
-    ]
     # What the session cannot release comes first: a tensor of an output that a thread uses too is not releasable.
-    lasting = [
-        *calls.running_roots(),
-        *others,
-        callbacks,
-        *scripts,
-        *module_roots(namespace),
-        *context,
-    ]
-    for roots, releasable in ((lasting, False), (list(hidden_roots(namespace, shell)), True)):
-        order = {label: position for position, (label, _) in reversed(list(enumerate(roots)))}
-        paths_to = graph.explore(roots)
-        names = Names(paths_to)
-        for tensor, paths in paths_to.items():
-            first = min(paths, key=lambda path: (order[path.root()], path.depth))
-            if tensor not in found:
-                found[tensor] = Held(first.root(), names.description(first), releasable)
-            elif releasable and found[tensor].label.startswith(
-                SCRIPTS
-            ):  # to free it, both have to let go
-                found[tensor] = found[tensor]._replace(
-                    label=f"{found[tensor].label} and {first.root()}"
-                )
+    found = _explore(graph, _lasting_roots(namespace, shell, others), releasable=False)
+    releasable = _explore(graph, hidden_roots(namespace, shell), releasable=True)
+    for tensor, held in releasable.items():
+        lasting = found.setdefault(tensor, held)
+        if (
+            lasting is not held and lasting.by[0].kind == "script"
+        ):  # to free it, both have to let go
+            found[tensor] = lasting._replace(by=lasting.by + held.by)
     return found
+
+
+def _lasting_roots(
+    namespace: Mapping[str, object],
+    shell: object | None,
+    others: Iterable[Root],
+) -> list[Root]:
+    """Return the roots that IPython and Python cannot be made to forget, with their holders."""
+    roots: list[Root] = [*calls.running_roots(), *others]
+    # The callbacks of the session's events, and the variables of scripts that `%run` ran, outlive the notebook's.
+    callbacks = getattr(getattr(shell, "events", None), "callbacks", None)
+    roots.append((Holder("event callbacks"), callbacks))
+    for file, module in list(_dict_of(shell, "_main_mod_cache").items()):
+        if type(module) is ModuleType:
+            roots.append((Holder("script", str(key_code(file))), _module_namespace(module)))
+    roots += module_roots(namespace)
+    for variable, value in contextvars.copy_context().items():
+        roots.append((Holder("context variable", variable.name), value))
+    return roots
+
+
+def _module_namespace(module: ModuleType) -> SimpleNamespace:
+    """Return the variables of a module as the attributes of an object."""
+    return SimpleNamespace(**dict(readers.module_variables(_variables_of(module))))
+
+
+def _explore(graph: HeapGraph, roots: list[Root], *, releasable: bool) -> dict[int, Held]:
+    """Return what keeps each tensor that some roots lead to, by its `id`: of several roots the first."""
+    order: dict[Holder, int] = {}
+    for position, (holder, _) in enumerate(roots):
+        order.setdefault(holder, position)
+    paths_to = graph.explore(roots)
+    names = Names(paths_to)
+    found: dict[int, Held] = {}
+    for tensor, paths in paths_to.items():
+        nearest = min(paths, key=lambda path: (order[path.start().key], path.depth))
+        root: Holder = nearest.start().key
+        place = names.description(nearest)
+        unbinds = _unbind(nearest, names) if root.kind == "script" else None
+        found[tensor] = Held((root,), place, releasable, unbinds=unbinds)
+    return found
+
+
+def _unbind(path: Path, names: Names) -> str | None:
+    """Return the statement that deletes the variable with which a path begins below its root."""
+    variable = names.code(path.steps()[1])
+    return None if variable is None else f"del {variable}"
 
 
 def variables(namespace: Mapping[str, object], shell: object | None) -> list[tuple[str, object]]:
     """Return the user's variables: all but those that IPython put there itself and nobody has rebound."""
     hidden = _dict_of(shell, "user_ns_hidden")
     missing = object()
-    return [
+    found: list[tuple[str, object]] = []
+    for name, value in list(namespace.items()):
+        if type(name) is not str or hidden.get(name, missing) is value:
+            continue
         # A variable may have been bound by other means than typing its name.
-        (name if is_typeable(name) else f"globals()[{key_code(name)}]", value)
-        for name, value in list(namespace.items())
-        if type(name) is str and hidden.get(name, missing) is not value
-    ]
+        code = name if is_typeable(name) else f"globals()[{key_code(name)}]"
+        found.append((code, value))
+    return found
 
 
-def hidden_roots(namespace: Mapping[str, object], shell: object | None) -> list[tuple[str, object]]:
-    """Return, each once, with its label, what IPython keeps because it showed it, and the last error.
+def hidden_roots(namespace: Mapping[str, object], shell: object | None) -> list[Root]:
+    """Return what IPython keeps because it showed it, and the last error: each value once, with its holder.
 
     What the user has bound to ``_`` and the like is left out.
     """
-    roots: list[tuple[str, object]] = []
-    if shell is not None:
-        outputs = namespace.get("_oh")
-        roots += [
-            (f"Out[{key}]", each)
-            for key, each in (dict.items(outputs) if isinstance(outputs, dict) else ())
-        ]
-        roots += [
-            each
-            for each in list(_dict_of(shell, "user_ns_hidden").items())
-            if is_output_name(each[0])
-        ]
-        roots += [
-            (name, getattr(getattr(shell, "displayhook", None), name, None))
-            for name in LAST_OUTPUTS
-        ]
-        roots += [
-            ("last result", getattr(getattr(shell, "last_execution_result", None), "result", None))
-        ]
-    roots += [(TRACEBACK, each) for each in remembered_errors(shell)]
-    found: dict[int, tuple[str, object]] = {}
-    for label, value in roots:
-        found.setdefault(id(value), (label, value))
-    return list(found.values())
+    roots = _shown_roots(namespace, shell) if shell is not None else []
+    roots += [(LAST_TRACEBACK, error) for error in remembered_errors(shell)]
+    once: dict[int, Root] = {}
+    for holder, value in roots:
+        once.setdefault(id(value), (holder, value))
+    return list(once.values())
+
+
+def _shown_roots(namespace: Mapping[str, object], shell: object) -> list[Root]:
+    """Return what IPython keeps because it showed it, some of it more than once."""
+    roots: list[Root] = []
+    outputs = namespace.get("_oh")
+    if isinstance(outputs, dict):
+        for number, value in dict.items(outputs):
+            roots.append((Holder("output", f"Out[{number}]"), value))
+    for name, value in list(_dict_of(shell, "user_ns_hidden").items()):
+        if is_output_name(name):
+            roots.append((Holder("output name", name), value))
+    displayhook = getattr(shell, "displayhook", None)
+    for name in LAST_OUTPUTS:
+        value = getattr(displayhook, name, None)
+        roots.append((Holder("output name", name), value))
+    result = getattr(getattr(shell, "last_execution_result", None), "result", None)
+    roots.append((LAST_RESULT, result))
+    return roots
 
 
 def is_output_name(name: object) -> bool:
@@ -154,26 +157,31 @@ def remembered_errors(shell: object | None) -> list[BaseException | TracebackTyp
     These may be of an earlier error: after a usage error, IPython's formatter still has the traceback before it.
     """
     result = getattr(shell, "last_execution_result", None)
+    formatter = getattr(shell, "InteractiveTB", None)
     errors = [getattr(sys, name, None) for name in ("last_exc", "last_value")]
     errors += [getattr(result, name, None) for name in ("error_in_exec", "error_before_exec")]
-    kept = (
-        getattr(sys, "last_traceback", None),
-        getattr(getattr(shell, "InteractiveTB", None), "tb", None),
-    )
-    steps = (step for each in kept for step in frames.traceback_steps(each))
-    found: list[BaseException | TracebackType] = [
-        each for each in errors if isinstance(each, BaseException)
-    ]
-    return list({id(each): each for each in (*found, *steps)}.values())
+    once: dict[int, BaseException | TracebackType] = {}
+    for error in errors:
+        if isinstance(error, BaseException):
+            once[id(error)] = error
+    for traceback in (getattr(sys, "last_traceback", None), getattr(formatter, "tb", None)):
+        for step in frames.traceback_steps(traceback):
+            once[id(step)] = step
+    return list(once.values())
 
 
-def parts_of_errors(found: Iterable[BaseException | TracebackType]) -> list[object]:
+def parts_of_errors(errors: Iterable[BaseException | TracebackType]) -> list[object]:
     """Return errors with all they were raised from, and every traceback and frame of theirs."""
-    errors = [each for each in found if isinstance(each, BaseException)]
-    family = [each for error in errors for each in frames.related_exceptions(error)]
-    steps = [step for each in family for step in frames.traceback_steps(each.__traceback__)]
-    steps += [each for each in found if isinstance(each, TracebackType)]
-    return [*family, *(part for step in steps for part in (step, step.tb_frame))]
+    family: list[BaseException] = []
+    steps: list[TracebackType] = []
+    for error in errors:
+        if isinstance(error, BaseException):
+            family += frames.related_exceptions(error)
+        else:
+            steps.append(error)
+    for relative in family:
+        steps += frames.traceback_steps(relative.__traceback__)
+    return [*family, *steps, *(step.tb_frame for step in steps)]
 
 
 def objects_of_the_session(
@@ -181,52 +189,46 @@ def objects_of_the_session(
 ) -> Iterator[object]:
     """Yield what refers to outputs and to the variables of failed calls, and is forgotten with them."""
     yield from excluded_objects(namespace, shell)
-    for owner in (
-        getattr(shell, "displayhook", None),
-        getattr(shell, "last_execution_result", None),
-    ):
+    for name in ("displayhook", "last_execution_result"):
+        owner = getattr(shell, name, None)
         yield owner
         yield getattr(owner, "__dict__", None)
-    for frame in parts_of_errors(remembered_errors(shell)):
-        if isinstance(frame, FrameType):
-            yield frame
-            shared = {id(frame.f_globals), id(frame.f_builtins)}
+    for part in parts_of_errors(remembered_errors(shell)):
+        if isinstance(part, FrameType):
+            yield part
+            shared = {id(part.f_globals), id(part.f_builtins)}
             # A frame that was printed keeps a snapshot of its variables.
-            yield from (
-                each
-                for each in gc.get_referents(frame)
-                if type(each) is dict and id(each) not in shared
-            )
+            for referent in gc.get_referents(part):
+                if type(referent) is dict and id(referent) not in shared:
+                    yield referent
 
 
-def module_roots(
-    namespace: Mapping[str, object], installed: bool = False
-) -> Iterator[tuple[str, object]]:
+def module_roots(namespace: Mapping[str, object], installed: bool = False) -> Iterator[Root]:
     """Yield the variables of the modules that the user wrote, or of those that were installed, but for ours."""
     for name, module in list(sys.modules.items()):
-        own: Any = _variables_of(module) if type(module) is ModuleType else {}
+        if type(module) is not ModuleType:
+            continue
+        own = _variables_of(module)
         file = own.get("__file__")
         if own is namespace or type(file) is not str or name.partition(".")[0] == "gpumagic":
             continue
         if frames.is_library(name, file) == installed:
-            yield f"module {name}", SimpleNamespace(**dict(readers.module_variables(own)))
+            yield Holder("module", name), _module_namespace(module)
 
 
 def excluded_objects(namespace: Mapping[str, object], shell: object | None) -> list[object]:
     """Return what no search may pass through: everything is reached from there, which keeps nothing alive."""
-    excluded = [
-        namespace,
-        namespace.get("_oh"),
-        _dict_of(shell, "user_ns_hidden"),
-        sys.modules,
-        sys.__dict__,
-    ]
-    return excluded if shell is None else [*excluded, shell, getattr(shell, "user_module", None)]
+    excluded = [namespace, namespace.get("_oh"), sys.modules, sys.__dict__]
+    excluded.append(_dict_of(shell, "user_ns_hidden"))
+    if shell is not None:
+        excluded += [shell, getattr(shell, "user_module", None)]
+    return excluded
 
 
 def _dict_of(shell: object | None, name: str) -> Mapping[Any, object]:
-    found = getattr(shell, name, None)
-    return found if isinstance(found, dict) else {}
+    """Return a dict that the shell has; an empty one where it has none."""
+    attribute = getattr(shell, name, None)
+    return attribute if isinstance(attribute, dict) else {}
 
 
 # ---- What variables were bound to
@@ -234,9 +236,8 @@ def _dict_of(shell: object | None, name: str) -> Mapping[Any, object]:
 _SMALL = (bool, int, float, complex, str, bytes, type(None))
 _MEMBERS = 8
 """Members of a container that stand for it: one that is still in it, at its address, is enough."""
-_weakref_offset_of = type.__dict__[
-    "__weakrefoffset__"
-].__get__  # a metaclass of the user's is not asked
+_weakref_offset_of = type.__dict__["__weakrefoffset__"].__get__
+"""Tells whether instances of a class can be referred to weakly; a metaclass of the user's is not asked."""
 
 
 class Identities:
@@ -258,23 +259,25 @@ class Identities:
 
 def _identity(value: Any, depth: int = 1) -> Callable[[Any], bool]:
     """Return what tells an object later; only numbers, texts and None are kept alive."""
-    is_container = type(value) in (list, tuple, dict, set)
-    if type(value) in _SMALL:
+    kind = type(value)
+    is_container = kind in (list, tuple, dict, set)
+    if kind in _SMALL:
         return lambda other: other is value
-    if _weakref_offset_of(type(value)) and not is_container:
+    if _weakref_offset_of(kind) and not is_container:
         reference = weakref.ref(value)
         return lambda other: reference() is other
-    address, kind = id(value), type(value)
-    members = (
-        [_identity(each, depth - 1) for each in islice(value, _MEMBERS)]
-        if is_container and depth
-        else []
-    )
+    members: list[Callable[[Any], bool]] = []
+    if is_container and depth:
+        members = [_identity(member, depth - 1) for member in islice(value, _MEMBERS)]
+    address = id(value)
+
+    def was_member(value: object) -> bool:
+        return any(is_the_same(value) for is_the_same in members)
 
     def is_it(other: Any) -> bool:
+        if id(other) != address:
+            return False
         now = list(islice(other, _MEMBERS)) if members and type(other) is kind else []
-        return id(other) == address and (
-            not now or any(member(each) for member in members for each in now)
-        )
+        return not now or any(map(was_member, now))
 
     return is_it

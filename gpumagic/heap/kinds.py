@@ -36,15 +36,16 @@ if TYPE_CHECKING:
 
 def modules_in(module: object) -> Iterator[tuple[str, Any]]:
     """Yield a module and all inside it with their paths, each once, as `named_modules` of torch would."""
-    waiting, seen = [("", module)], set()
+    waiting = [("", module)]
+    seen: set[int] = set()
     while waiting:
-        path, each = waiting.pop()
-        if each is None or id(each) in seen:
+        path, inner = waiting.pop()
+        if inner is None or id(inner) in seen:
             continue
-        seen.add(id(each))
-        yield path, each
-        below = registered(each, "_modules")
-        waiting += [(f"{path}.{name}" if path else name, child) for name, child in reversed(below)]
+        seen.add(id(inner))
+        yield path, inner
+        for name, child in reversed(registered(inner, "_modules")):
+            waiting.append((f"{path}.{name}" if path else name, child))
 
 
 def registered(module: object, kind: str) -> list[tuple[str, Any]]:
@@ -54,14 +55,14 @@ def registered(module: object, kind: str) -> list[tuple[str, Any]]:
     if not issubclass(type(module), torch.nn.Module):
         return []
     # Read as torch's own class has it: no property of a subclass is called, nor are the attributes of a class searched.
-    found: Any = vars(torch.nn.Module)["__dict__"].__get__(module).get(kind)
-    if isinstance(found, dict):
-        entries = list(dict.items(found))
-    elif dict_of(type(found)).get("__module__") == "torch.jit._script":  # a dictionary of C++'s
-        entries = list(found.items())
+    stored: Any = vars(torch.nn.Module)["__dict__"].__get__(module).get(kind)
+    if isinstance(stored, dict):
+        entries = list(dict.items(stored))
+    elif dict_of(type(stored)).get("__module__") == "torch.jit._script":  # a dictionary of C++'s
+        entries = list(stored.items())
     else:
         entries = []
-    return [(name, each) for name, each in entries if each is not None]
+    return [(name, member) for name, member in entries if member is not None]
 
 
 _WRAPPED = ("optimizer", "_optimizer")
@@ -73,20 +74,20 @@ def unwrapped(optimizer: Any) -> Any:
     import torch
 
     stored = attributes_of(optimizer)
-    inner = [
-        stored[name]
-        for name in _WRAPPED
-        if issubclass(type(stored.get(name)), torch.optim.Optimizer)
-    ]
-    return unwrapped(inner[0]) if inner and "param_groups" not in stored else optimizer
+    if "param_groups" in stored:
+        return optimizer
+    for name in _WRAPPED:
+        if issubclass(type(stored.get(name)), torch.optim.Optimizer):
+            return unwrapped(stored[name])
+    return optimizer
 
 
 def parameter_groups(optimizer: object) -> list[dict[str, Any]]:
     """Return an optimizer's groups of parameters."""
     groups = attributes_of(optimizer).get("param_groups")
-    return (
-        [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
-    )
+    if not isinstance(groups, list):
+        return []
+    return [group for group in groups if isinstance(group, dict)]
 
 
 def subclasses(*bases: type) -> set[type]:
@@ -105,20 +106,23 @@ def kinds_of(owners: Iterable[object]) -> dict[int, str]:
     """Return the kind of each tensor that a module or an optimizer among ``owners`` holds, by the tensor's `id`."""
     import torch
 
-    found: dict[int, str] = {}
+    kinds: dict[int, str] = {}
     fields: dict[type, Fields | None] = {}
     for owner in owners:
-        if type(owner) not in fields:
-            fields[type(owner)] = fields_of(type(owner))
-        own = dict(attributes(owner, fields[type(owner)]))
-        if issubclass(type(owner), torch.nn.Module):
-            found.update((id(each), "parameter") for each in _values(own.get("_parameters")))
-            found.update((id(each), "buffer") for each in _values(own.get("_buffers")))
+        owner_type = type(owner)
+        if owner_type not in fields:
+            fields[owner_type] = fields_of(owner_type)
+        own = dict(attributes(owner, fields[owner_type]))
+        if issubclass(owner_type, torch.nn.Module):
+            for parameter in _values(own.get("_parameters")):
+                kinds[id(parameter)] = "parameter"
+            for buffer in _values(own.get("_buffers")):
+                kinds[id(buffer)] = "buffer"
         else:
             for state in _values(own.get("state")):
-                for each in _values(state):
-                    found.setdefault(id(each), "optimizer state")
-    return found
+                for value in _values(state):
+                    kinds.setdefault(id(value), "optimizer state")
+    return kinds
 
 
 def node_types() -> set[type]:
@@ -156,18 +160,18 @@ graph(%leaf : Tensor):
 
 def leaves(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors that can have a gradient of their own; call it `undisturbed`."""
-    return [
-        each for each in tensors if _shows_its_graph(each) and each.requires_grad and each.is_leaf
-    ]
+    return [tensor for tensor in _in_graphs(tensors) if tensor.is_leaf]
 
 
 def non_leaves(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors that an operation made which autograd recorded; call it `undisturbed`."""
-    return [
-        each
-        for each in tensors
-        if _shows_its_graph(each) and each.requires_grad and not each.is_leaf
-    ]
+    return [tensor for tensor in _in_graphs(tensors) if not tensor.is_leaf]
+
+
+def _in_graphs(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors that require a gradient and can be asked for it."""
+    # A comprehension: there may be a hundred thousand tensors.
+    return [tensor for tensor in tensors if _shows_its_graph(tensor) and tensor.requires_grad]
 
 
 def _shows_its_graph(tensor: Any) -> bool:
@@ -184,16 +188,15 @@ def peek_gradients(leaves: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tens
     found: list[tuple[int, torch.Tensor]] = []
     try:
         with torch._C._DisableTorchDispatch():
-            for i, leaf in enumerate(leaves):
+            for position, leaf in enumerate(leaves):
                 if local_of(leaf) is leaf:
                     gradient = torch._C._jit_interpret_graph(_peek_graph(), (leaf,))
                 else:  # the gradient of a DTensor is an object of Python's already, which reading it does not make
                     gradient = leaf.grad
                 if gradient is not None and gradient is not leaf:
-                    found.append((i, gradient))
-    except (
-        Exception
-    ):  # a torch without this interpreter; only the gradients that Python has seen are listed then
+                    found.append((position, gradient))
+    except Exception:
+        # A torch without this interpreter: only the gradients that Python has seen are listed then.
         return None
     return found
 
@@ -236,8 +239,9 @@ class Graphs:
 
         It is None if this torch cannot tell, or if there is too much of it.
         """
-        found: list[Any] = []
-        seen, waiting = set(map(id, nodes)), [*nodes]
+        kept: list[Any] = []
+        seen = set(map(id, nodes))
+        waiting = [*nodes]
         while waiting:
             if self._left <= 0:
                 self.gave_up = True
@@ -245,20 +249,23 @@ class Graphs:
             self._left -= 1
             node = waiting.pop()
             _, saved, following = self._nodes.get(id(node)) or self._read(node)
-            found += saved
-            for each in following:
-                if id(each) not in seen:
-                    seen.add(id(each))
-                    waiting.append(each)
-        return found if self.are_readable else None
+            kept += saved
+            for next_node in following:
+                if id(next_node) not in seen:
+                    seen.add(id(next_node))
+                    waiting.append(next_node)
+        return kept if self.are_readable else None
 
     def release(self) -> None:
         """Release every node."""
         self._nodes.clear()
 
     def _read(self, node: Any) -> tuple[Any, list[Any], list[Any]]:
-        saved = [tensor for handle in self._handles_of(node) for tensor in self._kept_by(handle)]
+        """Return a node, what it saved, and the nodes that it leads to."""
         kind = type(node)
+        saved: list[Any] = []
+        for handle in self._handles_of(node):
+            saved += self._kept_by(handle)
         if kind.__name__ in _HIDING_NODES:
             self.hiding.add(kind.__name__)
         if kind.__name__ == "AccumulateGrad":
@@ -267,11 +274,9 @@ class Graphs:
             self._fields[kind] = fields_of(kind)
         for _, value in attributes(node, self._fields[kind]):  # what a Function keeps in its ctx
             saved += _tensors_in(value)
-        entry = self._nodes[id(node)] = (
-            node,
-            saved,
-            [each for each, _ in node.next_functions if each is not None],
-        )
+        following = [next_node for next_node, _ in node.next_functions if next_node is not None]
+        entry = (node, saved, following)
+        self._nodes[id(node)] = entry
         return entry
 
     def _handles_of(self, node: Any) -> Iterator[Any]:
@@ -282,16 +287,20 @@ class Graphs:
             handle: Any = ()
             with contextlib.suppress(Exception):  # freed by backward
                 handle = getattr(node, name)
-            yield from handle if type(handle) in (tuple, list) else (handle,)
+            if type(handle) in (tuple, list):
+                yield from handle
+            else:
+                yield handle
 
-    def _kept_by(self, handle: Any) -> Iterable[Any]:
+    def _kept_by(self, handle: Any) -> list[Any]:
+        """Return the tensors that a handle of a node has."""
         try:
             return _tensors_in(handle.data)
         except AttributeError:
             self.are_readable = False
         except Exception:  # freed by backward
             pass
-        return ()
+        return []
 
 
 def _tensors_in(value: Any, depth: int = 2) -> list[Any]:
@@ -299,7 +308,9 @@ def _tensors_in(value: Any, depth: int = 2) -> list[Any]:
 
     if issubclass(type(value), torch.Tensor):
         return [value]
-    if depth and type(value) in (tuple, list, dict):
-        items = dict.values(value) if type(value) is dict else value
-        return [tensor for item in items for tensor in _tensors_in(item, depth - 1)]
-    return []
+    if not depth or type(value) not in (tuple, list, dict):
+        return []
+    found: list[Any] = []
+    for item in dict.values(value) if type(value) is dict else value:
+        found += _tensors_in(item, depth - 1)
+    return found

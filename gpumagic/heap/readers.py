@@ -54,32 +54,48 @@ def reader_of(kind: type) -> Reader | None:
         return Reader(lambda _value, _reader: iter(()), is_tensor=True)
     if issubclass(kind, torch.Tensor):
         return Reader(_tensor_subclass, fields_of(kind), is_tensor=True)
-    if kind in calls.EXACTLY or runs_the_session(kind):
-        return Reader(calls.EXACTLY[kind]) if kind in calls.EXACTLY else None
-    has_own_class = not is_lasting_class(kind)
-    for base, read in _bases():
+    if kind in calls.EXACTLY:
+        return Reader(calls.EXACTLY[kind])
+    for base, read in () if runs_the_session(kind) else _bases():
         if issubclass(kind, base):
-            container = base if base in _CONTAINERS else None
-            fields = None if kind is container else fields_of(kind)
-            in_c = (types.WrapperDescriptorType, types.MethodDescriptorType, type(None))
-            reads = [
-                type(class_attribute(kind, name)) for name in ("__getitem__", "__iter__", "values")
-            ]
-            is_indexed = kind is container or all(each in in_c for each in reads)
-            return Reader(
-                read, fields, container, has_own_class=has_own_class, is_indexed=is_indexed
-            )
+            return _reader_of_base(kind, base, read)
+    return _reader_of_instances(kind)
+
+
+def _reader_of_base(kind: type, base: type, read: Read) -> Reader:
+    """Return how to read the instances of a type that is or derives from one with a reader of its own."""
+    container = base if base in _CONTAINERS else None
+    is_exact = kind is container
+    return Reader(
+        read=read,
+        fields=None if is_exact else fields_of(kind),
+        container=container,
+        has_own_class=not is_lasting_class(kind),
+        is_indexed=is_exact or _is_read_by_c(kind),
+    )
+
+
+def _reader_of_instances(kind: type) -> Reader | None:
+    """Return how to read the instances of any other type, or None if they cannot hold a tensor."""
+    if runs_the_session(kind):
+        return None
     if is_node(kind):
         return Reader(read_node, fields_of(kind))
+    has_own_class = not is_lasting_class(kind)
     is_plain = kind is types.SimpleNamespace
     fields = fields_of(kind) if is_plain or is_heap_type(kind) else None
-    is_opaque = not is_plain and calls.shows_more(kind)
-    read = calls.read_opaque if is_opaque else _instance
-    return (
-        Reader(read, fields, has_own_class=has_own_class)
-        if is_opaque or fields or has_own_class
-        else None
-    )
+    if not is_plain and calls.shows_more(kind):
+        return Reader(calls.read_opaque, fields, has_own_class=has_own_class)
+    if fields is None and not has_own_class:
+        return None
+    return Reader(_instance, fields, has_own_class=has_own_class)
+
+
+def _is_read_by_c(kind: type) -> bool:
+    """Return whether a container is indexed and iterated as the built-in one is: no class of Python's overrides it."""
+    in_c = (types.WrapperDescriptorType, types.MethodDescriptorType, type(None))
+    methods = [class_attribute(kind, name) for name in ("__getitem__", "__iter__", "values")]
+    return all(type(method) in in_c for method in methods)
 
 
 def is_lasting_class(kind: type) -> bool:
@@ -87,14 +103,17 @@ def is_lasting_class(kind: type) -> bool:
 
     The class that torch makes for each parametrized module is no variable, and keeps that module.
     """
-    name = dict_of(kind).get("__module__") if is_heap_type(kind) else None
+    if not is_heap_type(kind):
+        return True
+    name = dict_of(kind).get("__module__")
     if type(name) is not str:
         return True
     module = sys.modules.get(name)
     own = _variables_of(module) if issubclass(type(module), types.ModuleType) else {}
+    if own and own.get(name_of_type(kind)) is not kind:
+        return False
     file = own.get("__file__")
-    is_its_variable = not own or own.get(name_of_type(kind)) is kind
-    return is_its_variable and frames.is_library(name, file if type(file) is str else "")
+    return frames.is_library(name, file if type(file) is str else "")
 
 
 def runs_the_session(kind: type) -> bool:
@@ -112,12 +131,12 @@ def _bases() -> Iterator[tuple[type, Read]]:
     yield BaseException, calls.read_exception
     yield type, _class
     yield types.ModuleType, _module_of_variables
-    for module, name, read in (
-        ("numpy", "ndarray", calls.read_array),
-        ("pandas.core.generic", "NDFrame", calls.read_frame),
-    ):
-        if kind := getattr(sys.modules.get(module), name, None):
-            yield kind, read
+    array: type | None = getattr(sys.modules.get("numpy"), "ndarray", None)
+    if array is not None:
+        yield array, calls.read_array
+    table: type | None = getattr(sys.modules.get("pandas.core.generic"), "NDFrame", None)
+    if table is not None:
+        yield table, calls.read_frame
 
 
 def read_node(value: object, reader: Reader) -> Iterator[Branch]:
@@ -127,20 +146,25 @@ def read_node(value: object, reader: Reader) -> Iterator[Branch]:
 
 def tensor_attributes(tensor: Any) -> Iterator[Branch]:
     """Read what was set on a plain tensor, and its hooks; asking for its `__dict__` would allocate one."""
-    hooks = (
-        (name, plain(tensor, name)) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
-    )
-    yield Branch(".", CONTAINED, [(name, each) for name, each in hooks if each])
-    own = [each for each in gc.get_referents(tensor) if type(each) is dict]
-    yield Branch(".", CONTAINED, list(own[0].items()) if own else [])
+    hooks: list[tuple[str, object]] = []
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hook = plain(tensor, name)
+        if hook:
+            hooks.append((name, hook))
+    yield Branch(".", CONTAINED, hooks)
+    for referent in gc.get_referents(tensor):
+        if type(referent) is dict:
+            yield Branch(".", CONTAINED, list(referent.items()))
+            return
 
 
 def _tensor_subclass(value: object, reader: Reader) -> Iterator[Branch]:
-    # Of torch's own only the tensors: a fake tensor also holds its mode, and that the whole tracer.
     import torch
 
     own = attributes(value, reader.fields)
-    if str(dict_of(type(value)).get("__module__")).partition(".")[0] == "torch":
+    package = str(dict_of(type(value)).get("__module__")).partition(".")[0]
+    if package == "torch":
+        # Of torch's own only the tensors: a fake tensor also holds its mode, and that the whole tracer.
         own = [(name, item) for name, item in own if issubclass(type(item), torch.Tensor)]
     yield Branch(".", CONTAINED, own)
 
@@ -153,19 +177,17 @@ def _instance(value: object, reader: Reader) -> Iterator[Branch]:
 
 def own_class(value: object, reader: Reader) -> Iterator[Branch]:
     """Read what the class of an instance keeps, where it may go with it."""
-    if (
-        reader.has_own_class
-        and type(class_attribute(type(value), "__class__")) is types.GetSetDescriptorType
-    ):
-        yield Branch("in", CONTAINED, [(Inside("class", code=".__class__"), type(value))])
+    kind = type(value)
+    attribute = class_attribute(kind, "__class__")
+    if reader.has_own_class and type(attribute) is types.GetSetDescriptorType:
+        inside = Inside("class", code=".__class__")
+        yield Branch("in", CONTAINED, [(inside, kind)])
 
 
 def _sequence(value: Any, reader: Reader) -> Iterator[Branch]:
     items = list(reader.container.__iter__(value))
-    names = dict_of(type(value)).get("_fields")
-    if type(names) is tuple and all(
-        type(class_attribute(type(value), name)) is FIELD for name in names
-    ):
+    names = _names_of_fields(type(value))
+    if names is not None:
         yield Branch(".", CONTAINED, zip(names, items, strict=False))
     else:
         for start, piece in _promising(items):
@@ -173,13 +195,21 @@ def _sequence(value: Any, reader: Reader) -> Iterator[Branch]:
     yield Branch(".", CONTAINED, attributes(value, reader.fields))
 
 
+def _names_of_fields(kind: type) -> tuple[Any, ...] | None:
+    """Return the names of a named tuple's fields; None for any other class."""
+    names = dict_of(kind).get("_fields")
+    if type(names) is not tuple:
+        return None
+    are_fields = all(type(class_attribute(kind, name)) is FIELD for name in names)
+    return names if are_fields else None
+
+
 def _indexed(reader: Reader, branch: Branch) -> Branch:
     """Return a branch as it is, or as what no expression reaches where the type overrides how it is indexed."""
     if reader.is_indexed:
         return branch
-    return Branch(
-        "in", branch.rank, [(Inside(key_code(key) or "..."), item) for key, item in branch.children]
-    )
+    children = [(Inside(key_code(key) or "..."), item) for key, item in branch.children]
+    return Branch("in", branch.rank, children)
 
 
 def _set(value: Any, reader: Reader) -> Iterator[Branch]:
@@ -189,21 +219,24 @@ def _set(value: Any, reader: Reader) -> Iterator[Branch]:
 
 
 def _dict(value: dict[Any, object], reader: Reader) -> Iterator[Branch]:
+    # Comprehensions and `map`, since a dict may have a million items.
     items = list(dict.items(value))
     keys = [key for key, _ in items]
-    are_plain = _TYPED.issuperset(map(type, keys)) and all(
+    are_typed = _TYPED.issuperset(map(type, keys)) and all(
         key_code(key) is not None for key in keys[:_PIECE]
     )
     for start, piece in _promising([item for _, item in items]):
         part = items[start : start + len(piece)]
-        odd = (
-            ()
-            if are_plain
-            else [(start + i, item) for i, (key, item) in enumerate(part) if key_code(key) is None]
-        )
-        typed = (
-            part if not odd else [(key, item) for key, item in part if key_code(key) is not None]
-        )
+        if are_typed:
+            yield _indexed(reader, Branch("[", CONTAINED, part))
+            continue
+        typed: list[tuple[Any, object]] = []
+        odd: list[tuple[int, object]] = []
+        for position, (key, item) in enumerate(part, start):
+            if key_code(key) is None:
+                odd.append((position, item))
+            else:
+                typed.append((key, item))
         yield _indexed(reader, Branch("[", CONTAINED, typed))
         yield _indexed(reader, Branch("values", CONTAINED, odd))
     if _may_hold(keys):  # tensors hash by identity
@@ -221,10 +254,10 @@ def _promising(items: list[object]) -> Iterator[tuple[int, list[object]]]:
 
     for start in range(0, len(items), _PIECE):
         piece = items[start : start + _PIECE]
-        if _may_hold(piece) and (
-            any(issubclass(kind, torch.Tensor) for kind in set(map(type, piece)))
-            or _may_hold(gc.get_referents(*piece))
-        ):
+        if not _may_hold(piece):
+            continue
+        has_tensors = any(issubclass(kind, torch.Tensor) for kind in set(map(type, piece)))
+        if has_tensors or _may_hold(gc.get_referents(*piece)):
             yield start, piece
 
 
@@ -242,20 +275,23 @@ def _registered(name: Any, children: list[tuple[Any, object]], kind: type) -> It
     """Read one of a module's dicts; the layers of a `Sequential` are indexed by their position, not by their name."""
     from torch import nn
 
+    numbered: list[tuple[int, object]] = []
+    others: list[tuple[Any, object]] = []
+    are_in_order = True
+    for position, (key, child) in enumerate(children):
+        if type(key) is str and key.isascii() and key.isdigit():
+            numbered.append((position, child))
+            are_in_order &= key == str(position)
+        else:
+            others.append((key, child))
     getitem = class_attribute(kind, "__getitem__")
-    numbered = [
-        (place, str(place), child)
-        for place, (key, child) in enumerate(children)
-        if type(key) is str and key.isascii() and key.isdigit()
-    ]
-    if getitem is nn.Sequential.__getitem__ or (
-        getitem in (nn.ModuleList.__getitem__, nn.ParameterList.__getitem__)
-        and [key for _, key, _ in numbered] == [key for key, _ in children]
-    ):
-        yield Branch("[", OWN, [(place, child) for place, _, child in numbered])
-        taken = {place for place, _, _ in numbered}
-        children = [each for place, each in enumerate(children) if place not in taken]
-    yield Branch(name, OWN, children)
+    is_list = getitem in (nn.ModuleList.__getitem__, nn.ParameterList.__getitem__)
+    is_list_in_order = is_list and are_in_order and not others
+    if getitem is nn.Sequential.__getitem__ or is_list_in_order:
+        yield Branch("[", OWN, numbered)
+        yield Branch(name, OWN, others)
+    else:
+        yield Branch(name, OWN, children)
 
 
 def read_optimizer(value: object, reader: Reader) -> Iterator[Branch]:
@@ -263,36 +299,34 @@ def read_optimizer(value: object, reader: Reader) -> Iterator[Branch]:
     own = dict(attributes(value, reader.fields))
     states = own.pop("state", None)
     if isinstance(states, dict):
-        for place, (parameter, state) in enumerate(list(dict.items(states))):
+        for position, (parameter, state) in enumerate(list(dict.items(states))):
             if isinstance(state, dict):
-                yield Branch(
-                    "[", OPTIMIZER, list(dict.items(state)), parameter=(id(parameter), place)
-                )
+                children = list(dict.items(state))
+                yield Branch("[", OPTIMIZER, children, parameter=(id(parameter), position))
     yield Branch(".", OPTIMIZER, own.items())
 
 
 def _class(value: Any, _reader: Reader) -> Iterator[Branch]:
     """Read what stands in a class, which is not always what its attribute gives."""
-    for name, item in list(dict_of(value).items()) if is_heap_type(value) else ():
-        if class_attribute(type(item), "__get__") is not None:
-            key = key_code(name)
-            yield Branch(
-                "in", CONTAINED, [(Inside(str(name), code=key and f".__dict__[{key}]"), item)]
-            )
-        else:
+    if not is_heap_type(value):
+        return
+    for name, item in list(dict_of(value).items()):
+        if class_attribute(type(item), "__get__") is None:
             yield Branch(".", CONTAINED, [(name, item)])
+            continue
+        key = key_code(name)
+        code = None if key is None else f".__dict__[{key}]"
+        yield Branch("in", CONTAINED, [(Inside(str(name), code=code), item)])
 
 
 def _module_of_variables(value: types.ModuleType, _reader: Reader) -> Iterator[Branch]:
     """Read a module of Python code that the user wrote; those of libraries lead everywhere."""
     own = _variables_of(value)
-    name, file = own.get("__name__"), own.get("__file__")
-    if (
-        type(name) is str
-        and name != "__main__"
-        and type(file) is str
-        and not frames.is_library(name, file)
-    ):
+    name = own.get("__name__")
+    file = own.get("__file__")
+    if type(name) is not str or type(file) is not str or name == "__main__":
+        return
+    if not frames.is_library(name, file):
         yield Branch(".", CONTAINED, module_variables(own))
 
 

@@ -16,7 +16,7 @@ import gc
 import sys
 import time
 from collections.abc import Collection, Mapping
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.heap import holders
@@ -56,20 +56,11 @@ def forget_outputs(shell: InteractiveShell, values: Collection[int]) -> None:
     No binding of the user's changes: `_` is only reset where IPython has set it last.
     """
     outputs: dict[int, object] = shell.user_ns.get("_oh", {})
-    for number in [number for number, value in dict.items(outputs) if id(value) in values]:
-        dict.pop(outputs, number)
+    for number, value in list(dict.items(outputs)):
+        if id(value) in values:
+            dict.pop(outputs, number)
     for namespace in (shell.user_ns, shell.user_ns_hidden):
-        for name, value in list(namespace.items()):
-            if (
-                id(value) not in values
-                or not holders.is_output_name(name)
-                or shell.user_ns_hidden.get(name) is not value
-            ):
-                continue
-            if name in holders.LAST_OUTPUTS:
-                namespace[name] = NO_OUTPUT
-            else:
-                del namespace[name]
+        _unbind_outputs(shell, namespace, values)
     for name in holders.LAST_OUTPUTS:
         if id(getattr(shell.displayhook, name, None)) in values:
             setattr(shell.displayhook, name, NO_OUTPUT)
@@ -78,15 +69,29 @@ def forget_outputs(shell: InteractiveShell, values: Collection[int]) -> None:
         result.result = None
 
 
+def _unbind_outputs(
+    shell: InteractiveShell, namespace: dict[str, Any], values: Collection[int]
+) -> None:
+    """Unbind the names that IPython has given to values in one of its namespaces."""
+    for name, value in list(namespace.items()):
+        if id(value) not in values or not holders.is_output_name(name):
+            continue
+        if shell.user_ns_hidden.get(name) is not value:
+            continue
+        if name in holders.LAST_OUTPUTS:
+            namespace[name] = NO_OUTPUT
+        else:
+            del namespace[name]
+
+
 def forget_last_error(namespace: Mapping[str, object], shell: InteractiveShell | None) -> None:
     """Make Python and IPython forget the last error.
 
     Its frames are cleared, unless a variable leads to a part of it: then the error stays whole, and so does what it
     keeps.
     """
-    found = holders.remembered_errors(shell)
-    for name in LAST_ERROR:
-        vars(sys).pop(name, None)
+    errors = holders.remembered_errors(shell)
+    _forget_in_python()
     formatter: Any = getattr(shell, "InteractiveTB", None)
     if formatter is not None:
         formatter.tb = None
@@ -96,16 +101,21 @@ def forget_last_error(namespace: Mapping[str, object], shell: InteractiveShell |
     graph = HeapGraph(holders.excluded_objects(namespace, shell), MAX_STEPS_OF_ALL)
     try:
         graph.explore(holders.variables(namespace, shell))
-        if any(id(part) in graph.objects for part in holders.parts_of_errors(found)):
+        if any(id(part) in graph.objects for part in holders.parts_of_errors(errors)):
             return
     finally:
         graph.release()
-    while found:
-        each = found.pop()
-        if isinstance(each, BaseException):
-            clear_exception(each, shell)
+    while errors:
+        error = errors.pop()
+        if isinstance(error, BaseException):
+            clear_exception(error, shell)
         else:
-            clear_frame(each.tb_frame)
+            clear_frame(error.tb_frame)
+
+
+def _forget_in_python() -> None:
+    for name in LAST_ERROR:
+        vars(sys).pop(name, None)
 
 
 def clear_exception(
@@ -122,16 +132,18 @@ def clear_exception(
         outside: ids of exceptions that were being handled before, and are left alone.
     """
     family = list(related_exceptions(error, outside))
-    tracebacks = [step for each in family for step in traceback_steps(each.__traceback__)]
+    tracebacks: list[TracebackType] = []
+    for relative in family:
+        tracebacks += traceback_steps(relative.__traceback__)
     frames = [step.tb_frame for step in tracebacks]
-    kept = (getattr(sys, "last_value", None), getattr(sys, "last_exc", None))
-    if any(each is value for each in family for value in kept if value is not None):
-        for name in LAST_ERROR:
-            vars(sys).pop(name, None)
+    relatives = set(map(id, family))
+    last_errors = (getattr(sys, "last_value", None), getattr(sys, "last_exc", None))
+    if any(id(last) in relatives for last in last_errors):
+        _forget_in_python()
     if shell is not None:
         _forget_in_shell(shell, {id(step) for step in tracebacks})
-    for each in family:
-        each.__traceback__ = None
+    for relative in family:
+        relative.__traceback__ = None
     del family, tracebacks
     while frames:
         clear_frame(frames.pop())
@@ -153,8 +165,9 @@ def _collect() -> None:
     allocator.empty_caches()
     # Pinned host memory is cached apart: only some versions of torch can return it, and only backends that pin have it.
     accelerator: Any = getattr(sys.modules.get("torch"), "accelerator", None)
-    in_use = accelerator is not None and any(map(allocator.is_initialised, ("cuda", "xpu")))
-    if in_use and hasattr(accelerator, "empty_host_cache"):
+    if not hasattr(accelerator, "empty_host_cache"):
+        return
+    if allocator.is_initialised("cuda") or allocator.is_initialised("xpu"):
         accelerator.empty_host_cache()
 
 
@@ -172,14 +185,17 @@ def _forget_in_shell(shell: InteractiveShell, tracebacks: set[int]) -> None:
     if id(getattr(formatter, "tb", None)) in tracebacks:
         formatter.tb = None
     debugger: Any = getattr(formatter, "pdb", None)
-    running = (
-        each for each in frames.stack(sys._getframe()) if each.f_code.co_name == "interaction"
-    )
-    is_in_use = any(each.f_locals.get("self") is debugger for each in running)
-    if (
-        debugger is not None and not is_in_use
-    ):  # else it keeps the frames of this or of an earlier failure
-        for name in DEBUGGER_FRAMES:
-            if hasattr(debugger, name):
-                setattr(debugger, name, None)
-        debugger.stack = []
+    if debugger is None or _is_in_use(debugger):
+        return
+    for name in DEBUGGER_FRAMES:  # else it keeps the frames of this or of an earlier failure
+        if hasattr(debugger, name):
+            setattr(debugger, name, None)
+    debugger.stack = []
+
+
+def _is_in_use(debugger: object) -> bool:
+    """Return whether somebody types into the debugger now."""
+    for frame in frames.stack(sys._getframe()):
+        if frame.f_code.co_name == "interaction" and frame.f_locals.get("self") is debugger:
+            return True
+    return False

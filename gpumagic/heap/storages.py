@@ -34,32 +34,41 @@ _storages: dict[int, int] = {}
 """Numbers by the storage's address, which is also the value of a weak reference to it."""
 _tensors: dict[int, tuple[weakref.ref[Any], int]] = {}
 """By the `id` of a tensor that has no storage to show."""
+_NUMBERING = threading.RLock()
+"""Held while a record is made or freed, so that no storage gets two numbers. A collection that begins meanwhile may
+run code of the user's that asks for the live tensors in the same thread, hence the reentrant lock."""
 
 
 def number_of(storage: torch.UntypedStorage) -> int:
-    """Return the number of a live storage; storages are numbered as they are first seen."""
+    """Return the number of a live storage; storages are numbered as they are first seen, by any thread."""
     key = storage._cdata
+    # Without the lock, for thousands of storages that are known: no other storage can have the address of one
+    # that is known, as it stays taken until `forget_expired`.
     number = _storages.get(key)
-    if (
-        number is None
-    ):  # nor can another storage have the address of one that is known: it stays taken
-        number = _storages[storage._weak_ref()] = next(_numbers)
+    if number is None:
+        with _NUMBERING:
+            number = _storages.get(key)
+            if number is None:
+                number = next(_numbers)
+                _storages[storage._weak_ref()] = number
     return number
 
 
 def number_of_tensor(tensor: object) -> int:
     """Return the number of a live tensor that shows no storage, such as one in mkldnn's own layout."""
-    known = _tensors.get(id(tensor))
-    if known is not None and known[0]() is tensor:
-        return known[1]
-    number = next(_numbers)
-    _tensors[id(tensor)] = (weakref.ref(tensor), number)
-    return number
+    with _NUMBERING:
+        known = _tensors.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            return known[1]
+        number = next(_numbers)
+        _tensors[id(tensor)] = (weakref.ref(tensor), number)
+        return number
 
 
 def numbers_in_use() -> set[int]:
     """Return the numbers of the storages that have a record."""
-    return set(_storages.values())
+    with _NUMBERING:
+        return set(_storages.values())
 
 
 def forget_expired() -> None:
@@ -68,12 +77,16 @@ def forget_expired() -> None:
         return
     import torch
 
-    expired, free = torch.UntypedStorage._expired, torch.UntypedStorage._free_weak_ref
-    for reference in list(_storages):  # a list, since another thread may number one
-        if expired(reference) and _storages.pop(reference, None) is not None:
-            free(reference)
-    for each in [each for each, (reference, _) in _tensors.items() if reference() is None]:
-        del _tensors[each]
+    is_expired = torch.UntypedStorage._expired
+    free = torch.UntypedStorage._free_weak_ref
+    with _NUMBERING:
+        for reference in list(_storages):
+            if is_expired(reference):
+                del _storages[reference]
+                free(reference)
+        for key, (tensor, _) in list(_tensors.items()):
+            if tensor() is None:
+                del _tensors[key]
 
 
 UNKNOWN_DIMENSION = -1
@@ -144,12 +157,11 @@ class StorageTable:
         self._parameter = torch.nn.Parameter
         self._address = torch._C._data_address
         self._plain = (torch.Tensor, torch.nn.Parameter)
-        self._size, self._dtype, self._device_of = (
-            base.shape.__get__,
-            base.dtype.__get__,
-            base.device.__get__,
-        )
-        self._requires_grad, self._is_leaf = base.requires_grad.__get__, base.is_leaf.__get__
+        self._size = base.shape.__get__
+        self._dtype = base.dtype.__get__
+        self._device_of = base.device.__get__
+        self._requires_grad = base.requires_grad.__get__
+        self._is_leaf = base.is_leaf.__get__
         self._devices: dict[object, str] = {}
         self._dtypes: dict[object, tuple[str, int]] = {}
         self._wholes: dict[object, tuple[View, str]] = {}
@@ -160,21 +172,21 @@ class StorageTable:
 
     def add_all(self, tensors: Iterable[torch.Tensor]) -> None:
         """Add live tensors; the caller keeps them alive for as long as their `id` is used."""
-        untyped_storage, is_contiguous, address_of = (
-            self._base.untyped_storage,
-            self._base.is_contiguous,
-            self._address,
-        )
-        size, dtype, device = self._size, self._dtype, self._device_of
+        # The common case is inlined here, with local names: calls and attributes are most of its cost.
+        untyped_storage = self._base.untyped_storage
+        is_contiguous = self._base.is_contiguous
+        address_of = self._address
+        size = self._size
+        dtype = self._dtype
+        device = self._device_of
         requires_grad_of = self._requires_grad
-        storages, wholes, plain, parameter = (
-            self.storages,
-            self._wholes,
-            self._plain,
-            self._parameter,
-        )
-        for tensor in tensors:  # the common case is inlined here, as calls are most of its cost
-            address, whole = 0, None
+        storages = self.storages
+        wholes = self._wholes
+        plain = self._plain
+        parameter = self._parameter
+        for tensor in tensors:
+            address = 0
+            whole = None
             try:
                 if type(tensor) in plain:
                     storage = untyped_storage(tensor)
@@ -203,6 +215,7 @@ class StorageTable:
 
     def add(self, tensor: torch.Tensor) -> Storage:
         """Add one live tensor; the caller keeps it alive for as long as its `id` is used."""
+        local = tensor
         try:
             storage, parts = self.find(tensor)
             local = local_of(tensor)
@@ -210,22 +223,24 @@ class StorageTable:
             requires_grad = self._requires_grad(tensor)
             from_graph = requires_grad and not self._is_leaf(tensor)
         except Exception as error:  # a subclass that computes its own metadata, and fails
-            storage, parts = (
-                self._unknown(tensor, f"it cannot be read ({type(error).__name__})"),
-                [],
-            )
-            view, requires_grad, from_graph = View((), "?", 0, 0, 0, 0), False, False
+            storage = self._unknown(tensor, f"it cannot be read ({type(error).__name__})")
+            parts = []
+            view = View((), "?", 0, 0, 0, 0)
+            requires_grad = False
+            from_graph = False
         if parts:
             self.joined.append(parts)
-        storage.views.append((id(tensor), view))
-        storage.is_parameter |= issubclass(type(tensor), self._parameter)
-        if local_of(tensor) is not tensor:
-            storage.views.insert(0, storage.views.pop())  # its name is the one that people know
-            storage.is_parameter |= isinstance(tensor, self._parameter)
-            if self._shape(tensor) != view.shape:
-                storage.note = f"a part of {list(self._shape(tensor))}"
         storage.requires_grad |= requires_grad
         storage.from_graph |= from_graph
+        storage.is_parameter |= issubclass(type(tensor), self._parameter)
+        if local is tensor:
+            storage.views.append((id(tensor), view))
+        else:  # a DTensor, whose name is the one that people know
+            storage.views.insert(0, (id(tensor), view))
+            storage.is_parameter |= isinstance(tensor, self._parameter)
+            shape = self._shape(tensor)
+            if shape != view.shape:
+                storage.note = f"a part of {list(shape)}"
         return storage
 
     def find(self, tensor: torch.Tensor) -> tuple[Storage, list[Storage]]:
@@ -245,9 +260,10 @@ class StorageTable:
     def numbers(self, tensor: torch.Tensor) -> list[int]:
         """Return the number of each storage under a tensor."""
         storage, parts = self.find(tensor)
-        return [each.number for each in parts or [storage]]
+        return [part.number for part in parts or [storage]]
 
     def _open(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Storage:
+        """Return the entry of a storage that is met for the first time, under this tensor."""
         device = self._device(tensor)
         try:
             nbytes = storage.nbytes()
@@ -255,24 +271,21 @@ class StorageTable:
         except Exception as error:
             return Storage(device, None, note=f"its size cannot be read ({type(error).__name__})")
         if address == 0 and nbytes > 0:
-            is_fake = any(base.__name__ == "FakeTensor" for base in type(tensor).__mro__)
-            kind = "meta" if device == "meta" else "fake" if is_fake else None
-            note = (
-                f"{kind}: occupies nothing"
-                if kind
-                else "a wrapper: its parts have rows of their own"
-            )
-            return Storage(device, 0, note=note)
-        emptied = nbytes == 0 and prod(self._shape(tensor)) > 0
-        return Storage(device, nbytes, address, note="its storage was emptied" if emptied else None)
+            return Storage(device, 0, note=_why_nowhere(tensor, device))
+        is_emptied = nbytes == 0 and prod(self._shape(tensor)) > 0
+        note = "its storage was emptied" if is_emptied else None
+        return Storage(device, nbytes, address, note=note)
 
     def _view(self, storage: Storage, tensor: torch.Tensor) -> View:
+        """Return which part of its storage a tensor views; all of it where that cannot be told."""
         shape = self._shape(tensor)
         elements = prod(shape)
         dtype = self._dtype(tensor)
-        name, itemsize = self._dtypes.get(dtype) or self._dtypes.setdefault(
-            dtype, (str(dtype).removeprefix("torch."), dtype.itemsize)
-        )
+        known = self._dtypes.get(dtype)
+        if known is None:
+            known = (str(dtype).removeprefix("torch."), dtype.itemsize)
+            self._dtypes[dtype] = known
+        name, itemsize = known
         nbytes = storage.nbytes or 0
         whole = View(shape, name, elements, 0, nbytes, nbytes)
         try:
@@ -280,36 +293,29 @@ class StorageTable:
                 return whole
             if elements * itemsize == nbytes and self._base.is_contiguous(tensor):
                 if type(tensor) in self._plain:
-                    self._wholes[self._size(tensor), dtype, self._device_of(tensor), nbytes] = (
-                        whole,
-                        storage.device,
-                    )
+                    alike = (self._size(tensor), dtype, self._device_of(tensor), nbytes)
+                    self._wholes[alike] = (whole, storage.device)
                 return whole
-            strides, start = self._base.stride(tensor), self._base.storage_offset(tensor) * itemsize
+            strides = self._base.stride(tensor)
+            start = self._base.storage_offset(tensor) * itemsize
         except Exception:  # sparse and nested tensors have no strides
             return whole
         if len(strides) != len(shape):
             return whole
-        reach = (
-            sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) + 1
-            if elements
-            else 0
-        )
-        distinct = prod(size for size, step in zip(shape, strides, strict=True) if step)
-        return View(
-            shape, name, elements, start, start + reach * itemsize, min(reach, distinct) * itemsize
-        )
+        reach, distinct = _extent(shape, strides)
+        end = start + reach * itemsize
+        return View(shape, name, elements, start, end, min(reach, distinct) * itemsize)
 
     def _without_storage(self, tensor: torch.Tensor) -> tuple[Storage, list[Storage]]:
+        """Return the entry of a tensor that shows no storage; for a sparse one those of all its parts too."""
         try:
             layout = str(self._base.layout.__get__(tensor))
         except Exception:
             layout = type(tensor).__name__
         try:
             with self._torch._DisableTorchDispatch():
-                parts = [
-                    self.find(getattr(self._base, part)(tensor))[0] for part in COMPONENTS[layout]
-                ]
+                components = [getattr(self._base, name)(tensor) for name in COMPONENTS[layout]]
+                parts = [self.find(component)[0] for component in components]
         except Exception:  # mkldnn and other opaque layouts, tensors inside vmap...
             return self._unknown(tensor, f"layout {layout} does not tell its size"), []
         parts[-1].note = layout.removeprefix("torch.").replace("_", " ")
@@ -324,7 +330,11 @@ class StorageTable:
             device = self._device_of(tensor)
         except Exception:
             return "?"
-        return self._devices.get(device) or self._devices.setdefault(device, str(device))
+        name = self._devices.get(device)
+        if name is None:
+            name = str(device)
+            self._devices[device] = name
+        return name
 
     def _shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         try:
@@ -336,13 +346,34 @@ class StorageTable:
         return tuple(size if type(size) is int else UNKNOWN_DIMENSION for size in sizes)
 
 
+def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
+    """Return how far apart a tensor's first and last element are, both counted, and how many differ in their place."""
+    if 0 in shape:
+        return 0, 0
+    reach = 1
+    distinct = 1
+    for size, step in zip(shape, strides, strict=True):
+        reach += (size - 1) * step
+        distinct *= size if step else 1
+    return reach, distinct
+
+
+def _why_nowhere(tensor: torch.Tensor, device: str) -> str:
+    """Return the note of a tensor whose storage has a size and no address."""
+    if device == "meta":
+        return "meta: occupies nothing"
+    if any(base.__name__ == "FakeTensor" for base in type(tensor).__mro__):
+        return "fake: occupies nothing"
+    return "a wrapper: its parts have rows of their own"
+
+
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor's elements; of a sparse one, which has no ``nbytes``, those of its parts."""
     try:
         nbytes: int = tensor.nbytes
     except RuntimeError:
         storage, parts = StorageTable().find(tensor)
-        return sum(each.nbytes or 0 for each in parts or [storage])
+        return sum(part.nbytes or 0 for part in parts or [storage])
     return nbytes
 
 

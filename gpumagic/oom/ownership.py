@@ -28,9 +28,9 @@ def by_names(
     """Return the ownerships of the notebook's variables and displayed values on a device, largest first."""
     # A value that was displayed twice counts once: `%xdel` clears both.
     outputs: dict[int, tuple[str, object]] = {}
-    for name, value in holders.hidden_roots(namespace, shell):
-        if name.startswith("Out["):
-            outputs.setdefault(id(value), (name, value))
+    for holder, value in holders.hidden_roots(namespace, shell):
+        if holder.kind == "output":
+            outputs.setdefault(id(value), (holder.name, value))
     named = dict([*holders.variables(namespace, shell), *outputs.values()])
     table, reached = StorageTable(), dict[Storage, set[str]]()
     graph = HeapGraph(holders.excluded_objects(namespace, shell), MAX_STEPS_OF_ALL)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
+import ast
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpumagic.report.document import (
@@ -19,9 +20,10 @@ from gpumagic.report.document import (
     document_of,
 )
 from gpumagic.report.units import count, few, more, size
+from gpumagic.source.text import parse_tree
 from gpumagic.tensors.report import (
     CHANGES,
-    IN_GRAPH,
+    RELEASE,
     DeviceChange,
     DiffReport,
     DiffRow,
@@ -30,12 +32,13 @@ from gpumagic.tensors.report import (
     LeakReport,
     TensorRow,
     WhyReport,
+    root_of,
 )
 from gpumagic.tensors.view import (
     SIZE,
     Line,
     fold,
-    graph_pattern,
+    holder_pattern,
     holder_text,
     more_storages,
     shape_text,
@@ -50,8 +53,9 @@ _SEVERAL = 4
 @document_of.register(FreedReport)
 def view_leaks(report: LeakReport | FreedReport) -> Document:
     """Return the document of what is held, or of what was released and what is still held."""
-    blocks = _release(report) if isinstance(report, FreedReport) else _leaks(report)
-    return Document((*blocks, *(Paragraph(note, muted=True) for note in report.notes)))
+    blocks = list(_release(report)) if isinstance(report, FreedReport) else _leaks(report)
+    blocks += [Paragraph(note, muted=True) for note in report.notes]
+    return Document(tuple(blocks))
 
 
 def _leaks(report: LeakReport) -> list[Block]:
@@ -87,10 +91,16 @@ def _sum(rows: Iterable[TensorRow]) -> int:
 
 
 def _held_by(line: Line[TensorRow]) -> Cell:
+    """Return where a tensor is in what keeps it; of several alike what keeps them, and how many they are."""
     row = line.row
+    if row.holder is None:
+        place = row.place or "unknown"
+    elif len(line.members) == 1:
+        place = row.place or row.holder
+    else:
+        place = holder_pattern(row) or row.holder
     times = f" × {len(line.members):,}" if len(line.members) > 1 else ""
-    by = (line.name.strip("()") if times and row.holder else row.place) or row.holder or "unknown"
-    return Cell(f"{by}{times}", muted=row.holder is None)
+    return Cell(f"{place}{times}", muted=row.holder is None)
 
 
 LEAK_COLUMNS: tuple[Column[Line[Any]], ...] = (
@@ -102,64 +112,97 @@ LEAK_COLUMNS: tuple[Column[Line[Any]], ...] = (
 
 def _commands(rows: Sequence[TensorRow]) -> Iterator[Paragraph]:
     """Yield a sentence for each line that frees some of it, the one that frees most first."""
-    lines = sorted(promises(rows), key=lambda each: -_sum(each[1]))
-    for line, freed in lines[:_SEVERAL]:
-        said = line.replace("\n", " and then ")
-        yield Paragraph(f"{said} frees {size(_sum(freed))}: {_holders(freed)}")
-    if rest := more(len(lines) - _SEVERAL, "line"):
+    found = sorted(promises(rows), key=lambda promise: -_sum(promise.rows))
+    for promise in found[:_SEVERAL]:
+        line = " and then ".join(promise.lines())
+        yield Paragraph(f"{line} frees {size(_sum(promise.rows))}: {_holders(promise.rows)}")
+    if rest := more(len(found) - _SEVERAL, "line"):
         yield Paragraph(f"{rest} that free something: see .to_pandas()", muted=True)
     if others := [row for row in rows if row.frees is None]:
-        yield Paragraph(
-            f"No single line frees {size(_sum(others))}, kept by {_holders(others)}", muted=True
-        )
+        sentence = f"No single line frees {size(_sum(others))}, kept by {_holders(others)}"
+        yield Paragraph(sentence, muted=True)
 
 
-def promises(rows: Sequence[TensorRow]) -> list[tuple[str, list[TensorRow]]]:
-    """Return lines, each with the rows that it frees: lines that have a statement in common are one."""
-    found: list[tuple[list[str], list[TensorRow]]] = []
+@dataclass
+class Promise:
+    """Statements, and the rows of the tensors that are freed once all of them have run."""
+
+    code: list[str]
+    releases: bool
+    """Whether `--free` is one of them, the last."""
+    rows: list[TensorRow]
+
+    @classmethod
+    def of(cls, row: TensorRow, line: str) -> Promise:
+        """Return what a row says of the line that frees it."""
+        *python, last = line.split("\n")  # no name has a newline: keys are written as their repr
+        if last != RELEASE:
+            python.append(last)
+        code: list[str] = []
+        for part in python:
+            tree = parse_tree(part)
+            statements = tree.body if tree is not None else []
+            code += [ast.get_source_segment(part, statement) or part for statement in statements]
+        return cls(code, last == RELEASE, [row])
+
+    def lines(self) -> list[str]:
+        """Return what to run: Python in one line, then the magic."""
+        python = ["; ".join(self.code)] if self.code else []
+        return [*python, RELEASE] if self.releases else python
+
+    def is_one_with(self, other: Promise) -> bool:
+        """Return whether two are shown as one: they have a statement in common, or release outputs after the same."""
+        if self.releases or other.releases:
+            return self.releases == other.releases and self.code == other.code
+        return not set(self.code).isdisjoint(other.code)
+
+    def includes(self, other: Promise) -> bool:
+        """Return whether whoever runs all statements of this one has run those of the other."""
+        return set(self.code).issuperset(other.code) and self.releases >= other.releases
+
+
+def promises(rows: Sequence[TensorRow]) -> list[Promise]:
+    """Return the lines that free rows, each with all that it frees: lines with a statement in common are one."""
+    found: list[Promise] = []
     for row in rows:
-        if row.frees is not None:
-            statements = [row.frees] if "\n" in row.frees else row.frees.split("; ")
-            freed = [row]
-            for each in [each for each in found if not set(each[0]).isdisjoint(statements)]:
-                found.remove(each)
-                statements, freed = list(dict.fromkeys([*each[0], *statements])), [*each[1], *freed]
-            found.append((statements, freed))
-    parts = [set(re.split(r"\n|; ", "; ".join(statements))) for statements, _ in found]
-    return [  # one that also releases outputs frees what less would
-        (
-            "; ".join(statements),
-            [
-                row
-                for part, (_, freed) in zip(parts, found, strict=True)
-                if part <= own
-                for row in freed
-            ],
-        )
-        for own, (statements, _) in zip(parts, found, strict=True)
-    ]
+        if row.frees is None:
+            continue
+        promise = Promise.of(row, row.frees)
+        for earlier in [earlier for earlier in found if earlier.is_one_with(promise)]:
+            found.remove(earlier)
+            code = list(dict.fromkeys(earlier.code + promise.code))
+            promise = Promise(code, promise.releases, earlier.rows + promise.rows)
+        found.append(promise)
+    return [_with_included(promise, found) for promise in found]
+
+
+def _with_included(promise: Promise, others: Sequence[Promise]) -> Promise:
+    """Return a promise with what those free that it includes: one that also releases outputs frees what less would."""
+    freed: list[TensorRow] = []
+    for other in others:
+        if promise.includes(other):
+            freed += other.rows
+    return replace(promise, rows=freed)
 
 
 def _holders(rows: Sequence[TensorRow]) -> str:
-    names = list(
-        dict.fromkeys(graph_pattern(row.holder) or "C++ or what was not followed" for row in rows)
-    )
-    return few(names, _SEVERAL)
+    names = [holder_pattern(row) or "C++ or what was not followed" for row in rows]
+    return few(list(dict.fromkeys(names)), _SEVERAL)
 
 
 def _release(report: FreedReport) -> Iterator[Block]:
     changed = [row for row in report.freed if row.freed or row.storages]
-    if not report.released:
+    if report.released:
+        freed = _shares({row.device: row.freed for row in changed}) or "nothing"
+        yield Heading(f"Freed {freed}")
+        yield Paragraph(f"Cleared: {', '.join(report.released)}")
+    else:
         yield Heading(
             "Nothing to free: no output, error or cycle keeps a tensor that no variable reaches"
         )
-    else:
-        yield Heading(f"Freed {_shares({row.device: row.freed for row in changed}) or 'nothing'}")
-        yield Paragraph(f"Cleared: {', '.join(report.released)}")
     if changed:
-        yield Table.of(
-            changed, FREED_COLUMNS, "Allocated before and after, by the allocator's own figures"
-        )
+        title = "Allocated before and after, by the allocator's own figures"
+        yield Table.of(changed, FREED_COLUMNS, title)
     if report.left.leaks:
         yield Paragraph(f"Still held: {_shares(_sums(report.left.leaks))}")
         yield from _commands(report.left.leaks)
@@ -180,26 +223,33 @@ _MAX_PATHS = 8
 @document_of.register(WhyReport)
 def view_why(report: WhyReport) -> Document:
     """Return the document of one tensor's holders: what frees it, what it is, and a tree for each of them."""
-    row, lines = report.tensor, report.lines()
-    answer = (
-        f"Kept by {count(len(report.ways), 'holder')}" if report.ways else "No holder was found"
-    )
-    if lines:
-        frees_more = report.frees is not None and report.frees != row.nbytes
-        total = f" ({size(report.frees)} with all that goes with it)" if frees_more else ""
-        answer += f". To free it: {', then '.join(lines)}{total}"
+    row = report.tensor
     name = row.name or holder_text(row.place or row.holder)
-    what = f"{name}: {size(row.nbytes)} on {row.device}, {shape_text(row.shape)} {row.dtype}, {row.kind}"
-    blocks: list[Block] = [Heading(answer), Paragraph(what, muted=True)]
+    form = f"{shape_text(row.shape)} {row.dtype}, {row.kind}"
+    what = f"{name}: {size(row.nbytes)} on {row.device}, {form}"
+    blocks: list[Block] = [Heading(_why(report)), Paragraph(what, muted=True)]
     blocks += [Tree(way.steps) for way in report.ways[:_MAX_PATHS]]
     if rest := more(len(report.ways) - _MAX_PATHS, "holder"):
         blocks.append(Paragraph(rest, muted=True))
     if others := dict.fromkeys(way.root for way in report.ways if way.command is None):
-        blocks.append(
-            Paragraph(f"{'It also' if lines else 'It'} has to go from {', '.join(others)}")
-        )
+        subject = "It also" if report.lines() else "It"
+        blocks.append(Paragraph(f"{subject} has to go from {', '.join(others)}"))
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
+
+
+def _why(report: WhyReport) -> str:
+    """Return the answer: how many holders there are, and what frees the tensor."""
+    answer = "No holder was found"
+    if report.ways:
+        answer = f"Kept by {count(len(report.ways), 'holder')}"
+    lines = report.lines()
+    if not lines:
+        return answer
+    total = ""
+    if report.frees is not None and report.frees != report.tensor.nbytes:
+        total = f" ({size(report.frees)} with all that goes with it)"
+    return f"{answer}. To free it: {', then '.join(lines)}{total}"
 
 
 @document_of.register(DiffReport)
@@ -208,8 +258,10 @@ def view_diff(report: DiffReport) -> Document:
     counted = _counted(report)
     blocks: list[Block] = [Heading(_by_variable(report) or counted)]
     if report.changes:
-        blocks += [Paragraph(counted, muted=True)] if report.by_variable else []
-        blocks += [*_changes(report), Table.of(report.by_device, CHANGED_DEVICES, "Each device")]
+        if report.by_variable:
+            blocks.append(Paragraph(counted, muted=True))
+        blocks += _changes(report)
+        blocks.append(Table.of(report.by_device, CHANGED_DEVICES, "Each device"))
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
 
@@ -219,21 +271,24 @@ def _by_variable(report: DiffReport) -> str:
     sums = report.by_variable
     if not sums:
         return ""
-    first, nbytes = next(iter(sums.items()))
-    in_graphs = sum(
-        row.nbytes or 0 for row in report if (row.holder or "").startswith(f"{IN_GRAPH}{first}[")
-    )
-    advice = (
-        f": {size(in_graphs)} of it in autograd graphs; collect loss.item() or .detach()"
-        if in_graphs > 0
-        else ""
-    )
-    others = few([f"{name} {_signed(each)}" for name, each in sums.items() if name != first], 2)
-    return (
-        f"{first} {_signed(nbytes)}{advice}"
-        if advice or not others
-        else f"{first} {_signed(nbytes)}, {others}"
-    )
+    (first, nbytes), *others = sums.items()
+    grown = f"{first} {_signed(nbytes)}"
+    in_graphs = sum(row.nbytes or 0 for row in report if _is_of_item(row, first))
+    if in_graphs > 0:
+        return (
+            f"{grown}: {size(in_graphs)} of it in autograd graphs; collect loss.item() or .detach()"
+        )
+    if others:
+        changes = [f"{name} {_signed(change)}" for name, change in others]
+        return f"{grown}, {few(changes, 2)}"
+    return grown
+
+
+def _is_of_item(row: DiffRow, variable: str) -> bool:
+    """Return whether the graph of an item of a list or dict keeps a tensor."""
+    if row.graph_of is None or root_of(row.graph_of) != variable:
+        return False
+    return row.graph_of[len(variable) :][:1] == "["
 
 
 def _counted(report: DiffReport) -> str:
@@ -256,9 +311,8 @@ def _changes(report: DiffReport) -> Iterator[Block]:
     )
     for line in lines[: report.limit]:
         if line.row.change == "unnamed":
-            yield Paragraph(
-                f"{line.name}: kept by {line.row.holder or 'no variable'} now", muted=True
-            )
+            holder = line.row.holder or "no variable"
+            yield Paragraph(f"{line.name}: kept by {holder} now", muted=True)
 
 
 def _changed(line: Line[DiffRow]) -> str:
@@ -268,7 +322,14 @@ def _changed(line: Line[DiffRow]) -> str:
 
 
 def _weight(line: Line[DiffRow]) -> int:
-    return abs(line.nbytes) or sum(row.size or 0 for row in line.members if row.change == "unnamed")
+    """Return the bytes that a line's bar shows: of the change, or of what lost its name."""
+    if line.nbytes:
+        return abs(line.nbytes)
+    return sum(row.size or 0 for row in line.members if row.change == "unnamed")
+
+
+def _signed_weight(line: Line[DiffRow]) -> int:
+    return -_weight(line) if line.nbytes < 0 else _weight(line)
 
 
 def _signed(nbytes: int | None) -> str:
@@ -280,14 +341,7 @@ CHANGE_COLUMNS: tuple[Column[Line[Any]], ...] = (
     Column(
         "Name", lambda line: Cell(line.text, muted=line.row.name is None), shrinks=True, cut="never"
     ),
-    *storage_columns(
-        Column(
-            "Size",
-            _changed,
-            "right",
-            bar=lambda line: -_weight(line) if line.nbytes < 0 else _weight(line),
-        )
-    ),
+    *storage_columns(Column("Size", _changed, "right", bar=_signed_weight)),
 )
 CHANGED_DEVICES: tuple[Column[DeviceChange], ...] = (
     Column("Device", lambda row: row.device),

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple
 
 from gpumagic.errors import GpuMagicError
+from gpumagic.heap.held import HolderKind
+from gpumagic.memory import Device
 from gpumagic.report.base import Origin, Report
 
 KINDS = ("parameter", "buffer", "gradient", "optimizer state", "activation", "plain")
@@ -57,6 +59,10 @@ class TensorRow(NamedTuple):
     """The numbers of its storages in every report of this process; never given to another storage."""
     variable: str | None = None
     """The variable that reaches it although no expression does, as what an iterator holds; ``holder`` says where."""
+    holder_kind: HolderKind | None = None
+    """What ``holder`` is; of several the first."""
+    graph_of: str | None = None
+    """The tensor whose autograd graph keeps it where only graphs do: ``"losses[0]"``; None where it is not known."""
 
     def is_reached(self) -> bool:
         """Return whether a variable of the notebook reaches it."""
@@ -125,29 +131,18 @@ class TensorReport(Report[TensorRow]):
             raise GpuMagicError(
                 "the earlier report is of another process: only reports of one kernel can be compared"
             )
-        found = [
-            row
-            for row in _changes(earlier, self)
-            if is_on(row.device, earlier.only) and is_on(row.device, self.only)
+        both = (earlier.only, self.only)
+        changes = [
+            row for row in _changes(earlier, self) if all(is_on(row.device, only) for only in both)
         ]
-        found.sort(
-            key=lambda row: (
-                -abs(row.nbytes or 0),
-                -(row.size or 0),
-                row.name is None,
-                row.name or "",
-                row.device,
-            )
-        )
-        return DiffReport(
-            tuple(found), tuple(_device_changes(found, earlier, self)), called, self.limit
-        )
+        changes.sort(key=_largest_change_first)
+        by_device = tuple(_device_changes(changes, earlier, self))
+        return DiffReport(tuple(changes), by_device, since=called, limit=self.limit)
 
     def leaks(self) -> LeakReport:
         """Return what no variable reaches, with what keeps each tensor and the line that frees it."""
-        leaks = (
-            row for row in self.tensors if not row.is_reached() and row.nbytes != 0
-        )  # nothing is lost by those
+        # Nothing is lost by what occupies no bytes.
+        leaks = [row for row in self.tensors if not row.is_reached() and row.nbytes != 0]
         return LeakReport(tuple(leaks), self.limit, self.notes)
 
     def narrowed(self, only: Sequence[str]) -> TensorReport:
@@ -161,8 +156,8 @@ class TensorReport(Report[TensorRow]):
 
 
 def is_on(device: str, only: Sequence[str]) -> bool:
-    """Tell whether a device is among those named, where ``"cuda"`` means all of a backend and no name means all."""
-    return not only or any(device == each or device.startswith(f"{each}:") for each in only)
+    """Return whether a device is among those named: ``"cuda"`` means all of a backend, and no name means all."""
+    return not only or device in only or Device.parse(device).backend in only
 
 
 _ROOT = re.compile(r"(?:\[\*)*(globals\(\)\[.*?\](?=[.\[\]]|$)|[^.\[\]]*)", re.DOTALL)
@@ -171,10 +166,6 @@ _ROOT = re.compile(r"(?:\[\*)*(globals\(\)\[.*?\](?=[.\[\]]|$)|[^.\[\]]*)", re.D
 def root_of(name: str) -> str:
     """Return the variable a name starts from: ``"model"`` for ``"model.fc.weight"``."""
     return _ROOT.match(name)[1]  # type: ignore[index]  # it matches everything
-
-
-IN_GRAPH = "graph of "
-"""How the holder of what only a graph keeps begins."""
 
 
 CHANGES = ("new", "freed", "resized", "unnamed")
@@ -203,6 +194,8 @@ class DiffRow:
     numbers: tuple[int, ...] = ()
     variable: str | None = None
     """The variable that reaches it although no expression does."""
+    graph_of: str | None = None
+    """The tensor whose autograd graph keeps it now, where only graphs do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,23 +234,27 @@ class DiffReport(Report[DiffRow]):
         """
         sums: Counter[str] = Counter()
         for row in self.changes:
-            name, holder = row.name or row.variable, row.holder or "(no name)"
-            is_named = name is not None or holder.startswith(IN_GRAPH)
-            sums[root_of(name or holder.removeprefix(IN_GRAPH)) if is_named else holder] += (
-                row.nbytes or 0
-            )
-        return dict(
-            sorted(
-                ((name, nbytes) for name, nbytes in sums.items() if nbytes),
-                key=lambda item: -abs(item[1]),
-            )
-        )
+            name = row.name or row.variable or row.graph_of
+            variable = root_of(name) if name is not None else row.holder or "(no name)"
+            sums[variable] += row.nbytes or 0
+        changed = [(variable, nbytes) for variable, nbytes in sums.items() if nbytes]
+        return dict(sorted(changed, key=lambda item: -abs(item[1])))
+
+
+def _largest_change_first(row: DiffRow) -> tuple[object, ...]:
+    """Return the key that sorts changes: by their bytes, then what has a name before what has none."""
+    change = -abs(row.nbytes or 0)
+    return change, -(row.size or 0), row.name is None, row.name or "", row.device
 
 
 def _changes(earlier: TensorReport, later: TensorReport) -> Iterator[DiffRow]:
-    before = {number: row for row in earlier for number in row.numbers}
-    now = {number for row in later for number in row.numbers}
+    """Yield the storages that are new, of another size, without a name, or gone."""
+    before: dict[int, TensorRow] = {}
+    for row in earlier:
+        before.update(dict.fromkeys(row.numbers, row))
+    now: set[int] = set()
     for row in later:
+        now.update(row.numbers)
         old = next((before[number] for number in row.numbers if number in before), None)
         if old is None:
             yield _diff_row("new", row, row.nbytes)
@@ -271,36 +268,47 @@ def _changes(earlier: TensorReport, later: TensorReport) -> Iterator[DiffRow]:
 
 
 def _diff_row(change: str, row: TensorRow, nbytes: int | None, name: str | None = None) -> DiffRow:
+    """Return what happened to a storage; ``name`` is the one that it had, for one that has none now."""
     return DiffRow(
-        change,
-        row.device,
-        nbytes,
-        row.shape,
-        row.dtype,
-        row.kind,
-        row.name or name,
-        row.holder,
-        row.nbytes,
-        row.views,
-        row.numbers,
-        row.variable,
+        change=change,
+        device=row.device,
+        nbytes=nbytes,
+        shape=row.shape,
+        dtype=row.dtype,
+        kind=row.kind,
+        name=row.name or name,
+        holder=row.holder,
+        size=row.nbytes,
+        views=row.views,
+        numbers=row.numbers,
+        variable=row.variable,
+        graph_of=row.graph_of,
     )
 
 
 def _device_changes(
     rows: Sequence[DiffRow], earlier: TensorReport, later: TensorReport
 ) -> Iterator[DeviceChange]:
+    """Yield the sums of each device on which something changed."""
     before = {row.device: row.allocated for row in earlier.by_device}
     now = {row.device: row.allocated for row in later.by_device}
-    for device in [*now, *(each for each in before if each not in now)]:
-        sums = Counter[str]()
+    for device in {**now, **before}:
+        sums: Counter[str] = Counter()
         for row in rows:
-            sums[row.change] += (row.nbytes or 0) * (row.device == device)
-        was, figure = before.get(device, 0), now.get(device)
+            if row.device == device:
+                sums[row.change] += row.nbytes or 0
+        was = before.get(device, 0)
+        figure = now.get(device)
         allocated = None if was is None or figure is None else figure - was
         if any(sums.values()) or allocated:
-            net = sums["new"] + sums["freed"] + sums["resized"]
-            yield DeviceChange(device, sums["new"], -sums["freed"], sums["resized"], net, allocated)
+            yield DeviceChange(
+                device=device,
+                new=sums["new"],
+                freed=-sums["freed"],
+                resized=sums["resized"],
+                net=sums["new"] + sums["freed"] + sums["resized"],
+                allocated=allocated,
+            )
 
 
 @dataclass(frozen=True, repr=False)
@@ -379,11 +387,14 @@ class WhyReport(Report[WayRow]):
 
     def lines(self) -> tuple[str, ...]:
         """Return what to run so that the tensor is freed: the commands that are Python's in one line, then magics."""
-        commands = list(dict.fromkeys(way.command for way in self.ways if way.command is not None))
-        code = [each for each in commands if not each.startswith("%")] + (
-            [COLLECT] if self.collects else []
-        )
-        return (
-            *(["; ".join(code)] if code else []),
-            *(each for each in commands if each.startswith("%")),
-        )
+        code: dict[str, None] = {}
+        magics: dict[str, None] = {}
+        for way in self.ways:
+            if way.command == RELEASE:
+                magics[RELEASE] = None
+            elif way.command is not None:
+                code[way.command] = None
+        if self.collects:
+            code[COLLECT] = None
+        python = ["; ".join(code)] if code else []
+        return (*python, *magics)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import re
-import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from gpumagic.heap.branches import MAX_PATHS, Names, Path, bounded, class_attribute
-from gpumagic.heap.holders import SCRIPTS, Held
-from gpumagic.heap.kinds import is_node, subclasses
+from gpumagic.heap.branches import Names, bounded
+from gpumagic.heap.held import UNKNOWN_GRAPH, Held, Holder
 from gpumagic.heap.storages import Storage, StorageTable, View
 from gpumagic.memory.segments import OccupiedBytes
 from gpumagic.report.base import grouped
 from gpumagic.report.units import size
-from gpumagic.tensors.report import IN_GRAPH, KINDS, RELEASE, TensorRow, root_of
-
-GRAPH = "autograd graph"
+from gpumagic.tensors.detaching import DetachCommands
+from gpumagic.tensors.report import KINDS, RELEASE, TensorRow, root_of
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +30,20 @@ class _Block:
     """The tensors whose graphs keep it, by their `id`."""
 
     def tensors(self) -> list[int]:
-        return [tensor for storage in self.storages for tensor, _ in storage.views]
+        """Return the live tensors over it, by their `id`."""
+        found: list[int] = []
+        for storage in self.storages:
+            found += [tensor for tensor, _ in storage.views]
+        return found
+
+    def views(self) -> Sequence[View]:
+        """Return the views that say what it is used for: those with a name, or all where none has one."""
+        if self.named:
+            return self.named
+        found: list[View] = []
+        for storage in self.storages:
+            found += [view for _, view in storage.views]
+        return found
 
 
 class RowBuilder:
@@ -58,12 +67,10 @@ class RowBuilder:
         graph_of: Mapping[int, frozenset[Storage]],
         objects: Mapping[int, object],
     ) -> None:
-        self.names, self.kinds, self.gradient_of, self.graph_of = (
-            names,
-            kinds,
-            gradient_of,
-            graph_of,
-        )
+        self.names = names
+        self.kinds = kinds
+        self.gradient_of = gradient_of
+        self.graph_of = graph_of
         self._detaching = DetachCommands(names, objects)
         self._occupied = OccupiedBytes()
         self._any_is_special = bool(kinds or gradient_of)
@@ -71,111 +78,139 @@ class RowBuilder:
         self._block_of: dict[Storage, _Block] = {}
         self._held: dict[int, Held] = {}
         self._keepers: dict[tuple[int, ...], tuple[Held, str | None]] = {}
+        """Whose graphs keep a block, and the line that releases it, by the tensors that have the graphs."""
         if graph_of:
-            self._block_of = {storage: block for block in self.blocks for storage in block.storages}
+            for block in self.blocks:
+                self._block_of.update(dict.fromkeys(block.storages, block))
             for root, storages in graph_of.items():
-                for block in self._kept(storages):
+                for block in self._blocks_with(storages):
                     block.roots.append(root)
 
     def find_holders(self, held: Mapping[int, Held]) -> None:
         """Add what keeps tensors beside variables, by the tensors' `id`."""
         self._held.update(held)
         for block in self.blocks:
-            if not block.names:
-                tensors = block.tensors()
-                tensors += [
-                    owner for each in block.storages for owner in self.gradient_of.get(each, ())
-                ]
-                found = [held[tensor] for tensor in tensors if tensor in held]
+            if block.names:
+                continue
+            tensors = block.tensors()
+            owners = list(tensors)
+            for storage in block.storages:
+                owners += self.gradient_of.get(storage, ())
+            holders = [held[owner] for owner in owners if owner in held]
+            if holders:
                 # A storage is freed when all that view it are.
-                block.held = min(
-                    found, key=lambda each: (each.releasable, each.variable is None), default=None
-                )
-                if block.held is not None:
-                    self._held.update((tensor, block.held) for tensor in block.tensors())
+                block.held = min(holders, key=_least_releasable)
+                self._held.update(dict.fromkeys(tensors, block.held))
 
     def all(self) -> list[TensorRow]:
         """Return a row for each block."""
         return [self._row(block) for block in self.blocks]
 
     def _block(self, storages: list[Storage]) -> _Block:
+        """Return storages as a block, with the names of its tensors."""
         block = _Block(storages, occupied(storages, self._occupied))
         found: list[str] = []
         named: list[View] = []
-        names, gradient_of = self.names, self.gradient_of
+        # Local names, as this is done for each of thousands of storages.
+        names = self.names
+        gradient_of = self.gradient_of
         for storage in storages:
-            owners = gradient_of.get(storage, ()) if gradient_of else ()
-            through = [f"{name}.grad" for owner in owners for name in names.of(owner)]
+            through: list[str] = []
+            for owner in gradient_of.get(storage, ()) if gradient_of else ():
+                through += [f"{name}.grad" for name in names.of(owner)]
             for tensor, view in storage.views:
                 own = names.of(tensor)
                 if own or through:
                     found += own
                     named.append(view)
             found += through
-        if found:
-            names_of_all = (
-                found if len(found) == 1 else bounded(list(dict.fromkeys(found)), root_of)
-            )
-            block.names, block.named = tuple(names_of_all), named
+        if len(found) > 1:
+            found = bounded(list(dict.fromkeys(found)), root_of)
+        block.names = tuple(found)
+        block.named = named
         return block
 
     def _row(self, block: _Block) -> TensorRow:
         """Return the row of a block; of most of the thousands that there may be, one tensor is all."""
-        storages, names, held = block.storages, block.names, block.held
-        first, is_one = storages[0], len(storages) == 1
-        count = len(first.views) if is_one else sum([len(storage.views) for storage in storages])
-        named = block.named or [view for storage in storages for _, view in storage.views]
-        shown = named[0] if len(named) == 1 else max(named, key=attrgetter("elements"))
-        viewed = viewed_nbytes(storages, named)
-        note = first.note if is_one else next((each.note for each in storages if each.note), None)
-        in_graph, frees = False, None
-        if block.roots and held is None and not names:
-            in_graph, outer = True, self._outer(block.roots)
-            if (key := tuple(outer)) not in self._keepers:
-                self._keepers[key] = self._keeper(outer)
-            held, frees = self._keepers[key]
-        elif (
-            block.roots and held is not None and (held.releasable or held.label.startswith(SCRIPTS))
-        ):
-            held, frees = self._kept_by_both(held, self._outer(block.roots))
-        may_be_special = (
+        storages = block.storages
+        first = storages[0]
+        views = block.views()
+        shown = views[0]
+        viewed = viewed_nbytes(storages, views)
+        note = first.note
+        count = len(first.views)
+        requires_grad = first.requires_grad
+        numbers: tuple[int, ...] = (first.number,)
+        if len(views) > 1:
+            shown = max(views, key=attrgetter("elements"))
+        if len(storages) > 1:
+            note = next((storage.note for storage in storages if storage.note), None)
+            count = sum(len(storage.views) for storage in storages)
+            requires_grad = any(storage.requires_grad for storage in storages)
+            numbers = tuple(storage.number for storage in storages)
+        held, frees = self._holder(block)
+        in_graph = held is not None and held.by[0].kind == "graph"
+        kind = "plain"
+        if (
             self._any_is_special
             or count > 1
+            or block.roots
             or first.is_parameter
             or first.from_graph
-            or block.roots
-        )
-        label, place, releasable, variable = held or (None, None, False, None)
+        ):
+            kind = self._kind(block)
+        graph_nbytes = self._graph_nbytes(block) if self.graph_of and not in_graph else None
         # Positional, as names take as long again.
-        return TensorRow(
+        row = TensorRow(
             first.device,
             block.nbytes,
             shown.shape,
             shown.dtype,
-            self._kind(block) if may_be_special else "plain",
-            names[0] if names else None,
-            names,
-            label,
-            place,
-            releasable,
+            kind,
+            block.names[0] if block.names else None,
+            block.names,
+            None,  # the holder, the place, whether it is releasable: most have a name
+            None,
+            False,
             in_graph,
             frees,
             count - 1,
-            first.requires_grad if is_one else any(storage.requires_grad for storage in storages),
-            self._graph_nbytes(block) if self.graph_of and not in_graph else None,
+            requires_grad,
+            graph_nbytes,
             viewed,
             note or _small_view(viewed, first.nbytes),
-            (first.number,) if is_one else tuple([storage.number for storage in storages]),
-            variable,
+            numbers,
+        )
+        if held is None:
+            return row
+        return row._replace(
+            holder=held.label(),
+            place=held.place,
+            releasable=held.releasable,
+            variable=held.variable,
+            holder_kind=held.by[0].kind,
+            graph_of=held.by[0].name or None if in_graph else None,
         )
 
+    def _holder(self, block: _Block) -> tuple[Held | None, str | None]:
+        """Return what keeps a block that no variable reaches, and the line that frees it."""
+        held = block.held
+        if held is None:
+            if block.names or not block.roots:
+                return None, None
+            return self._keeper_by(self._outer(block.roots))
+        if block.roots and (held.releasable or held.by[0].kind == "script"):
+            return self._kept_by_both(held, self._outer(block.roots))
+        return held, _freeing_line(held)
+
     def _kind(self, block: _Block) -> str:
-        kinds, gradient_of = self.kinds, self.gradient_of
         found: set[str] = set()
         for storage in block.storages:
-            if kinds:
-                found.update([kinds[tensor] for tensor, _ in storage.views if tensor in kinds])
-            if gradient_of and storage in gradient_of:
+            if self.kinds:
+                found.update(
+                    self.kinds[tensor] for tensor, _ in storage.views if tensor in self.kinds
+                )
+            if storage in self.gradient_of:
                 found.add("gradient")
             if storage.is_parameter:
                 found.add("parameter")
@@ -183,52 +218,89 @@ class RowBuilder:
                 found.add("activation")
         return min(found, key=KINDS.index) if found else "plain"
 
-    def _kept(self, storages: Iterable[Storage]) -> Iterable[_Block]:
-        return {id(block): block for block in map(self._block_of.__getitem__, storages)}.values()
+    def _blocks_with(self, storages: Iterable[Storage]) -> Iterable[_Block]:
+        """Return the blocks that some storages are in, each once."""
+        blocks = [self._block_of[storage] for storage in storages]
+        return {id(block): block for block in blocks}.values()
 
     def _graph_nbytes(self, block: _Block) -> int | None:
         """Return the bytes that nothing but graphs keeps, this block's graph among them."""
         roots = [tensor for tensor in block.tensors() if tensor in self.graph_of]
         if not roots:
             return None
-        kept = self._kept(storage for root in roots for storage in self.graph_of[root])
-        only_graphs = (each for each in kept if each.roots and not each.names and each.held is None)
-        return sum(each.nbytes or 0 for each in only_graphs if each is not block)
+        saved: list[Storage] = []
+        for root in roots:
+            saved += self.graph_of[root]
+        nbytes = 0
+        for kept in self._blocks_with(saved):
+            if kept.roots and not kept.names and kept.held is None and kept is not block:
+                nbytes += kept.nbytes or 0
+        return nbytes
+
+    def _keeper_by(self, outer: Sequence[int]) -> tuple[Held, str | None]:
+        """Return whose graphs keep a block, and the line that releases it; looked for once."""
+        key = tuple(outer)
+        if key not in self._keepers:
+            self._keepers[key] = self._keeper(outer)
+        return self._keepers[key]
 
     def _keeper(self, outer: Sequence[int]) -> tuple[Held, str | None]:
-        """Return whose graphs keep a block, and the line that releases it."""
-        named = [names[0] for root in outer if (names := self.names.of(root))]
+        """Return whose graphs keep a block, and the line that releases it.
+
+        Args:
+            outer: the tensors that have the graphs, by their `id`.
+        """
+        named = [self.names.of(root)[0] for root in outer if self.names.of(root)]
         others = [self._held[root] for root in outer if root in self._held]
-        if not named and not others:
-            return Held(GRAPH, GRAPH, releasable=False), None
-        label = f"{IN_GRAPH}{named[0] if named else others[0].place}"
-        also = [
-            each.label for each in others if each.releasable
-        ]  # what the user can do something about
-        if named and also:
-            label += f" and {also[0]}"
-        is_releasable = not named and all(each.releasable for each in others)
-        only_names = all(self.names.of(root) and root not in self._held for root in outer)
-        frees = self._detaching.line(outer) if only_names else None
-        lines = {script_line(each.label, each.place) for each in others}
-        if not named and len(lines) == 1:
-            (frees,) = lines
-        return Held(label, label, is_releasable), frees
+        frees: str | None = None
+        if named:
+            by = [Holder("graph", named[0])]
+            for held in others:
+                if held.releasable:  # what the user can do something about
+                    by += held.by
+                    break
+            if not others and len(named) == len(outer):
+                frees = self._detaching.line(outer)
+        elif others:
+            by = [Holder("graph", others[0].place)]
+            lines = {held.unbinds if len(held.by) == 1 else None for held in others}
+            if len(lines) == 1:
+                (frees,) = lines
+        else:
+            by = [UNKNOWN_GRAPH]
+        releasable = bool(others) and not named and all(held.releasable for held in others)
+        held = Held(tuple(by), place="", releasable=releasable)
+        return held._replace(place=held.label()), RELEASE if releasable else frees
 
     def _kept_by_both(self, held: Held, outer: Sequence[int]) -> tuple[Held, str | None]:
         """Return the holder of a block that an output or an error keeps, and graphs too; and the lines that free it."""
-        lasting = [
-            root for root in outer if root not in self._held or not self._held[root].releasable
-        ]
+        lasting = [root for root in outer if not self._is_releasable(root)]
         if not lasting:
-            return held, None
+            return held, _freeing_line(held)
         graphs, line = self._keeper(lasting)
-        both = held._replace(label=f"{held.label} and {graphs.label}", releasable=False)
-        return both, f"{line}\n{RELEASE}" if line is not None and held.releasable else None
+        frees = f"{line}\n{RELEASE}" if line is not None and held.releasable else None
+        return held._replace(by=held.by + graphs.by, releasable=False), frees
+
+    def _is_releasable(self, root: int) -> bool:
+        return root in self._held and self._held[root].releasable
 
     def _outer(self, roots: Sequence[int]) -> list[int]:
         """Return the roots that are kept by more than other graphs."""
         return [root for root in roots if self.names.of(root) or root in self._held]
+
+
+def _least_releasable(held: Held) -> tuple[bool, bool]:
+    """Return the key that sorts what the session cannot release first, and of that what a variable reaches."""
+    return held.releasable, held.variable is None
+
+
+def _freeing_line(held: Held) -> str | None:
+    """Return the line after which none of its holders keeps a tensor, or None where none is known."""
+    if held.releasable:
+        return RELEASE
+    if held.unbinds is None or len(held.by) == 1:
+        return held.unbinds
+    return f"{held.unbinds}\n{RELEASE}"  # a script, and an output besides
 
 
 def _small_view(viewed: int | None, nbytes: int | None) -> str | None:
@@ -245,29 +317,29 @@ def group_by_memory(table: StorageTable) -> list[list[Storage]]:
     leader: dict[Storage, Storage] = {}
 
     def lead(storage: Storage) -> Storage:
-        while (above := leader.get(storage, storage)) is not storage:
+        above = leader.get(storage, storage)
+        while above is not storage:
             storage = above
+            above = leader.get(storage, storage)
         return storage
 
-    for parts in [*table.joined, *_overlapping(table)]:
-        for part in parts[1:]:
-            if lead(part) is not lead(parts[0]):
-                leader[lead(part)] = lead(parts[0])
+    for first, *others in [*table.joined, *_overlapping(table)]:
+        for part in others:
+            if lead(part) is not lead(first):
+                leader[lead(part)] = lead(first)
     if not leader:
         return [[storage] for storage in table.storages.values()]
     return list(grouped((lead(storage), storage) for storage in table.storages.values()).values())
 
 
 def occupied(block: Sequence[Storage], bytes_: OccupiedBytes) -> int | None:
-    """Return the bytes that a block takes from its allocator."""
-    if len(block) == 1:
-        (storage,) = block
-        return (
-            None
-            if storage.nbytes is None
-            else bytes_.of(storage.device, storage.address, storage.nbytes)
-        )
-    spans = []
+    """Return the bytes that a block takes from its allocator; None where that of a part is not known."""
+    if len(block) == 1:  # as nearly all of thousands are
+        storage = block[0]
+        if storage.nbytes is None:
+            return None
+        return bytes_.of(storage.device, storage.address, storage.nbytes)
+    spans: list[tuple[int, int]] = []
     for storage in block:
         if storage.nbytes is None:
             return None
@@ -283,15 +355,17 @@ def viewed_nbytes(block: Sequence[Storage], views: Sequence[View]) -> int | None
         return None
     if len(views) == 1:
         return views[0].nbytes
-    return min(
-        _union([(view.start, view.end) for view in views]), sum(view.nbytes for view in views)
-    )
+    reach = _union([(view.start, view.end) for view in views])
+    return min(reach, sum(view.nbytes for view in views))
 
 
 def _union(spans: Sequence[tuple[int, int]]) -> int:
+    """Return how many bytes some spans cover together."""
     if len(spans) == 1:
-        return spans[0][1] - spans[0][0]
-    total, reached = 0, 0
+        start, end = spans[0]
+        return end - start
+    total = 0
+    reached = 0
     for start, end in sorted(spans):
         total += max(0, end - max(start, reached))
         reached = max(reached, end)
@@ -299,100 +373,20 @@ def _union(spans: Sequence[tuple[int, int]]) -> int:
 
 
 def _overlapping(table: StorageTable) -> Iterator[list[Storage]]:
-    placed = (each for each in table.storages.values() if each.address and each.nbytes)
-    for alike in grouped((each.device, each) for each in placed).values():
-        alike.sort(key=attrgetter("address"))
-        reached, furthest = 0, alike[0]
-        for storage in alike:
+    """Yield pairs of storages that share bytes."""
+    on_device = grouped(
+        (storage.device, storage)
+        for storage in table.storages.values()
+        if storage.address and storage.nbytes
+    )
+    for storages in on_device.values():
+        storages.sort(key=attrgetter("address"))
+        furthest = storages[0]
+        reached = 0
+        for storage in storages:
             if storage.address < reached:
                 yield [furthest, storage]
             end = storage.address + (storage.nbytes or 0)
             if end > reached:
-                reached, furthest = end, storage
-
-
-def release_command(row: TensorRow) -> str | None:
-    """Return the line that frees a storage that no variable reaches, or None where none is known."""
-    if row.releasable or row.frees:
-        return RELEASE if row.releasable else row.frees
-    holder = row.holder or ""
-    by, _, also = holder.partition(" and ")
-    if not also.startswith(IN_GRAPH) and (line := script_line(by, row.place or "")):
-        return f"{line}\n{RELEASE}" if also else line
-    return None
-
-
-def script_line(holder: str, place: str) -> str | None:
-    """Return the line that deletes a variable of a script that `%run` ran; None where something else is the holder."""
-    found = re.match(rf"{re.escape(holder)}\.\w+", place) if holder.startswith(SCRIPTS) else None
-    return found and f"del {found[0]}"
-
-
-# ---- The line that makes tensors release their autograd graphs
-
-_MAX_STATEMENTS = 3
-"""Statements in the line that releases a graph."""
-
-
-class DetachCommands:
-    """Finds the line that makes tensors release their autograd graphs: it rebinds every name of theirs.
-
-    A tensor in a tuple cannot be replaced, and one that an output keeps besides its name still keeps its graph.
-
-    Args:
-        names: the tensors' names.
-        objects: what the names were found in, by `id`.
-    """
-
-    def __init__(self, names: Names, objects: Mapping[int, object]) -> None:
-        import torch
-
-        self._names, self._objects = names, objects
-        self._tensors = subclasses(torch.Tensor)
-        self._lists: dict[int, str | None] = {}
-        """By the `id` of a list: the statement that detaches all of its items, if there is one."""
-
-    def line(self, roots: Iterable[int]) -> str | None:
-        """Return the line after which none of the tensors with these `id`s keeps its graph, or None."""
-        paths = [self._names.paths_to.get(root, ()) for root in roots]
-        if any(len(each) >= MAX_PATHS for each in paths):  # there may be more
-            return None
-        statements = {self._statement(path): None for each in paths for path in each}
-        found = [each for each in statements if each is not None]
-        return (
-            "; ".join(found) if len(found) == len(statements) <= _MAX_STATEMENTS and found else None
-        )
-
-    def _statement(self, path: Path) -> str | None:
-        if path.style == "[" and path.parent is not None and path.parent.kind is list:
-            whole = self._of_list(path.parent)
-            if whole is not None:
-                return whole
-        name = self._names.code(path)
-        if name is None or (path.kind is not None and is_node(path.kind)):
-            return f"del {name}" if name is not None and path.style == "name" else None
-        return f"{name} = {name}.detach()" if _can_be_assigned(path) else None
-
-    def _of_list(self, path: Path) -> str | None:
-        if path.target not in self._lists:
-            name, items = self._names.code(path), self._objects.get(path.target)
-            is_of_tensors = (
-                type(items) is list
-                and len(items) > 1
-                and all(type(each) in self._tensors for each in items)
-            )
-            has_line = name is not None and is_of_tensors
-            self._lists[path.target] = (
-                f"{name}[:] = [each.detach() for each in {name}]" if has_line else None
-            )
-        return self._lists[path.target]
-
-
-def _can_be_assigned(path: Path) -> bool:
-    """Return whether what a path leads to can be replaced there: not in a tuple, a frozen dataclass..."""
-    owner = None if path.parent is None else path.parent.kind
-    if owner is None:
-        return path.style == "name"
-    setter = class_attribute(owner, "__setitem__" if path.style == "[" else "__setattr__")
-    in_c = (types.WrapperDescriptorType, types.MethodDescriptorType)
-    return path.style in ("[", ".") and not issubclass(owner, tuple) and type(setter) in in_c
+                reached = end
+                furthest = storage

@@ -10,14 +10,13 @@ import gc
 import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from gpumagic.heap import calls, cycles, graph, holders, storages
 from gpumagic.heap.branches import Names, stored_attribute
 from gpumagic.heap.graph import HeapGraph
-from gpumagic.heap.holders import Held
+from gpumagic.heap.held import Held, Holder, Root
 from gpumagic.heap.kinds import (
     Graphs,
     kinds_of,
@@ -28,14 +27,11 @@ from gpumagic.heap.kinds import (
     subclasses,
 )
 from gpumagic.heap.storages import Storage, StorageTable, gc_disabled, undisturbed
-from gpumagic.memory import allocator, segments
-from gpumagic.memory import devices as memory_devices
-from gpumagic.memory.devices import Device
 from gpumagic.report import base
-from gpumagic.report.base import grouped
 from gpumagic.report.units import LARGE
-from gpumagic.tensors.report import DeviceMemoryRow, TensorReport, TensorRow
-from gpumagic.tensors.rows import GRAPH, RowBuilder, group_by_memory, release_command
+from gpumagic.tensors.reconciliation import memory_by_device, notes_on_sums
+from gpumagic.tensors.report import RELEASE, TensorReport, TensorRow
+from gpumagic.tensors.rows import RowBuilder, group_by_memory
 
 LARGEST = 16
 """Storages from which cycles are looked for at once; what such a cycle leads to is found with it."""
@@ -63,11 +59,10 @@ def scan(
         thorough: whether to look for reference cycles and installed modules however little they may keep, which takes
             passes over all objects, and whether they keep what the session keeps.
     """
+    origin = base.current_origin()
     if "torch" not in sys.modules:
         notes: tuple[str, ...] = ("torch is not imported: no tensors",)
-        return TensorReport(
-            (), limit=limit, group_by=group_by, notes=notes, origin=base.current_origin()
-        )
+        return TensorReport((), limit=limit, group_by=group_by, notes=notes, origin=origin)
     with gc_disabled():
         namespace = vars(sys.modules["__main__"]) if namespace is None else namespace
         found = TensorScan(namespace, shell)
@@ -75,26 +70,21 @@ def scan(
             with undisturbed():
                 rows = found.run()
         except BaseException as error:
-            traceback.clear_frames(
-                error.__traceback__
-            )  # or it would keep every tensor of the process
+            # Or it would keep every tensor of the process.
+            traceback.clear_frames(error.__traceback__)
             raise
         finally:
             found.release()
         rows = name_keepers(rows, namespace, shell, 0 if thorough else LARGE)
-        rows = [
-            row if row.is_reached() else row._replace(frees=release_command(row)) for row in rows
-        ]
         summary = memory_by_device(rows)
-        notes = (*found.notes, *_memory_notes(rows, summary))
         report = TensorReport(
-            tuple(rows),
-            summary,
-            limit,
-            group_by,
-            notes,
+            tensors=tuple(rows),
+            by_device=summary,
+            limit=limit,
+            group_by=group_by,
+            notes=(*found.notes, *notes_on_sums(rows, summary)),
             process=storages.PROCESS,
-            origin=base.current_origin(),
+            origin=origin,
         )
         return report.narrowed(devices)
 
@@ -108,6 +98,43 @@ def name_keepers(
 ) -> list[TensorRow]:
     """Return the rows; those without a holder name the reference cycle or the installed module that keeps them.
 
+    Args:
+        rows: all of a scan.
+        namespace: the notebook's variables.
+        shell: the shell they belong to.
+        least: as in `find_keepers`.
+        ours: as in `find_keepers`.
+    """
+    keepers = find_keepers(rows, namespace, shell, least, ours)
+    if not keepers:
+        return list(rows)
+    named: list[TensorRow] = []
+    for row in rows:
+        keeper = keepers.get(row.numbers[0]) if row.numbers else None
+        named.append(row if keeper is None else _kept_by(row, keeper))
+    return named
+
+
+def _kept_by(row: TensorRow, keeper: Holder) -> TensorRow:
+    is_cycle = keeper.kind == "cycle"
+    return row._replace(
+        holder=str(keeper),
+        place=str(keeper),
+        releasable=is_cycle,
+        frees=RELEASE if is_cycle else None,
+        holder_kind=keeper.kind,
+    )
+
+
+def find_keepers(
+    rows: Sequence[TensorRow],
+    namespace: Mapping[str, object],
+    shell: Any,
+    least: int = 0,
+    ours: Sequence[object] = (),
+) -> dict[int, Holder]:
+    """Return the reference cycles and installed modules that keep rows without a holder, by the rows' first numbers.
+
     It takes 0.2 s for a million objects.
 
     Args:
@@ -118,32 +145,33 @@ def name_keepers(
             the session does.
         ours: what the caller has the tensors in.
     """
-    unexplained = [row for row in rows if not row.is_reached() and row.holder in (None, GRAPH)]
+    unexplained = [row for row in rows if _is_unexplained(row)]
     if sum(row.nbytes or 0 for row in unexplained) < least:
-        return list(rows)
+        return {}
     released = [row for row in rows if row.releasable and not least]
-    waiting = {number for row in (*unexplained, *released) for number in row.numbers}
-    starts = sorted(
-        (row for row in (*unexplained, *released) if not row.in_graph),
-        key=lambda row: (row.releasable, -(row.nbytes or 0)),
-    )
-    found: dict[int, str] = {}
+    waiting: set[int] = set()
+    for row in (*unexplained, *released):
+        waiting.update(row.numbers)
+    starts = [row for row in (*unexplained, *released) if not row.in_graph]
+    starts.sort(key=lambda row: (row.releasable, -(row.nbytes or 0)))
     session = list(holders.objects_of_the_session(namespace, shell))
+    found: dict[int, Holder] = {}
     for _ in range(1 if least else ROUNDS):
-        followed = {
-            row.numbers[0]
-            for row in [each for each in starts if each.numbers[0] not in found][:LARGEST]
-        }
+        # What a keeper found before leads to has been found with it.
+        starts = [row for row in starts if row.numbers[0] not in found]
+        followed = {row.numbers[0] for row in starts[:LARGEST]}
         if not followed:
             break
-        starts = [row for row in starts if row.numbers[0] not in followed]
+        starts = starts[LARGEST:]
         found.update(cycles.find_keepers(waiting, followed, [*ours, *session]))
-    return [
-        row._replace(holder=keeper, place=keeper, releasable=keeper.startswith(cycles.CYCLE))
-        if row.numbers and (keeper := found.get(row.numbers[0])) is not None
-        else row
-        for row in rows
-    ]
+    return found
+
+
+def _is_unexplained(row: TensorRow) -> bool:
+    """Return whether nothing is known that keeps a row's tensors, but for graphs of nobody."""
+    if row.is_reached():
+        return False
+    return row.holder is None or (row.in_graph and row.graph_of is None)
 
 
 class TensorScan:
@@ -162,7 +190,9 @@ class TensorScan:
     def __init__(
         self, namespace: Mapping[str, object], shell: object | None, *, every_holder: bool = False
     ) -> None:
-        self._namespace, self._shell, self._is_for_all = namespace, shell, every_holder
+        self._namespace = namespace
+        self._shell = shell
+        self._is_for_all = every_holder
         steps = graph.MAX_STEPS_OF_ALL if every_holder else graph.MAX_STEPS
         self.graph = HeapGraph(holders.excluded_objects(namespace, shell), steps)
         self._graphs = Graphs()
@@ -180,41 +210,62 @@ class TensorScan:
         """Find the tensors, name them, measure their storages; return the rows."""
         storages.forget_expired()  # else torch before 2.9 shows an expired storage's object, and crashes if it is read
         self._find()
-        names = self.names = self._named()
+        self.names = self._named()
         saved_for = self._walk_graphs()
-        saved = self._saved
-        self._table.add_all(
-            [
-                each
-                for each in self._tensors
-                if not saved or id(each) not in saved or names.of(id(each))
-            ]
+        gradient_of = self._add_storages()
+        graph_of = self._storages_kept(saved_for, gradient_of)
+        self._rows = RowBuilder(
+            groups=group_by_memory(self._table),
+            names=self.names,
+            kinds=kinds_of(self._owners),
+            gradient_of=gradient_of,
+            graph_of=graph_of,
+            objects=self.graph.objects,
         )
-        gradient_of = self._find_gradients()
-        for each in saved.values():
-            if not self._table.find(each)[0].views:
-                self._table.add(each)
-        gradients = grouped(
-            (leaf, storage) for storage, owners in gradient_of.items() for leaf in owners
-        )
-        graph_of = {
-            root: frozenset(self._storages(tensors, gradients))
-            for root, tensors in saved_for.items()
-        }
-        kinds, groups = kinds_of(self._owners), group_by_memory(self._table)
-        rows = self._rows = RowBuilder(
-            groups, names, kinds, gradient_of, graph_of, self.graph.objects
-        )
-        if self._is_for_all or not all(block.names for block in rows.blocks):
+        if self._is_for_all or not all(block.names for block in self._rows.blocks):
             if self.graph.gave_up:
                 self.notes.append(
-                    f"names were only looked for in the first {graph.MAX_STEPS:,} objects of the variables"
+                    f"names were only looked for in the first {self.graph.limit:,} objects of the variables"
                 )
-            rows.find_holders(self._holders())
-        found = rows.all()
+            self._rows.find_holders(self._holders())
+        rows = self._rows.all()
         if self._saved:  # which are found last the first time, and by the gc the next
-            found.sort(key=lambda row: row.numbers)
-        return found
+            rows.sort(key=lambda row: row.numbers)
+        return rows
+
+    def _add_storages(self) -> dict[Storage, list[int]]:
+        """Measure the storages of all tensors, what graphs saved last; return whose gradients a storage has."""
+        saved = self._saved
+        if saved:
+            names = self.names
+            self._table.add_all(
+                [each for each in self._tensors if id(each) not in saved or names.of(id(each))]
+            )
+        else:
+            self._table.add_all(self._tensors)
+        gradient_of = self._find_gradients()
+        for tensor in saved.values():
+            if not self._table.find(tensor)[0].views:
+                self._table.add(tensor)
+        return gradient_of
+
+    def _storages_kept(
+        self, saved_for: Mapping[int, Sequence[Any]], gradient_of: Mapping[Storage, Iterable[int]]
+    ) -> dict[int, frozenset[Storage]]:
+        """Return the storages that the graph of each tensor keeps, with the gradients of the leaves it leads to."""
+        gradients: dict[int, list[Storage]] = {}
+        for storage, leaf_ids in gradient_of.items():
+            for leaf_id in leaf_ids:
+                gradients.setdefault(leaf_id, []).append(storage)
+        graph_of: dict[int, frozenset[Storage]] = {}
+        for root, tensors in saved_for.items():
+            kept: set[Storage] = set()
+            for tensor in tensors:
+                storage, parts = self._table.find(tensor)
+                kept.update(parts or [storage])
+                kept.update(gradients.get(id(tensor), ()))
+            graph_of[root] = frozenset(kept)
+        return graph_of
 
     def release(self) -> None:
         """Release every object."""
@@ -232,81 +283,102 @@ class TensorScan:
 
     def references_to(self, value: object) -> int:
         """Return how many references to an object this has, with those of optimizers' states to their parameters."""
+        count = 0
         by_id = (self.graph.objects, self.graph.tensors, self.graph.nodes, self._nodes, self._saved)
-        states = (
-            keys
-            for each in self._owners
-            if type(keys := stored_attribute(each, "state")) is defaultdict
-        )
-        listed = (self.graph.owners, self._owners, self._tensors, self._suspended, *states)
-        return sum(id(value) in each for each in by_id) + sum(
-            each is value for parts in listed for each in parts
-        )
+        for objects in by_id:
+            if id(value) in objects:
+                count += 1
+        for listed in (self.graph.owners, self._owners, self._tensors, self._suspended):
+            count += sum(member is value for member in listed)
+        for owner in self._owners:
+            states = stored_attribute(owner, "state")
+            if type(states) is defaultdict:
+                count += sum(parameter is value for parameter in states)
+        return count
 
     def over(self, numbers: Collection[int]) -> list[int]:
         """Return the `id`s of the tensors over storages with these numbers."""
-        found = [each for each in self._table.storages.values() if each.number in numbers]
-        return [tensor for each in found for tensor, _ in each.views]
+        found: list[int] = []
+        for storage in self._table.storages.values():
+            if storage.number in numbers:
+                found += [tensor for tensor, _ in storage.views]
+        return found
+
+    def leaves_with_gradient(self, numbers: Collection[int]) -> list[int]:
+        """Return the `id`s of the leaves whose gradients are in storages with these numbers."""
+        found: list[int] = []
+        for storage, leaf_ids in self._rows.gradient_of.items():
+            if storage.number in numbers:
+                found += leaf_ids
+        return found
 
     def graphs_over(self, numbers: Collection[int]) -> list[int]:
         """Return the `id`s of the tensors whose autograd graphs keep storages with these numbers."""
-        found = self._rows.graph_of.items()
-        return [root for root, kept in found if any(each.number in numbers for each in kept)]
+        found: list[int] = []
+        for root, kept in self._rows.graph_of.items():
+            if any(storage.number in numbers for storage in kept):
+                found.append(root)
+        return found
 
     def kept_by(self, tensors: Collection[int]) -> set[int]:
         """Return the numbers of the storages that tensors keep: their own, of their gradients, of their graphs."""
-        graph_of = self._rows.graph_of
-        found = {each.number for tensor in tensors for each in graph_of.get(tensor, ())}
-        views = (
-            (each, tensor) for each in self._table.storages.values() for tensor, _ in each.views
-        )
-        found.update(each.number for each, tensor in views if tensor in tensors)
-        gradients = self._rows.gradient_of.items()
-        return found | {
-            each.number for each, owners in gradients if any(owner in tensors for owner in owners)
-        }
+        kept: set[int] = set()
+        for tensor in tensors:
+            kept.update(storage.number for storage in self._rows.graph_of.get(tensor, ()))
+        for storage in self._table.storages.values():
+            if any(tensor in tensors for tensor, _ in storage.views):
+                kept.add(storage.number)
+        for storage, leaf_ids in self._rows.gradient_of.items():
+            if any(leaf_id in tensors for leaf_id in leaf_ids):
+                kept.add(storage.number)
+        return kept
 
     def _find(self) -> None:
+        """Find the tensors, modules, optimizers, suspended calls and nodes of graphs among all objects."""
         import torch
 
         tensor_types = subclasses(torch.Tensor)
-        wanted = tensor_types | subclasses(torch.nn.Module, torch.optim.Optimizer)
-        wanted.update(calls.SUSPENDED)
         nodes = node_types()
-        wanted |= nodes
+        wanted = tensor_types | nodes | subclasses(torch.nn.Module, torch.optim.Optimizer)
+        wanted.update(calls.SUSPENDED)
+        # Comprehensions, as there may be a million objects and a hundred thousand tensors.
         found = [each for each in gc.get_objects() if type(each) in wanted]
         self._tensors = [each for each in found if type(each) in tensor_types]
-        for each in found if len(found) > len(self._tensors) else ():
-            if type(each) in nodes:
-                self._nodes[id(each)] = each
-            elif type(each) in calls.SUSPENDED:
-                self._suspended.append(each)
-            elif type(each) not in tensor_types:
-                self._owners.append(each)
+        if len(found) > len(self._tensors):
+            for value in found:
+                kind = type(value)
+                if kind in nodes:
+                    self._nodes[id(value)] = value
+                elif kind in calls.SUSPENDED:
+                    self._suspended.append(value)
+                elif kind not in tensor_types:
+                    self._owners.append(value)
         if frozen := _frozen():
             self.notes.append(
                 f"gc.freeze() hides {frozen:,} objects; of theirs only tensors with a name are listed"
             )
 
     def _named(self) -> Names:
+        """Follow the variables, and return the names of tensors; what only they lead to is found with it."""
         variables = holders.variables(self._namespace, self._shell)
         wanted = None if self._is_for_all else map(id, self._tensors)
         names = Names(self.graph.explore(variables, wanted))
         known = set(map(id, self._tensors))
         self._tensors += [each for key, each in self.graph.tensors.items() if key not in known]
-        self._owners += self.graph.owners if _frozen() else ()
+        if _frozen():
+            self._owners += self.graph.owners
         return names
 
     def _walk_graphs(self) -> dict[int, list[Any]]:
         """Return what the graph of each tensor that has one keeps, by the tensor's `id`."""
-        found: dict[int, list[Any]] = {}
-        roots = [(id(each), each.grad_fn) for each in non_leaves(self._tensors)]
+        roots = [(id(tensor), tensor.grad_fn) for tensor in non_leaves(self._tensors)]
+        kept: dict[int, list[Any]] = {}
         for root, node in (*roots, *self._nodes.items()):
-            graph = self._graphs.walk(node)
-            if graph is None:
+            saved = self._graphs.walk(node)
+            if saved is None:
                 break
-            found[root] = graph
-            self._saved.update((id(each), each) for each in graph)
+            kept[root] = saved
+            self._saved.update((id(tensor), tensor) for tensor in saved)
         if self._graphs.gave_up:
             self.notes.append("autograd graphs were only looked at in part: they are large")
         if not self._graphs.are_readable:
@@ -318,97 +390,45 @@ class TensorScan:
             self.notes.append(
                 f"graphs keep at least what is said: {hiding} does not show what it saved"
             )
-        return found
-
-    def _storages(
-        self, tensors: Iterable[Any], gradients: Mapping[int, list[Storage]]
-    ) -> Iterator[Storage]:
-        for each in tensors:
-            storage, parts = self._table.find(each)
-            yield from parts or [storage]
-            yield from gradients.get(id(each), ())
+        return kept
 
     def _find_gradients(self) -> dict[Storage, list[int]]:
         """Return the leaves whose gradients a storage has, by their `id`: adjoint methods make them views of one."""
-        with_gradient = leaves(
-            {id(each): each for each in (*self._tensors, *self._saved.values())}.values()
-        )
-        found = peek_gradients(with_gradient)
-        if found is None:
+        once = {id(tensor): tensor for tensor in (*self._tensors, *self._saved.values())}
+        with_gradient = leaves(once.values())
+        gradients = peek_gradients(with_gradient)
+        if gradients is None:
+            gradients = []
             self.notes.append(
                 "this torch does not show gradients that Python has not read; they are not listed"
             )
         owners: dict[Storage, list[int]] = {}
-        for position, alias in found or ():
+        for position, alias in gradients:
             storage, _ = self._table.find(alias)
             if not storage.views:  # no Python object represents this gradient: the alias does, then
                 storage = self._table.add(alias)
             owners.setdefault(storage, []).append(id(with_gradient[position]))
         return owners
 
-    def _holders(self) -> dict[int, holders.Held]:
-        # One that variables reach is no holder of its own.
-        suspended = [each for each in self._suspended if id(each) not in self.graph.objects]
-        others = [
-            (f"suspended {calls.call_label(calls.read_attribute(each, 'code'))}", each)
-            for each in suspended
-        ]
-        found = holders.unnamed_holders(self.graph, self._namespace, self._shell, others)
+    def _holders(self) -> dict[int, Held]:
+        """Return what keeps tensors that have no name, by their `id`."""
+        suspended: list[Root] = []
+        for call in self._suspended:
+            if (
+                id(call) not in self.graph.objects
+            ):  # one that variables reach is no holder of its own
+                label = calls.call_label(calls.read_attribute(call, "code"))
+                suspended.append((Holder("suspended call", label), call))
+        found = holders.unnamed_holders(self.graph, self._namespace, self._shell, suspended)
         for key in (*map(id, self._tensors), *self._nodes):
-            # What variables reach and no expression does.
-            if not self.names.of(key) and (told := self.names.described(key)) is not None:
-                variable, holder, place = told
-                found[key] = Held(holder, place, releasable=False, variable=variable)
+            if self.names.of(key):
+                continue
+            described = self.names.described(key)  # what variables reach and no expression does
+            if described is not None:
+                variable, holder, place = described
+                by = (Holder("object", holder),)
+                found[key] = Held(by, place, releasable=False, variable=variable)
         return found
-
-
-def memory_by_device(rows: Iterable[TensorRow]) -> tuple[DeviceMemoryRow, ...]:
-    """Return one row for each device that has live tensors or an allocator in use, accelerators first."""
-    figures = allocator.all_device_stats()
-    placed: dict[str, list[TensorRow]] = {device: [] for device in figures}
-    for row in rows:
-        placed.setdefault(row.device, []).append(row)
-    kept = segments.workspace_bytes()
-    # Of other devices no driver reports what other processes hold; to ask takes about a ms.
-    is_cuda = any(device.startswith("cuda") for device in figures)
-    driver = (
-        memory_devices.driver_figures({Device.parse(each).backend for each in figures})
-        if is_cuda
-        else {}
-    )
-    others = {device: each.other_processes for device, each in driver.items()}
-    found: list[DeviceMemoryRow] = []
-    for device in sorted(placed, key=lambda each: (each not in figures, each)):
-        mine = placed[device]
-        named = sum([row.nbytes or 0 for row in mine if row.is_reached()])
-        graph = sum([row.nbytes or 0 for row in mine if row.in_graph])
-        held = sum([row.nbytes or 0 for row in mine]) - named - graph
-        tensors = len(mine) + sum([row.views for row in mine])
-        own = DeviceMemoryRow(device, tensors, len(mine), named, held, graph)
-        if (figure := figures.get(device)) is not None:
-            workspaces, allocated = kept.get(device, 0), figure.allocated
-            own = replace(
-                own,
-                workspaces=workspaces,
-                unexplained=allocated - own.in_rows - workspaces,
-                allocated=allocated,
-                cached=figure.reserved - allocated,
-                other_processes=others.get(device),
-            )
-        found.append(own)
-    return tuple(found)
-
-
-def _memory_notes(rows: Iterable[TensorRow], devices: Iterable[DeviceMemoryRow]) -> list[str]:
-    """Return what a reader of the sums has to know to believe them."""
-    found = [
-        f"{row.device}: tensors sum to more than its allocator handed out; some of their memory came from elsewhere"
-        for row in devices
-        if row.unexplained is not None and row.unexplained < 0
-    ]
-    if unknown := len([row for row in rows if row.nbytes is None]):
-        found.append(f"storages of unknown size, in no sum: {unknown:,}")
-    return found
 
 
 def _frozen() -> int:

@@ -29,7 +29,6 @@ from gpumagic.report.document import (
 )
 from gpumagic.report.units import LARGE, count, few, shape, size
 from gpumagic.tensors.report import (
-    IN_GRAPH,
     DeviceMemoryRow,
     DiffRow,
     TensorReport,
@@ -46,28 +45,28 @@ _FEW_ROWS = 3
 @document_of.register(TensorReport)
 def view_tensors(report: TensorReport) -> Document:
     """Return the document of a tensor report."""
-    first, amount = _headline(report), _amount(report)
-    blocks: list[Block] = [
-        Heading(first),
-        *([] if first == amount else [Paragraph(amount, muted=True)]),
-    ]
-    if report.tensors:
-        blocks += (
-            _largest(report) if report.group_by is None else [_totals(report, report.group_by)]
-        )
-    devices = [
-        row
-        for row in report.by_device
-        if row.tensors or row.allocated or row.cached or row.other_processes
-    ]
+    first = _headline(report)
+    amount = _amount(report)
+    blocks: list[Block] = [Heading(first)]
+    if first != amount:
+        blocks.append(Paragraph(amount, muted=True))
+    if report.tensors and report.group_by is not None:
+        blocks.append(_totals(report, report.group_by))
+    elif report.tensors:
+        blocks += _largest(report)
+    devices = [row for row in report.by_device if _is_in_use(row)]
     if devices:
         blocks.append(Table.of(devices, DEVICE_COLUMNS, "Each device"))
-    if kept := ", ".join(
-        f"{size(row.workspaces)} on {row.device}" for row in report.by_device if row.workspaces
-    ):
-        blocks.append(Paragraph(f"Workspaces are cuBLAS's, {kept}: {CLEAR_WORKSPACES} frees them"))
+    kept = [f"{size(row.workspaces)} on {row.device}" for row in report.by_device if row.workspaces]
+    if kept:
+        sentence = f"Workspaces are cuBLAS's, {', '.join(kept)}: {CLEAR_WORKSPACES} frees them"
+        blocks.append(Paragraph(sentence))
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
+
+
+def _is_in_use(row: DeviceMemoryRow) -> bool:
+    return bool(row.tensors or row.allocated or row.cached or row.other_processes)
 
 
 SHOWN = 20
@@ -80,53 +79,64 @@ LARGE_SHARE = 0.1
 
 def _headline(report: TensorReport) -> str:
     """Return what keeps most memory for nothing and how to free it, or how much there is."""
-    sums: Counter[tuple[str, str, str]] = Counter()
-    for row in report.tensors:
-        if row.frees is not None and row.nbytes:
-            sums[graph_pattern(row.holder) or "Python", row.device, row.frees] += row.nbytes
-    for (holder, device, command), nbytes in sums.most_common(1):
-        if nbytes >= max(LARGE, LARGE_SHARE * sum(row.in_rows for row in report.by_device)):
-            line = command.replace("\n", " and then ")
-            if holder.startswith(IN_GRAPH):
-                kept = f"{holder.removeprefix(IN_GRAPH)} keeps {size(nbytes)} of activations on {device} for backward"
-                return f"{kept}: {line} frees them"
-            keeper = f"The {holder}" if holder.startswith("last ") else holder
-            return f"{keeper} keeps {size(nbytes)} on {device}: {line} frees it"
-    return _amount(report)
+    alike = grouped(
+        ((holder_pattern(row), row.device, row.frees), row)
+        for row in report.tensors
+        if row.frees is not None and row.nbytes
+    )
+    if not alike:
+        return _amount(report)
+    rows = max(alike.values(), key=_sum)
+    listed = sum(row.in_rows for row in report.by_device)
+    if _sum(rows) < max(LARGE, LARGE_SHARE * listed):
+        return _amount(report)
+    row = rows[0]
+    line = str(row.frees).replace("\n", " and then ")
+    amount = size(_sum(rows))
+    if row.graph_of is not None:
+        tensor = name_pattern(row.graph_of)
+        return f"{tensor} keeps {amount} of activations on {row.device} for backward: {line} frees them"
+    keeper = holder_pattern(row) or "Python"
+    if row.holder_kind in ("last traceback", "last result"):
+        keeper = f"The {keeper}"
+    return f"{keeper} keeps {amount} on {row.device}: {line} frees it"
+
+
+def _sum(rows: Sequence[TensorRow]) -> int:
+    return sum(row.nbytes or 0 for row in rows)
 
 
 def _amount(report: TensorReport) -> str:
+    """Return how much there is on each device, and how much more its allocator keeps for later."""
     tensors = sum(row.tensors for row in report.by_device)
     if not tensors:
         return f"No live tensors on {', '.join(report.only)}" if report.only else "No live tensors"
     storages = sum(row.storages for row in report.by_device)
     largest = max(row.in_rows for row in report.by_device)
-    told = [
-        row for row in report.by_device if row.tensors and (row.in_rows >= LARGE or largest < LARGE)
-    ]
-    # How much more the allocator keeps for later, if that is worth a word.
-    caches = {
-        row.device: f" and {size(row.cached)} of cache"
-        for row in told
-        if (row.cached or 0) >= max(LARGE, LARGE_SHARE * (row.allocated or 0))
-    }
-    shares = ", ".join(
-        f"{row.device} {size(row.in_rows)}{caches.get(row.device, '')}" for row in told
-    )
-    return f"{count(tensors, 'tensor')} in {count(storages, 'storage')}: {shares}"
+    shares: list[str] = []
+    for row in report.by_device:
+        if not row.tensors or row.in_rows < LARGE <= largest:
+            continue
+        share = f"{row.device} {size(row.in_rows)}"
+        cached = row.cached or 0
+        if cached >= max(LARGE, LARGE_SHARE * (row.allocated or 0)):  # it is worth a word
+            share += f" and {size(cached)} of cache"
+        shares.append(share)
+    return f"{count(tensors, 'tensor')} in {count(storages, 'storage')}: {', '.join(shares)}"
 
 
 def _largest(report: TensorReport) -> Iterator[Block]:
+    """Yield the table of the largest storages, and the notes of those that it shows."""
     wholes = {row.device: row.in_rows for row in report.by_device}
-    lines, limit = (
-        fold([row for row in report.tensors if row.is_reached() or row.nbytes != 0]),
-        report.limit,
-    )
+    lines = fold([row for row in report.tensors if row.is_reached() or row.nbytes != 0])
+    limit = report.limit
     small = {id(line) for line in lines if line.nbytes < _SMALL * wholes.get(line.row.device, 0)}
-    if len(lines) <= _FEW_LINES or limit is None or limit > SHOWN or len(small) > len(lines) - 3:
+    is_all_asked_for = limit is None or limit > SHOWN
+    if is_all_asked_for or len(lines) <= _FEW_LINES or len(small) > len(lines) - 3:
         small = set()
     lines.sort(key=lambda line: (id(line) in small, line.row.device in BUILTIN_DEVICES))
-    limit = min(limit, len(lines) - len(small)) if small and limit is not None else limit
+    if small and limit is not None:
+        limit = min(limit, len(lines) - len(small))
     yield Table.of(
         lines,
         NAMED_COLUMNS,
@@ -135,19 +145,23 @@ def _largest(report: TensorReport) -> Iterator[Block]:
         rest=more_storages,
         whole=lambda line: wholes.get(line.row.device, 0),
     )
-    about = grouped(
-        (line.row.note, line.text) for line in lines[:limit] if line.row.note is not None
-    )
+    about = grouped((line.row.note, line.text) for line in lines[:limit])
+    about.pop(None, None)
     for note, names in about.items():
         yield Paragraph(f"{few(list(dict.fromkeys(names)), 3)}: {note}", muted=True)
+
+
+def _holder_of(row: TensorRow) -> str:
+    """Return the variable that reaches a storage, or else what keeps it."""
+    if row.name is not None:
+        return root_of(row.name)
+    return row.variable or holder_text(row.holder)
 
 
 GROUP_KEYS: dict[str, Callable[[TensorRow], str]] = {
     "dtype": lambda row: row.dtype,
     "kind": lambda row: row.kind,
-    "holder": lambda row: (
-        root_of(row.name) if row.name is not None else row.variable or holder_text(row.holder)
-    ),
+    "holder": _holder_of,
 }
 
 
@@ -249,26 +263,29 @@ def fold(rows: Sequence[Row]) -> list[Line[Row]]:
     alike = Counter(keys)
     lines: dict[object, Line[Row]] = {}
     for position, (key, row) in enumerate(zip(keys, rows, strict=True)):
-        name = (
-            holder_text(graph_pattern(row.holder)) if row.name is None else name_pattern(row.name)
-        )
-        folds = row.name is None or (alike[key] > _FEW_ROWS and name != row.name)
-        name = name if folds or row.name is None else row.name
-        lines.setdefault(key if folds else position, Line(row, name)).add(row)
+        if row.name is None:
+            pattern = holder_text(holder_pattern(row))
+            line = lines.setdefault(key, Line(row, pattern))
+        elif alike[key] > _FEW_ROWS and name_pattern(row.name) != row.name:
+            line = lines.setdefault(key, Line(row, name_pattern(row.name)))
+        else:
+            line = lines.setdefault(position, Line(row, row.name))
+        line.add(row)
     return sorted(lines.values(), key=lambda line: -abs(line.nbytes))
 
 
 def _fold_key(row: TensorRow | DiffRow) -> object:
-    more = (getattr(row, "note", None), getattr(row, "change", None))
+    """Return what rows of one line have in common."""
     return (
-        row.name and name_pattern(row.name),
+        None if row.name is None else name_pattern(row.name),
         row.device,
         row.shape,
         row.dtype,
         row.kind,
-        graph_pattern(row.holder),
+        holder_pattern(row),
         row.nbytes is None,
-        more,
+        getattr(row, "note", None),
+        getattr(row, "change", None),
     )
 
 
@@ -277,9 +294,11 @@ def name_pattern(name: str) -> str:
     return re.sub(r"\[\d+\]", "[…]", name)
 
 
-def graph_pattern(holder: str | None) -> str | None:
-    """Return a holder; the graphs of all tensors of one list are one."""
-    return name_pattern(holder) if holder is not None and holder.startswith(IN_GRAPH) else holder
+def holder_pattern(row: TensorRow | DiffRow) -> str | None:
+    """Return what keeps a row's tensor; the graphs of all tensors of one list are one."""
+    if row.holder is None or row.graph_of is None:
+        return row.holder
+    return name_pattern(row.holder)
 
 
 def holder_text(holder: str | None) -> str:

@@ -237,8 +237,9 @@ def test_each_line_of_what_is_held_frees_exactly_what_it_promises(variables, sta
     assert len(told) == LINES[state]
     for place in range(len(told)):
         names = variables(state)
-        line, rows = promises(on_cuda(gpumagic.devices("cuda", namespace=names).leaks()))[place]
-        promised, before = sum(row.nbytes for row in rows), allocated()
+        promise = promises(on_cuda(gpumagic.devices("cuda", namespace=names).leaks()))[place]
+        line = "\n".join(promise.lines())
+        promised, before = sum(row.nbytes for row in promise.rows), allocated()
         exec(line.replace("%devices --free", "import gpumagic; gpumagic.free_leaks()"), names)
         assert (line, before - allocated()) == (line, promised)
 

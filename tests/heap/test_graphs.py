@@ -135,6 +135,9 @@ def test_a_result_that_an_output_keeps_too_is_not_freed_by_detaching_its_name(mo
         if row.in_graph and row.device == "simgpu:0"
     }
     assert graph == {("graph of loss and Out[4]", None, False)}
+    assert {(row.holder_kind, row.graph_of) for row in report if row.in_graph} == {
+        ("graph", "loss")
+    }
 
 
 def test_what_two_graphs_share_counts_for_each_of_them_and_once_in_the_sum(model) -> None:

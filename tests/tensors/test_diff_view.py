@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from gpumagic.report.base import to_html, to_text
+from gpumagic.tensors.leaks_view import promises
 from gpumagic.tensors.report import (
     DeviceChange,
     DiffReport,
@@ -72,7 +73,7 @@ def held(number, nbytes, holder, command, **more):
     """Return one held storage."""
     return TensorRow(
         "cuda:0", nbytes, (32, 32), "float32", "plain", None, holder=holder, place=more.pop("place", holder),
-        frees=command, numbers=(number,),
+        frees=command, numbers=(number,), **more,
     )  # fmt: skip
 
 
@@ -103,12 +104,37 @@ No single line frees 200.0 KiB, kept by C++ or what was not followed"""
 
 def test_the_graphs_of_a_list_are_one_line_and_one_command() -> None:
     line = "losses[:] = [each.detach() for each in losses]"
-    rows = [held(n, MIB, f"graph of losses[{n}]", line) for n in range(9)]
-    one = held(9, MIB, "graph of loss", "loss = loss.detach()")
+    rows = [held(n, MIB, f"graph of losses[{n}]", line, graph_of=f"losses[{n}]") for n in range(9)]
+    one = held(9, MIB, "graph of loss", "loss = loss.detach()", graph_of="loss")
     lines = text(LeakReport((*rows, one)), 120).splitlines()
     assert "graph of losses[…] × 9" in lines[4]
     assert lines[0].startswith(f"{line} frees 9.0 MiB")
     assert lines[-1] == "loss = loss.detach() frees 1.0 MiB: graph of loss"
+
+
+def test_a_line_is_taken_apart_where_its_statements_end_and_nowhere_else() -> None:
+    """A key of a dict may have what stands between statements; such a line is one with others of its statements."""
+    both = "made['a; b'] = made['a; b'].detach(); loss = loss.detach()"
+    rows = (
+        held(1, MIB, "graph of made['a; b']", both, graph_of="made['a; b']"),
+        held(2, MIB, "graph of loss", "loss = loss.detach()", graph_of="loss"),
+        held(3, MIB, "Out[3] and graph of loss", f"loss = loss.detach()\n{RELEASE}"),
+    )
+    joined, releasing = promises(rows)
+    assert joined.code == ["made['a; b'] = made['a; b'].detach()", "loss = loss.detach()"]
+    assert [row.numbers[0] for row in joined.rows] == [1, 2]
+    assert releasing.lines() == ["loss = loss.detach()", RELEASE]
+    assert [row.numbers[0] for row in releasing.rows] == [3]
+
+
+def test_calls_that_keep_the_same_are_named_as_they_are() -> None:
+    alike = [held(number, MIB, "running step()", None) for number in (1, 2)]
+    assert "  1  running step() × 2" in text(LeakReport(tuple(alike)))
+
+
+def test_what_a_graph_and_an_output_keep_is_the_graph_s_variable_s() -> None:
+    row = changed("new", MIB, None, holder="graph of loss and Out[4]", graph_of="loss")
+    assert DiffReport((row,)).by_variable == {"loss": MIB}
 
 
 def test_nothing_held_is_one_line() -> None:

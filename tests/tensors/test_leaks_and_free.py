@@ -330,6 +330,29 @@ def test_what_an_earlier_failure_keeps_too_goes_with_it(run) -> None:
     assert torch.simgpu.memory_allocated(0) == before
 
 
+@pytest.mark.parametrize("shown", [False, True])
+@pytest.mark.parametrize("name", ["salt and pepper.py", "a; b.py"])
+def test_a_script_may_be_called_what_joins_holders_and_statements(
+    run, tmp_path, name, shown
+) -> None:
+    """Neither " and " nor "; " in its path hides the line that frees what its variables keep, or cuts it in two."""
+    script = tmp_path / name
+    script.write_text(f"import torch\nkept = torch.ones(1022, device={DEVICE!r})\n")
+    before = torch.simgpu.memory_allocated(0)
+    run(f'%run "{script}"')
+    if shown:
+        run("kept")
+    run("del kept")
+    deletion = f"del get_ipython()._main_mod_cache[{str(script)!r}].kept"
+    lines = [deletion, "%devices --free"] if shown else [deletion]
+    report = run("%devices --leaks")
+    assert [command for _, command in held_by(report, 1022)] == ["\n".join(lines)]
+    assert f"{' and then '.join(lines)} frees 4.0 KiB" in " ".join(str(report).split())
+    for line in lines:
+        run(line)
+    assert torch.simgpu.memory_allocated(0) == before
+
+
 def test_what_only_another_device_has_is_not_freed(run) -> None:
     run("x = torch.ones(5000)\nx")
     run(f"y = torch.ones(6000, device={DEVICE!r})\ny")

@@ -109,8 +109,8 @@ def promised(shell: Any) -> Iterator[tuple[str, list[str], int]]:
     """Yield where lines are offered, the lines, and the bytes that they are said to free."""
     report = gpumagic.devices(namespace=shell.user_ns)
     here = [row for row in report.leaks() if row.device == DEVICE]
-    for line, rows in promises(here):
-        yield "--leaks", line.split("\n"), sum(row.nbytes or 0 for row in rows)
+    for promise in promises(here):
+        yield "--leaks", promise.lines(), sum(row.nbytes or 0 for row in promise.rows)
     names = [row.name or str(row.numbers[0]) for row in report if row.device == DEVICE]
     for name in [*names[:MOST], *(str(row.numbers[0]) for row in here[:MOST])]:
         why = gpumagic.why(name, namespace=shell.user_ns)

@@ -278,7 +278,10 @@ def _wrong_sums(report: Any) -> Iterator[str]:
 def _wrong_promises(report: Any, space: dict[str, Any], device: str) -> Iterator[str]:
     """Run each line that promises bytes of a device in a fork."""
     held = [row for row in report.leaks() if row.device == device]
-    lines = [(line, sum(row.nbytes for row in rows)) for line, rows in promises(held)]
+    lines = [
+        ("\n".join(promise.lines()), sum(row.nbytes for row in promise.rows))
+        for promise in promises(held)
+    ]
     largest = sorted(
         (row for row in report if row.device == device and row.name),
         key=lambda row: -(row.nbytes or 0),
