@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.dryrun import scenarios, targets
+from gpumagic.dryrun import targets, wire
 from gpumagic.dryrun.report import DryRunReport, Search, Trial, peak_of, reserved_of, shortcoming
 from gpumagic.options import PER_NODE, Ranks, number_of_ranks
 from gpumagic.report import progress
@@ -146,7 +146,7 @@ def search(
                 if runs[value].open_on or (seen is not None and seen.fits != runs[value].fits):
                     in_scenario = None  # with this value another scenario needs more
             else:
-                runs[value] = in_scenario(value, runs[now].scenario or scenarios.USUAL)
+                runs[value] = in_scenario(value, runs[now].scenario or wire.USUAL)
             if not runs[value].exceeds_host or value == 1:  # else a smaller one may take less
                 reason = _obstacle(
                     runs[value], f"with {name} = {value:,} ", is_first=len(runs) == 1

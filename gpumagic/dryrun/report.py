@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
+from gpumagic.dryrun.wire import Ending, Passes, Scenario
 from gpumagic.report.base import Report, to_document
 from gpumagic.report.document import Heading
 from gpumagic.report.units import count, size, size_range
@@ -72,16 +73,6 @@ class RankNeed(NamedTuple):
     fits: bool | None
     breakdown: dict[str, int]
     """Bytes at the peak by what they are, as of `DryRunReport`; none where only figures were asked for."""
-
-
-class Passes(NamedTuple):
-    """How often a loop of the cell was run."""
-
-    place: str
-    """Such as ``"line 4"``."""
-    run: int
-    asked: int | None
-    """None where only running it to its end tells, as for ``while``."""
 
 
 class Trial(NamedTuple):
@@ -171,18 +162,20 @@ class DryRunReport(Report[DryRunRow]):
     """What the operator of the peak allocates."""
     failure_line: int | None = None
     """The line whose request is the first to be refused."""
-    scenario: Any = None
+    scenario: Scenario | None = None
     """The scenario in which it needs most, where all agree on the verdict; None where no value decides."""
     flat: tuple[tuple[str, int], ...] = ()
     """``(place, pass)`` of each loop that was not run to its end and of which no pass after that one took more."""
     runs: int = 1
     """How many times the cell was run, with other values where something is decided by them."""
-    open_on: tuple[tuple[int, str], ...] = ()
+    open_on: tuple[tuple[int | None, str], ...] = ()
     """``(line, code)`` of each place where a value that is not known changes the verdict or the peak, or may."""
     effects: tuple[str, ...] = ()
     """What the cell will do to files, programs and the network; the dry run did none of it."""
     error: str | None = None
-    """How the cell would fail for another reason than memory."""
+    """How the cell would fail for another reason than memory, or why there are no figures."""
+    ending: Ending | None = None
+    """The reason that `error` says in words; None where there is none."""
     exceeds_host: bool = False
     """Whether the host's memory did not do: it was refused, or the dry run took more than half of what was free."""
     devices: tuple[DeviceNeed, ...] = ()

@@ -1,4 +1,4 @@
-"""A dry run from the parent's side: what to send to the worker, which engine answers, which of many ranks are run."""
+"""A dry run from the notebook's side: what is sent to the worker, which of many ranks are run, and the report of it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import contextlib
 import linecache
 import os
 import random
-import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gpumagic.dryrun import client, parts, payload, scenarios, targets
+from gpumagic.dryrun import client, parts, payload, scenarios, targets, wire
 from gpumagic.dryrun import report as records
 from gpumagic.dryrun.effects import NOT_DONE
 from gpumagic.dryrun.report import DeviceNeed, DryRunReport, peak_of, reserved_of
 from gpumagic.dryrun.script import Script
 from gpumagic.dryrun.targets import Target
+from gpumagic.dryrun.wire import DeviceOutcome, Ended, Ending, Failure, Outcome, Rank, Scenario
 from gpumagic.errors import DryRunUnavailable
 from gpumagic.memory import segments
 from gpumagic.options import Ranks, number_of_ranks
@@ -36,21 +36,13 @@ NCCL = (16 * targets.MIB, 1500 * targets.MIB)
 A channel has a buffer of 4 MiB a connection (NCCL_BUFFSIZE), and half a MiB and 4.7 MiB more where it uses the LL and
 LL128 protocols; a ring has two connections, a tree three more, and there are 2 to 32 channels (NCCL_MAX_NCHANNELS).
 People measured 1.6 GB for one communicator (https://github.com/NVIDIA/nccl/issues/864)."""
-_HOST = re.compile(r"(_Array)?MemoryError:|.*DefaultCPUAllocator: ", re.DOTALL)
-"""How Python, numpy and torch say that the host's memory does not do."""
-_ZEROS = (
-    f"of large tensors and arrays on the CPU, those beyond {parts.ROOM >> 20} MiB in all are assumed to be zeros",
-)
-_ROCM = (
-    "what ROCm takes for itself: of this GPU only the size is known here, and CUDA on an A100 stands in",
-)
+_ZEROS = f"of large tensors and arrays on the CPU, those beyond {parts.ROOM >> 20} MiB in all are assumed to be zeros"
+_ROCM = "what ROCm takes for itself: of this GPU only the size is known here, and CUDA on an A100 stands in"
 _NEEDS_CUDA = (
     "ranks are dry-run on torch's own CUDA: "
     "that takes a CUDA build of torch, which needs no GPU, and a C compiler"
 )
-Rank = tuple[int, int, int, dict[str, list[str]]]
-"""Which, of how many, how many a machine has, and what ranks that were run before have sent to it."""
-Run = Callable[[Rank], tuple[DryRunReport, dict[str, Any]]]
+Run = Callable[[Rank], tuple[DryRunReport, "Outcome | Ended"]]
 
 
 def dry_run(
@@ -60,7 +52,7 @@ def dry_run(
     *,
     values: Mapping[str, object] | None = None,
     time_limit: float = TIME_LIMIT,
-    only: scenarios.Scenario | None = None,
+    only: Scenario | None = None,
 ) -> DryRunReport:
     """Return what running the code would need, of ranks the one that needs most.
 
@@ -76,25 +68,26 @@ def dry_run(
         DryRunUnavailable: this torch or system cannot.
     """
 
-    def one(rank: Rank | None) -> tuple[DryRunReport, dict[str, Any]]:
-        """Return the report, and what the worker told."""
-        here = targets.with_engine(
-            target if rank is None else replace(target, chosen=rank[0] % rank[2])
-        )
+    def one(rank: Rank | None) -> tuple[DryRunReport, Outcome | Ended]:
+        """Return the report of a rank, or of a cell that is none, and the worker's reply."""
+        here = target
+        if rank is not None:
+            here = replace(target, chosen=rank.number % rank.per_node)
+        here = targets.with_engine(here)
         if here.engine == targets.FAKE and rank is not None:
             raise DryRunUnavailable(_NEEDS_CUDA)
         client.start(here.engine)  # it imports torch while the notebook is packed
         packed = payload.pack(namespace, what.names(), what.function, here)
         with contextlib.closing(packed.shared):
             request = _request(what, packed, here, dict(values or {}), time_limit)
-            outcome = scenarios.run({**request, "rank": rank}, only)
-        return report_of(outcome, here, packed, sizes_in(what.source or "")), outcome
+            result = scenarios.run(replace(request, rank=rank), only)
+        return report_of(result, here, packed, sizes_in(what.source or "")), result.reply
 
     if target.ranks is None:
-        report, outcome = one(None)
-        if "ranks" not in outcome:
+        report, reply = one(None)
+        if isinstance(reply, Outcome) or reply.ranks is None:
             return report
-        target = targets.of_ranks(target, number_of_ranks(outcome["ranks"]))
+        target = targets.of_ranks(target, number_of_ranks(reply.ranks))
     assert target.ranks is not None
     return _fullest(one, target.ranks)
 
@@ -105,10 +98,10 @@ def _fullest(run: Run, ranks: Ranks) -> DryRunReport:
     Those are the first, the last, each stage of a pipeline; the others do what these do.
 
     Args:
-        run: dry-runs a rank, and returns what the worker told, too.
+        run: dry-runs a rank, and returns its report and the worker's reply.
         ranks: how many there are.
     """
-    said: dict[str, list[str]] = {}
+    heard: dict[str, tuple[str, ...]] = {}
     reports: dict[int, DryRunReport] = {}
     waiting: set[int] = set()  # since one of them has said something new
     coming = [ranks.world - 1, 0]  # the last one is next
@@ -116,12 +109,11 @@ def _fullest(run: Run, ranks: Ranks) -> DryRunReport:
         number = coming.pop()
         if number in reports:
             continue
-        reports[number], outcome = run((number, *ranks, said))
-        told = outcome.get("rank") or {"said": {}, "stages": []}
-        if not told["said"].items() <= said.items():
+        reports[number], reply = run(Rank(number, ranks.world, ranks.per_node, heard))
+        said, stages, source = _of_other_ranks(reply)
+        if not said.items() <= heard.items():
             waiting.clear()
-        said = {**said, **told["said"]}
-        source = (outcome.get("error") or {}).get("waits_for")
+        heard = {**heard, **said}
         if source is not None and number not in waiting:
             waiting.add(number)
             coming += [number, source]
@@ -129,20 +121,42 @@ def _fullest(run: Run, ranks: Ranks) -> DryRunReport:
             continue
         if not reports[number].fits:
             break
-        coming[:0] = reversed([each for each in told["stages"] if each not in coming])
-    most = max(reports, key=lambda each: (not reports[each].fits, peak_of(reports[each]), -each))
-    needs = []
-    for number, each in sorted(reports.items()):
-        retries = next(
-            (device.retries for device in each.devices if device.device == each.device), 0
-        )
-        peak, reserved = peak_of(each), reserved_of(each)
-        needs.append(
-            records.RankNeed(
-                number, each.device or "", peak, reserved, retries, each.fits, each.breakdown
-            )
-        )
+        coming[:0] = reversed([stage for stage in stages if stage not in coming])
+    most = max(reports, key=lambda rank: (not reports[rank].fits, peak_of(reports[rank]), -rank))
+    needs = [_rank_need(rank, report) for rank, report in sorted(reports.items())]
     return replace(reports[most], rank=most, world=ranks.world, ranks=tuple(needs))
+
+
+def _of_other_ranks(
+    reply: Outcome | Ended,
+) -> tuple[dict[str, tuple[str, ...]], tuple[int, ...], int | None]:
+    """Return what a rank has said to others, the stages of its pipeline, and the rank that it waits for."""
+    if isinstance(reply, Ended):
+        return {}, (), None
+    source = None if reply.failure is None else reply.failure.waits_for
+    if reply.rank is None:
+        return {}, (), source
+    return reply.rank.said, reply.rank.stages, source
+
+
+def _rank_need(rank: int, report: DryRunReport) -> records.RankNeed:
+    """Return the figures of a rank on its device."""
+    retries = 0
+    for need in report.devices:
+        if need.device == report.device:
+            retries = need.retries
+    return records.RankNeed(
+        rank=rank,
+        device=report.device or "",
+        peak=peak_of(report),
+        reserved=reserved_of(report),
+        retries=retries,
+        fits=report.fits,
+        breakdown=report.breakdown,
+    )
+
+
+# ---- The request
 
 
 def _request(
@@ -151,166 +165,217 @@ def _request(
     target: Target,
     values: dict[str, object],
     time_limit: float,
-) -> dict[str, Any]:
+) -> wire.Request:
+    """Return what the worker needs for a dry run of some code."""
+    sources = {}
+    for filename in packed.files:
+        text = "" if is_library("", filename) else "".join(linecache.getlines(filename))
+        if text:
+            sources[filename] = text
+    if what.source:
+        sources[what.filename] = what.source
+    return wire.Request(
+        code=wire.Code(what.source, what.filename, sources),
+        notebook=wire.Notebook(
+            data=packed.buffer.getvalue(),
+            shared=packed.shared.path,
+            slots=packed.shared.slots,
+            scopes=len(packed.scopes),
+            values=values,
+        ),
+        devices=_devices(packed, target),
+        imports=_imports(),
+        random=_random_states(),
+        time_limit=time_limit,
+    )
+
+
+def _devices(packed: payload.Payload, target: Target) -> wire.Devices:
+    """Return the devices of a dry run, with what the notebook holds there besides what is sent."""
+    base = []
+    for name, held, its_segments in zip(
+        target.names, target.allocated, target.segments, strict=True
+    ):
+        is_laid_out = its_segments is not None
+        base.append(0 if is_laid_out else max(0, held - packed.device_bytes[name]))
+    # Where torch keeps workspaces for cuBLAS: on an imagined device nowhere.
+    is_imagined = target.is_imagined or target.ranks is not None
+    found = [] if is_imagined else segments.find_workspaces()
+    workspaces = [
+        [(block.address, block.size) for block in found if block.device == name]
+        for name in target.names
+    ]
+    _, most = target.extra
+    capacities = [
+        None if capacity is None else max(0, capacity - most) for capacity in target.capacities
+    ]
+    return wire.Devices(
+        engine=target.engine,
+        backend=target.backend,
+        gpu=target.gpu,
+        gpus=target.gpus,
+        capacities=capacities,
+        base=base,
+        segments=target.segments,
+        workspaces=workspaces,
+        cuts_to_size=target.backend == "simgpu",
+    )
+
+
+def _imports() -> wire.Imports:
+    """Return where this process imports from, and what the worker is to import before it forks."""
+    preload = []
+    installed = []
+    for name, module in list(sys.modules.items()):
+        package, _, inner = name.partition(".")
+        if package in _PRELOADED and "._" not in name:
+            preload.append(name)
+        if not inner and is_library(name, getattr(module, "__file__", None) or ""):
+            installed.append(name)
+    folder = os.getcwd()  # noqa: PTH109
+    return wire.Imports(list(sys.path), folder, preload, installed)
+
+
+def _random_states() -> wire.RandomStates:
     import torch
 
-    base = [
-        max(0, held - packed.device_bytes[name]) if segments is None else 0
-        for name, held, segments in zip(
-            target.names, target.allocated, target.segments, strict=True
-        )
-    ]
-    # Where torch keeps workspaces for cuBLAS: on an imagined device nowhere.
-    found = [] if target.is_imagined or target.ranks is not None else segments.find_workspaces()
     numpy = sys.modules.get("numpy")
-    sources = {
-        name: "".join(linecache.getlines(name)) for name in packed.files if not is_library("", name)
-    }
-    if what.source is not None:
-        sources[what.filename] = what.source
-    return {
-        "engine": target.engine,
-        "is_brief": False,
-        "gpus": target.gpus,
-        "gpu": target.gpu,
-        "workspaces": [
-            [(each.address, each.size) for each in found if each.device == name]
-            for name in target.names
-        ],
-        "source": what.source,
-        "filename": what.filename,
-        "data": packed.buffer.getvalue(),
-        "shared": packed.shared.path,
-        "slots": packed.shared.slots,
-        "scopes": len(packed.scopes),
-        "sources": {name: text for name, text in sources.items() if text},
-        "values": values,
-        "backend": target.backend,
-        "chosen": target.chosen,
-        "base": base,
-        "cuts_to_size": target.backend == "simgpu",  # see `worker.fake.allocator`
-        "capacities": [
-            None if each is None else max(0, each - target.extra[1]) for each in target.capacities
-        ],
-        "segments": target.segments,
-        "time_limit": time_limit,
-        "path": list(sys.path),
-        "folder": os.getcwd(),  # noqa: PTH109
-        "preload": [
-            name
-            for name in list(sys.modules)
-            if name.partition(".")[0] in _PRELOADED and "._" not in name
-        ],
-        "installed": [
-            name
-            for name, module in list(sys.modules.items())
-            if "." not in name and is_library(name, getattr(module, "__file__", None) or "")
-        ],
-        "random": random.getstate(),
-        "torch_random": bytes(torch.get_rng_state().tolist()),
-        "numpy_random": None if numpy is None else numpy.random.get_state(),
-    }
+    return wire.RandomStates(
+        python=random.getstate(),
+        torch=bytes(torch.get_rng_state().tolist()),
+        numpy=None if numpy is None else numpy.random.get_state(),
+    )
+
+
+# ---- The report
 
 
 def report_of(
-    outcome: dict[str, Any], target: Target, packed: payload.Payload, sizes: tuple[str, ...]
+    result: scenarios.Result, target: Target, packed: payload.Payload, sizes: tuple[str, ...]
 ) -> DryRunReport:
-    """Return the report of a worker's outcome; of one without figures with the sentence that says why."""
-    if "ended" in outcome:
-        return DryRunReport(
-            target.names[target.chosen],
-            {},
-            {},
-            capacity=target.capacities[target.chosen],
-            gpu=target.gpu,
-            engine=target.engine,
-            error=outcome["ended"],
-            exceeds_host=outcome.get("exceeds_host", False),
-            effects=tuple(outcome.get("effects", ())),
-        )
-    error, names, communicators = outcome["error"], target.names, outcome.get("communicators", 0)
-    complete = error is None and not outcome["is_open"]
-    decided = complete and not outcome.get("depends")
-    devices = tuple(
-        _device(name, found, capacity, target.extra, decided=decided)
-        for name, found, capacity in zip(names, outcome["devices"], target.capacities, strict=True)
+    """Return the report of what a dry run came to.
+
+    Args:
+        result: what it came to.
+        target: its devices.
+        packed: what was sent of the notebook.
+        sizes: as of `DryRunReport.sizes`.
+    """
+    outcome = result.reply
+    if isinstance(outcome, Ended):
+        return _report_of_ended(outcome, target)
+    is_complete = outcome.failure is None and not outcome.is_cut_short
+    devices = _needs(outcome, target, is_decided=is_complete and not result.depends)
+    deciding = min(
+        range(len(devices)), key=lambda index: _room(devices[index], target.names[target.chosen])
     )
-    deciding = min(range(len(devices)), key=lambda each: _room(devices[each], names[target.chosen]))
-    device, found = devices[deciding], outcome["devices"][deciding]
-    at, failure, fits = found["at"], found["failure"], {each.fits for each in devices}
-    unknown = (*outcome["unknown"], *packed.notes, *target.unknown, *_ROCM * target.is_amd)
+    device, figures = devices[deciding], outcome.devices[deciding]
+    verdicts = {need.fits for need in devices}
+    fits: bool | None = True
+    if False in verdicts:
+        fits = False
+    elif None in verdicts:
+        fits = None
+    ending, error = _how_it_ends(outcome.failure, result.failure_depends_on)
+    nccl = NCCL[0] * outcome.communicators, NCCL[1] * outcome.communicators
+    has_unknown_parts = result.varies or outcome.has_unknown_parts or target.is_amd
     return DryRunReport(
         device=device.device,
-        peak={each.device: each.peak for each in devices},
-        reserved={each.device: each.reserved for each in devices},
-        line=at["line"],
-        code=at["code"] or None,
-        operator=at["operator"] or None,
-        breakdown=dict(sorted(found["breakdown"].items(), key=lambda item: -item[1])),
-        fits=False if False in fits else None not in fits or None,
+        peak={need.device: need.peak for need in devices},
+        reserved={need.device: need.reserved for need in devices},
+        line=figures.peak_at.line,
+        code=figures.peak_at.code or None,
+        operator=figures.peak_at.operator or None,
+        breakdown=dict(sorted(figures.breakdown.items(), key=lambda part: -part[1])),
+        fits=fits,
         capacity=device.capacity,
-        complete=complete,
-        certain=complete
-        and not outcome.get("varies")
-        and not outcome.get("lacks")
-        and not target.is_amd,
-        passes=tuple(records.Passes(*each) for each in outcome["passes"]),
-        modules=dict(found.get("modules", ())),
-        timeline=tuple(
-            records.DryRunPoint(names[index], *point) for index, *point in outcome["timeline"]
-        ),
-        assumed=(
-            *outcome["assumed"],
-            *_ZEROS * any(each.offset is None for each in packed.shared.slots),
-        ),
-        unknown=tuple(dict.fromkeys(unknown)),
+        complete=is_complete,
+        certain=is_complete and not has_unknown_parts,
+        passes=outcome.passes,
+        modules=figures.modules,
+        timeline=_timeline(outcome, target),
+        assumed=tuple(_assumed(outcome, packed)),
+        unknown=tuple(dict.fromkeys(_unknown(outcome, packed, target))),
         engine=target.engine,
         gpu=target.gpu,
         overhead=target.extra,
-        scenario=outcome.get("most"),
-        runs=outcome["runs"],
-        flat=tuple((place, number) for place, number in outcome.get("flat", ())),
-        function=at["function"] or None,
-        operator_bytes=at["nbytes"],
-        failure_line=None if failure is None else failure["line"],
-        open_on=tuple((line, code) for line, code in outcome.get("open_on", ())),
-        effects=tuple(outcome["effects"]),
-        error=None if error is None else _failure_sentence(error),
-        exceeds_host=error is not None
-        and _HOST.match(f"{error['kind']}: {error['text']}") is not None,
+        scenario=result.scenario,
+        runs=result.runs,
+        flat=tuple([(loop.place, loop.number) for loop in outcome.flat]),
+        function=figures.peak_at.function or None,
+        operator_bytes=figures.peak_at.nbytes,
+        failure_line=None if figures.refused is None else figures.refused.line,
+        open_on=result.open_on,
+        effects=outcome.effects,
+        error=error,
+        ending=ending,
+        exceeds_host=outcome.failure is not None and outcome.failure.exceeds_host,
         devices=devices,
-        nccl=(NCCL[0] * communicators, NCCL[1] * communicators),
-        lines=tuple(
-            records.DryRunRow(
-                names[each["device"]], each["line"], each["code"], each["peak"], each["after"]
-            )
-            for each in sorted(outcome["lines"], key=lambda each: (each["line"], each["device"]))
-        ),
-        operators=outcome["operators"],
-        seconds=outcome["seconds"],
-        worked=outcome["worked"],
-        versions=outcome.get("versions", {}),
+        nccl=nccl,
+        lines=_lines(outcome, target),
+        operators=outcome.operators,
+        seconds=result.seconds,
+        worked=result.worked,
+        versions=outcome.versions,
         sizes=sizes,
     )
 
 
-def _device(
-    name: str, found: dict[str, Any], capacity: int | None, extra: tuple[int, int], *, decided: bool
-) -> DeviceNeed:
-    """Judge one device: a clear no, a clear yes only of a run that was seen to its end, and between them None."""
-    fits = True if decided else None
-    if found["failed"]:
-        fits = False if extra[0] == extra[1] or found["peak"] + extra[0] > (capacity or 0) else None
-    return DeviceNeed(
-        name,
-        found["before"],
-        found["peak"],
-        found["after"],
-        found["reserved"],
-        capacity,
-        None if capacity is None else fits,
-        found.get("retries", 0),
+def _report_of_ended(ended: Ended, target: Target) -> DryRunReport:
+    """Return the report of a dry run without figures: the sentence that says why."""
+    return DryRunReport(
+        device=target.names[target.chosen],
+        peak={},
+        reserved={},
+        capacity=target.capacities[target.chosen],
+        gpu=target.gpu,
+        engine=target.engine,
+        error=ended.sentence,
+        ending=ended.reason,
+        exceeds_host=ended.exceeds_host,
+        effects=ended.effects,
     )
+
+
+def _needs(outcome: Outcome, target: Target, *, is_decided: bool) -> tuple[DeviceNeed, ...]:
+    """Return what the cell takes of each device, and whether that fits.
+
+    Args:
+        outcome: the worker's.
+        target: the devices.
+        is_decided: whether the cell was seen to its end and no value decides on the verdict.
+    """
+    needs = []
+    for name, figures, capacity in zip(
+        target.names, outcome.devices, target.capacities, strict=True
+    ):
+        fits = None
+        if capacity is not None:
+            fits = _fits(figures, capacity, target.extra, is_decided=is_decided)
+        needs.append(
+            DeviceNeed(
+                device=name,
+                before=figures.before,
+                peak=figures.peak,
+                after=figures.after,
+                reserved=figures.reserved,
+                capacity=capacity,
+                fits=fits,
+                retries=figures.retries,
+            )
+        )
+    return tuple(needs)
+
+
+def _fits(
+    figures: DeviceOutcome, capacity: int, extra: tuple[int, int], *, is_decided: bool
+) -> bool | None:
+    """Judge one device: a clear no, a clear yes only of a run that was seen to its end, and between them None."""
+    least, most = extra
+    if figures.failed:
+        is_clear = least == most or figures.peak + least > capacity
+        return False if is_clear else None
+    return True if is_decided else None
 
 
 def _room(device: DeviceNeed, chosen: str) -> tuple[int, float, bool]:
@@ -320,25 +385,68 @@ def _room(device: DeviceNeed, chosen: str) -> tuple[int, float, bool]:
     return verdict, share, device.device != chosen
 
 
-def _failure_sentence(error: dict[str, Any]) -> str:
-    """Return how the dry run ended, where not at the cell's end."""
-    where = f" on line {error['line']}" if error["line"] is not None else ""
-    own, undone = (
-        f"{error['kind']}: {error['text']}",
-        [f"it {each}, {NOT_DONE}" for each in error["undone"][-1:]],
-    )
-    if error["refused"]:
-        return f"the dry run stopped{where}: {error['text']}"
-    if undone and error["is_denied"]:
-        return f"the dry run stopped{where}: {undone[0]} ({own})"
-    depends = (
-        [f"it depends on {error['depends']}, whose values are assumed"]
-        if "depends" in error
-        else []
-    )
-    reasons = [*depends, *(f"before that {each}" for each in undone)]
-    return (
-        f"the cell may fail{where}: {own} ({'; '.join(reasons)})"
-        if reasons
-        else f"the cell fails{where}: {own}"
-    )
+def _timeline(outcome: Outcome, target: Target) -> tuple[records.DryRunPoint, ...]:
+    return tuple([
+        records.DryRunPoint(
+            device=target.names[point.device],
+            operator=point.operator,
+            line=point.line,
+            allocated=point.allocated,
+            parts=point.parts,
+        )
+        for point in outcome.timeline
+    ])  # fmt: skip
+
+
+def _lines(outcome: Outcome, target: Target) -> tuple[records.DryRunRow, ...]:
+    return tuple([
+        records.DryRunRow(
+            device=target.names[use.device],
+            line=use.line,
+            code=use.code,
+            peak=use.peak,
+            after=use.after,
+        )
+        for use in sorted(outcome.lines, key=lambda use: (use.line, use.device))
+    ])  # fmt: skip
+
+
+def _assumed(outcome: Outcome, packed: payload.Payload) -> Iterator[str]:
+    yield from outcome.assumed
+    if any(slot.offset is None for slot in packed.shared.slots):
+        yield _ZEROS
+
+
+def _unknown(outcome: Outcome, packed: payload.Payload, target: Target) -> Iterator[str]:
+    yield from outcome.unknown
+    yield from packed.notes
+    yield from target.unknown
+    if target.is_amd:
+        yield _ROCM
+
+
+def _how_it_ends(
+    failure: Failure | None, depends_on: str | None
+) -> tuple[Ending | None, str | None]:
+    """Return why the dry run did not come to the cell's end, as a reason and as a sentence.
+
+    Args:
+        failure: how the cell failed, if it did.
+        depends_on: the expressions on whose assumed values that depends.
+    """
+    if failure is None:
+        return None, None
+    where = "" if failure.line is None else f" on line {failure.line}"
+    if failure.is_refused:
+        return Ending.STOPPED, f"the dry run stopped{where}: {failure.text}"
+    message = f"{failure.kind}: {failure.text}"
+    undone = [f"it {effect}, {NOT_DONE}" for effect in failure.undone[-1:]]
+    if undone and failure.is_denied:
+        return Ending.STOPPED, f"the dry run stopped{where}: {undone[0]} ({message})"
+    reasons = [f"before that {effect}" for effect in undone]
+    if depends_on is not None:
+        reasons.insert(0, f"it depends on {depends_on}, whose values are assumed")
+    if reasons:
+        sentence = f"the cell may fail{where}: {message} ({'; '.join(reasons)})"
+        return Ending.CELL_MAY_FAIL, sentence
+    return Ending.CELL_FAILS, f"the cell fails{where}: {message}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Part(NamedTuple):
@@ -89,6 +89,20 @@ class Life:
         return self.kind or ("earlier cells" if self.operator == BASE else "temporaries")
 
 
+class Allocation(NamedTuple):
+    """A request for memory: where the cell asked for it, by which operator, and for how much."""
+
+    line: int | None = None
+    code: str = ""
+    function: str = ""
+    """As of `Place`."""
+    operator: str = ""
+    nbytes: int = 0
+
+
+NO_ALLOCATION = Allocation()
+
+
 class Peak(NamedTuple):
     """The highest point so far of one device, and the block that made it."""
 
@@ -96,12 +110,12 @@ class Peak(NamedTuple):
     time: int = 0
     life: Life | None = None
 
-    def told(self) -> dict[str, Any]:
-        """Return where it was and by what."""
+    def allocation(self) -> Allocation:
+        """Return the request by which it came."""
         if self.life is None:
-            return {**Place()._asdict(), "operator": "", "nbytes": 0}
+            return NO_ALLOCATION
         operator, _, _ = self.life.operator.partition(".")
-        return {**self.life.place._asdict(), "operator": operator, "nbytes": self.life.nbytes}
+        return Allocation(*self.life.place, operator, self.life.nbytes)
 
 
 NO_PEAK = Peak()
@@ -116,6 +130,19 @@ class Account:
     peak: Peak = NO_PEAK
     failure: Peak | None = None
     """The request that was refused, or would have been."""
+
+
+@dataclass
+class LineUse:
+    """What a line of the cell did to one device, in bytes."""
+
+    line: int
+    code: str
+    device: int
+    peak: int = 0
+    """Allocated at most while it ran."""
+    after: int = 0
+    """Allocated when it ended, the last time."""
 
 
 class BlockChange(NamedTuple):
@@ -143,8 +170,8 @@ class Ledger:
     accounts: Sequence[Account]
     where: Callable[[], Place] = Place
     lives: list[Life] = field(default_factory=list)
-    lines: dict[tuple[int | None, int], dict[str, Any]] = field(default_factory=dict)
-    """What each line of the cell did to each device, by both: its bytes at most and after it."""
+    lines: dict[tuple[int, int], LineUse] = field(default_factory=dict)
+    """What each line of the cell did to each device, by both."""
     timeline: list[BlockChange] = field(default_factory=list)
     """Every change since `start`."""
     at_start: list[Life] = field(default_factory=list)
@@ -203,17 +230,14 @@ class Ledger:
         self._note(life, -life.nbytes, account.allocated)
 
     def _note(self, life: Life, nbytes: int, allocated: int) -> None:
-        key = line, device = self.place.line, life.device
-        use = self.lines.get(key)
-        if use is None:
-            use = self.lines[key] = {
-                "line": line,
-                "code": self.place.code,
-                "device": device,
-                "peak": 0,
-            }
-        use["after"] = allocated
-        use["peak"] = max(use["peak"], allocated)
+        line = self.place.line
+        if line is not None:
+            key = line, life.device
+            use = self.lines.get(key)
+            if use is None:
+                use = self.lines[key] = LineUse(line, self.place.code, life.device)
+            use.after = allocated
+            use.peak = max(use.peak, allocated)
         self.timeline.append(BlockChange(life, nbytes, self.operators, line, allocated))
 
     # ---- What is seen while the cell runs
@@ -269,8 +293,18 @@ class Ledger:
 MOST_POINTS = 200
 """Of a device; of more changes the highest of each stretch is told, and the last."""
 
-Point = tuple[int, int, int | None, int, dict[str, int]]
-"""``(device, operators so far, line, bytes allocated, the same by part)``; no line before the first change."""
+
+class Point(NamedTuple):
+    """A device's memory at one time."""
+
+    device: int
+    operator: int
+    """How many operators had begun."""
+    line: int | None
+    """The line of the cell; None before the first change."""
+    allocated: int
+    parts: dict[str, int]
+    """The same bytes by part."""
 
 
 def timeline(ledger: Ledger) -> list[Point]:
@@ -282,11 +316,13 @@ def timeline(ledger: Ledger) -> list[Point]:
         sums: Counter[str] = Counter()
         for life in ledger.at_start:
             sums[life.part()] += life.nbytes if life.device == device else 0
-        points.append((device, 0, None, sums.total(), dict(+sums)))
+        points.append(Point(device, 0, None, sums.total(), dict(+sums)))
         for place, change in enumerate(changes):
             sums[change.life.part()] += change.nbytes
             if place in shown:
-                points.append((device, change.operator, change.line, change.allocated, dict(+sums)))
+                points.append(
+                    Point(device, change.operator, change.line, change.allocated, dict(+sums))
+                )
     return points
 
 

@@ -1,15 +1,15 @@
-"""Where a cell stands while it is dry-run, and what is to be said of it."""
+"""Where a cell stands while it is dry-run: its running line, and the expression that reads a value."""
 
 from __future__ import annotations
 
 import functools
 import linecache
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import CodeType, FrameType
 
 from gpumagic.dryrun.wire import Key
-from gpumagic.memory.ledger import Place
+from gpumagic.memory.ledger import NOWHERE, Place
 from gpumagic.source.frames import module_of, stack
 from gpumagic.source.text import span_at
 from gpumagic.worker.guesses import THREAD
@@ -28,25 +28,23 @@ class Lines:
         sources: the text of the cell and of the notebook's other files, by file name.
     """
 
-    def __init__(self, filename: str, sources: dict[str, str]) -> None:
+    def __init__(self, filename: str, sources: Mapping[str, str]) -> None:
         self._cell = filename
         self._files = frozenset(sources)
-        # Where IPython has it too: inspect and TorchScript read functions of the cell there.
-        linecache.cache.update(
-            {
-                name: (len(text), None, text.splitlines(keepends=True), name)
-                for name, text in sources.items()
-            }
-        )
+        for name, text in sources.items():
+            # Where IPython has it too: inspect and TorchScript read functions of the cell there.
+            linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
         self._place = functools.cache(self._place_of)
         self._text = functools.cache(self._text_at)
 
     def where(self) -> Place:
-        """Return the cell's innermost running line, and the notebook's function it is in where that is another's."""
-        running = (each for each in self._running() if each is not None)
-        return self._place(
-            *((each.f_code.co_filename, each.f_code.co_name, each.f_lineno) for each in running)
-        )
+        """Return the cell's innermost running line, with the notebook's function below it that runs, if one does."""
+        frame, inner = self._running()
+        if frame is None:
+            frame, inner = inner, None
+        if frame is None:
+            return NOWHERE
+        return self._place(_location(frame), None if inner is None else _location(inner))
 
     def reading(self) -> Key | None:
         """Return the cell's running line, the notebook's innermost expression, and below it the library's line.
@@ -56,23 +54,16 @@ class Lines:
         if runs_in(*UNHEARD):
             return None
         frame, inner = self._running()
-        inner = inner or frame
-        below = next(
-            (each for each in stack(sys._getframe()) if not module_of(each).startswith(_BETWEEN)),
-            None,
-        )
-        library = (
-            ""
-            if below is None or below is inner
-            else f"{below.f_code.co_filename}:{below.f_lineno}"
-        )
-        if inner is None:
-            return None, THREAD, library
-        return (
-            (frame or inner).f_lineno,
-            self._text(inner.f_code, inner.f_lasti, inner.f_lineno),
-            library,
-        )
+        innermost = inner or frame
+        caller = _first_outside(sys._getframe())
+        library = ""
+        if caller is not None and caller is not innermost:
+            library = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        if innermost is None:
+            return Key(None, THREAD, library)
+        line = (frame or innermost).f_lineno
+        code = self._text(innermost.f_code, innermost.f_lasti, innermost.f_lineno)
+        return Key(line, code, library)
 
     def _running(self) -> tuple[FrameType | None, FrameType | None]:
         """Return the cell's innermost frame, and the innermost one of the notebook's other code that it has called."""
@@ -91,31 +82,47 @@ class Lines:
         """Return what an instruction was compiled from; all of its line where Python does not say (3.10)."""
         line = linecache.getline(code.co_filename, number)
         span = span_at(code, instruction)
-        if span is not None and span[0] == span[1] == number:
-            line = line.encode()[span[2] : span[3]].decode()
+        if span is not None:
+            first, last, begin, end = span
+            if first == last == number:
+                line = line.encode()[begin:end].decode()
         return line.strip()
 
     def of(self, frames: Iterable[Location]) -> Place:
-        """Return the same from the location of each frame, the innermost first."""
+        """Return what `where` does from the location of each frame, the innermost first."""
         innermost: Location | None = None
         for frame in frames:
-            if frame[0] == self._cell:
+            filename = frame[0]
+            if filename == self._cell:
                 return self._place(frame, innermost)
-            if innermost is None and frame[0] in self._files:
+            if innermost is None and filename in self._files:
                 innermost = frame
-        return self._place(innermost)
+        return NOWHERE if innermost is None else self._place(innermost)
 
-    def _place_of(self, frame: Location | None = None, inner: Location | None = None) -> Place:
-        if frame is None:
-            return Place()
-        filename, _, line = frame
-        code = linecache.getline(filename, line).strip()
-        return Place(line, code, "" if inner is None else f"{inner[1]}, line {inner[2]}")
+    def _place_of(self, location: Location, inner: Location | None = None) -> Place:
+        filename, _, line = location
+        function = ""
+        if inner is not None:
+            _, name, line_in_function = inner
+            function = f"{name}, line {line_in_function}"
+        return Place(line, linecache.getline(filename, line).strip(), function)
+
+
+def _location(frame: FrameType) -> Location:
+    return frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno
+
+
+def _first_outside(frame: FrameType) -> FrameType | None:
+    """Return the innermost frame, from a given one on, that does not stand between an operator and its answer."""
+    for outer in stack(frame):
+        if not module_of(outer).startswith(_BETWEEN):
+            return outer
+    return None
 
 
 def runs_in(*prefixes: str) -> bool:
     """Return whether a module whose name begins like this is running, in this thread."""
-    return any(module_of(each).startswith(prefixes) for each in stack(sys._getframe(1)))
+    return any(module_of(frame).startswith(prefixes) for frame in stack(sys._getframe(1)))
 
 
 COMPILERS = ("torch._inductor.runtime.", "torch._inductor.select_algorithm", "triton.")

@@ -10,22 +10,11 @@ import contextlib
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.dryrun.wire import (
-    A_FEW,
-    ALWAYS,
-    BUT_ONCE,
-    EVERY,
-    HOST,
-    NUMBER,
-    ONCE,
-    SELECTION,
-    TRUTH,
-    Key,
-)
+from gpumagic.dryrun.wire import EVERY, HOST, Decision, Key, Kind, Number, Scenario, When
 
 if TYPE_CHECKING:
     import torch
@@ -48,29 +37,27 @@ class Read:  # no dataclass, or `dataclasses.asdict` would take a `noted.Noted` 
 
 THREAD = "a thread"
 """What reads is a thread in which no line of the notebook runs."""
-NOBODY: Key = (None, "nobody", "")
+NOBODY = Key(None, "nobody")
 """What reads is not the cell, or only shows it."""
 
 MOST_FILLED = 64 << 20
 """Bytes of what of the host was not sent that are filled with something."""
 FILLING = (0x3F, 0x47, 0xBF)
 """Bytes that make a fraction around one, a large one and a negative one in every format."""
-NUMBERS: tuple[tuple[str, Callable[[int], float]], ...] = (
-    ("be 1", lambda _: 1.0),
-    (
-        "fall, from 0.06",
-        lambda turn: float((turn + 2) ** -4),
-    ),  # it stays positive however often it is read
-    ("rise, from 1,000,000", lambda turn: 1e6 + 1e4 * min(turn, 100)),
-    ("rise, from 3,000,000", lambda turn: 3e6 + 1e4 * min(turn, 100)),
-    ("be -1", lambda _: -1.0),
-)
+NUMBERS: dict[Number, tuple[str, Callable[[int], float]]] = {
+    Number.USUAL: ("be 1", lambda _: 1.0),
+    # It stays positive however often it is read.
+    Number.FALLING: ("fall, from 0.06", lambda turn: float((turn + 2) ** -4)),
+    Number.LARGE: ("rise, from 1,000,000", lambda turn: 1e6 + 1e4 * min(turn, 100)),
+    Number.LARGER: ("rise, from 3,000,000", lambda turn: 3e6 + 1e4 * min(turn, 100)),
+    Number.LAST: ("be -1", lambda _: -1.0),
+}
 """What a number may be, by how often it was read before; whole numbers are rounded."""
-_TURNS: dict[str, Callable[[int], bool]] = {
-    ALWAYS: lambda _: True,
-    BUT_ONCE: lambda turn: turn != 1,
-    ONCE: lambda turn: turn == 0,
-    A_FEW: lambda turn: turn < 3,
+_TURNS: dict[When, Callable[[int], bool]] = {
+    When.ALWAYS: lambda _: True,
+    When.BUT_ONCE: lambda turn: turn != 1,
+    When.ONCE: lambda turn: turn == 0,
+    When.A_FEW: lambda turn: turn < 3,
 }
 """Which times that a loop comes to a place it goes another way there."""
 
@@ -79,30 +66,28 @@ class Guesses:
     """The answers of one run.
 
     Args:
-        scenario: `ways`, what goes another way, by its place and its kind: the outcome of a truth, which of `NUMBERS`
-            a number is; a mask selects nothing then; `when`, at which turns of a loop; `notes`, whether numbers note
-            what they decide.
+        scenario: how what is not known goes in this run.
         assume: called with a sentence for each thing that is assumed.
         where: tells which expression of the cell runs; None for a read that is not the cell's.
     """
 
     def __init__(
         self,
-        scenario: Mapping[str, Any],
+        scenario: Scenario,
         assume: Callable[[str], None],
         where: Callable[[], Key | None],
     ) -> None:
-        self.decides: dict[tuple[Key, str], tuple[bool, bool] | None] = {}
+        self.decides: dict[tuple[Key, Kind], tuple[bool, bool] | None] = {}
         """Where values decide and how: a truth with its first outcome and its last."""
-        self.noted = False
+        self.has_noted = False
         """Whether numbers were handed out that note what they decide."""
         self.begin_again: Callable[[], object] = lambda: None
         """Ends a run in which something is decided by what a run that follows values may know."""
         self.host: Any
         """The run's `host.Host`: takes a large tensor that was copied from a device, and remembers others."""
-        self._ways: dict[tuple[Key, str], int] = dict(scenario["ways"])
-        self._is_turned = _TURNS[scenario["when"]]
-        self.notes: bool = scenario["notes"]
+        self._overrides = {(place, kind): outcome for place, kind, outcome in scenario.overrides}
+        self._is_overridden_at = _TURNS[scenario.when]
+        self.notes = scenario.notes
         self._assume = assume
         self._where = where
         self._turns: Counter[tuple[Key, str]] = Counter()
@@ -117,7 +102,7 @@ class Guesses:
     def is_read_by_notebook(self) -> bool:
         """Return whether the notebook's own code is what reads now."""
         key = self._where()
-        return key is not None and not key[2]
+        return key is not None and not key.library
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[list[Read]]:
@@ -144,19 +129,19 @@ class Guesses:
     def _takes(self) -> Callable[[Read], None] | None:
         return getattr(self._thread, "takes", None)
 
-    def decide(self, read: Read, outcome: bool, kind: str = TRUTH) -> bool:
+    def decide(self, read: Read, outcome: bool, kind: Kind = Kind.TRUTH) -> bool:
         """Return the outcome of a comparison with what was read, or of its truth.
 
         Args:
             read: what decides.
             outcome: what it would be.
-            kind: of what decides, `TRUTH` or `ORDER`.
+            kind: of what decides, `Kind.TRUTH` or `Kind.ORDER`.
         """
         place, turn = self._turn(kind)
         if place is NOBODY:
             return outcome
         self._matters(read.may_be_known)
-        forced = self._ways.get((place, kind)) if self._is_turned(turn) else None
+        forced = self._overrides.get((place, kind)) if self._is_overridden_at(turn) else None
         outcome = outcome if forced is None else bool(forced)
         first, _ = self.decides.get((place, kind)) or (outcome, outcome)
         self.decides[place, kind] = first, outcome
@@ -175,7 +160,7 @@ class Guesses:
         """
         if self._where() is not None:
             self._matters(read.may_be_known)
-            self.decides.setdefault((read.key, NUMBER))
+            self.decides.setdefault((read.key, Kind.NUMBER))
             self._say_number(read.key, ", throughout" * is_all)
 
     def _matters(self, may_be_known: bool) -> None:
@@ -191,8 +176,8 @@ class Guesses:
             blanks: memory that reads as zeros.
         """
         if blanks:
-            self.decides[HOST, NUMBER] = None
-        for memory in blanks if (HOST, NUMBER) in self._ways else ():
+            self.decides[HOST, Kind.NUMBER] = None
+        for memory in blanks if (HOST, Kind.NUMBER) in self._overrides else ():
             part = min(len(memory), MOST_FILLED) // len(FILLING)
             for place, byte in enumerate(FILLING):
                 memory[place * part : (place + 1) * part] = bytes([byte]) * part
@@ -201,7 +186,7 @@ class Guesses:
         """Return what is read from a tensor of one element."""
         if str(dtype) == "torch.bool":
             return self.truth(may_be_known=may_be_known)
-        key, turn = self._turn(NUMBER)
+        key, turn = self._turn(Kind.NUMBER)
         number = self._number_at(key, turn)
         if key is not NOBODY:
             (self._takes or self.lose)(Read(number, key, may_be_known))
@@ -215,11 +200,12 @@ class Guesses:
 
     def selected(self, most: int, *, may_be_known: bool) -> int:
         """Return how many elements a mask selects, or how many are unique."""
-        key, turn = self._turn(SELECTION)
-        selects = not ((key, SELECTION) in self._ways and self._is_turned(turn))
+        key, turn = self._turn(Kind.SELECTION)
+        is_overridden = (key, Kind.SELECTION) in self._overrides and self._is_overridden_at(turn)
+        selects = not is_overridden
         if key is not NOBODY:
             self._matters(may_be_known)
-            self.decides.setdefault((key, SELECTION))
+            self.decides.setdefault((key, Kind.SELECTION))
             self._say(key, f"is taken to select {'everything' if selects else 'nothing'}")
         return most if selects else 0
 
@@ -235,7 +221,7 @@ class Guesses:
         key, turn = self._turn("contents")
         number = self._number_at(key, turn)
         if host.dtype == torch.bool:
-            number = (key, NUMBER) in self._ways and self._is_turned(turn)
+            number = (key, Kind.NUMBER) in self._overrides and self._is_overridden_at(turn)
         elif host.dtype.is_floating_point:
             number = min(number, torch.finfo(host.dtype).max)
         elif not host.dtype.is_complex:
@@ -254,27 +240,31 @@ class Guesses:
         self._turns[key, kind] += 1
         return key, self._turns[key, kind] - 1
 
-    def _way(self, key: Key) -> int:
-        return self._ways.get((key, NUMBER), self._ways.get((EVERY, NUMBER), 0))
+    def _number_of(self, key: Key) -> Number:
+        """Return what a number that is read somewhere is, at the turns at which it is overridden."""
+        every = self._overrides.get((EVERY, Kind.NUMBER), Number.USUAL)
+        return Number(self._overrides.get((key, Kind.NUMBER), every))
 
     def _number_at(self, key: Key, turn: int) -> float:
-        return NUMBERS[self._way(key) if self._is_turned(turn) else 0][1](turn)
+        number = self._number_of(key) if self._is_overridden_at(turn) else Number.USUAL
+        _, value_at = NUMBERS[number]
+        return value_at(turn)
 
-    def told(self) -> dict[str, Any]:
-        """Return what an outcome says of what decides, as plain data."""
+    def decisions(self) -> tuple[Decision, ...]:
+        """Return what was decided by values that are not known, as an outcome has it."""
+        return tuple(
+            [Decision(place, kind, outcomes) for (place, kind), outcomes in self.decides.items()]
+        )
+
+    def most_turns(self) -> int:
+        """Return how often the same expression has read or decided at most, of those that decide."""
         places = {place for place, _ in self.decides}
-        return {
-            "decides": [
-                (place, kind, outcomes) for (place, kind), outcomes in self.decides.items()
-            ],
-            "most_turns": max(
-                (turns for (place, _), turns in self._turns.items() if place in places), default=0
-            ),
-            "noted": self.noted,
-        }
+        turns = [count for (place, _), count in self._turns.items() if place in places]
+        return max(turns, default=0)
 
     def _say_number(self, key: Key, more: str = "") -> None:
-        self._say(key, f"is taken to {NUMBERS[self._way(key)][0]}{more}")
+        words, _ = NUMBERS[self._number_of(key)]
+        self._say(key, f"is taken to {words}{more}")
 
     def _say(self, key: Key, what: str) -> None:
         line, code, _ = key

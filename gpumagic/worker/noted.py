@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpumagic.dryrun.wire import ORDER, TRUTH
+from gpumagic.dryrun.wire import Kind
 from gpumagic.worker import cell
 from gpumagic.worker.guesses import Read
 from gpumagic.worker.modules import tensors_in
@@ -115,7 +115,7 @@ class Noted(Read):
     def decide(self, outcome: bool) -> bool:
         """Return what is decided, which a run may turn over."""
         is_of_c = _operation().startswith("CALL")
-        return self.guesses.decide(self, bool(outcome), ORDER if is_of_c else TRUTH)
+        return self.guesses.decide(self, bool(outcome), Kind.ORDER if is_of_c else Kind.TRUTH)
 
     def _beside(self, other: Any) -> Any:
         """Return the plain number for an operation with another value, told where that could not note it."""
@@ -151,7 +151,9 @@ class Noted(Read):
     def __hash__(self) -> int:
         """Let all keys of a dict be alike or all be different: comparing each with each would be as many decisions."""
         if self.hashed is None:
-            self.hashed = hash(self.number) if self.guesses.decide(self, True, ORDER) else id(self)
+            self.hashed = (
+                hash(self.number) if self.guesses.decide(self, True, Kind.ORDER) else id(self)
+            )
         return self.hashed
 
     def __float__(self) -> float:
@@ -388,7 +390,7 @@ def _reading(guesses: Guesses, read: Callable[..., Any]) -> Callable[..., Any]:
             with guesses.noting() as reads:
                 value = read(tensor, **kwargs)
             origin = next(iter(reads), None)
-        guesses.noted |= origin is not None
+        guesses.has_noted |= origin is not None
         return value if origin is None else note(value, origin, guesses)
 
     return noted

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from gpumagic.dryrun import wire
 from gpumagic.source import frames
 
 _FOR, _ENTER, _AGAIN = "__dry_run_for__", "__dry_run_enter__", "__dry_run_again__"
@@ -105,7 +106,7 @@ class Passes:
         """Note how many passes were begun at a peak and with so many allocated bytes of all devices."""
         self._samples.append(([loop.run for loop in self._loops], peak, allocated))
 
-    def flat(self, peak: int) -> list[tuple[str, int]]:
+    def flat(self, peak: int) -> list[wire.Flat]:
         """Return the places of loops that need no more memory after some pass, and which it is.
 
         Neither the peak may have grown since, nor what was found allocated, which is beneath it, in the later half.
@@ -125,9 +126,11 @@ class Passes:
             for place, loop in enumerate(self._loops)
             if not loop.is_over
         ]
-        return [(loop.place, number) for loop, number in told if loop.run >= _OFTEN * number]
+        return [
+            wire.Flat(loop.place, number) for loop, number in told if loop.run >= _OFTEN * number
+        ]
 
-    def counts(self, running: Iterable[File]) -> list[tuple[str, int, int | None]]:
+    def counts(self, running: Iterable[File]) -> list[wire.Passes]:
         """Return each loop's place, and of its latest run the passes begun and the passes asked for.
 
         Args:
@@ -141,7 +144,8 @@ class Passes:
             )
             is_open = not loop.is_over and is_in
             if loop.run or is_open:
-                counts.append((loop.place, loop.run, loop.asked if is_open else loop.run))
+                asked = loop.asked if is_open else loop.run
+                counts.append(wire.Passes(loop.place, loop.run, asked))
         return counts
 
     # While torch.compile traces the code, the loops are its own.

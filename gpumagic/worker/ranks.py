@@ -16,7 +16,7 @@ import inspect
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 from weakref import WeakSet
@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from gpumagic import fakecuda
 from gpumagic.dryrun.parts import CannotDryRun
+from gpumagic.dryrun.wire import Ended, Ending, Rank, RankOutcome, Request
 
 _ON_CPU = frozenset({"gloo", "mpi", "ucc"})
 
@@ -106,13 +107,13 @@ class Objects:
 
     Args:
         rank: this one.
-        said: what ranks that were run before have sent: pickled objects by what they were for, in their order.
+        heard: what ranks that were run before have sent: pickled objects by what they were for, in their order.
     """
 
-    def __init__(self, rank: int, said: dict[str, list[str]]) -> None:
+    def __init__(self, rank: int, heard: Mapping[str, Sequence[str]]) -> None:
         self._rank = rank
-        self._heard = {key: iter(values) for key, values in said.items()}
-        self.said: dict[str, list[str]] = {}
+        self._heard = {key: iter(values) for key, values in heard.items()}
+        self._said: dict[str, list[str]] = {}
         """What this rank sends."""
 
     def install(self) -> None:
@@ -132,7 +133,12 @@ class Objects:
 
     def say(self, key: str, value: object) -> None:
         """Keep what this rank sends."""
-        self.said.setdefault(key, []).append(base64.b64encode(pickle.dumps(value)).decode())
+        self._said.setdefault(key, []).append(base64.b64encode(pickle.dumps(value)).decode())
+
+    def outcome(self) -> RankOutcome:
+        """Return what this rank has sent so far, and the ranks of its pipeline."""
+        said = {key: tuple(values) for key, values in self._said.items()}
+        return RankOutcome(said, tuple(stages()))
 
     def hear(self, key: str, source: int) -> Any:
         """Return what was sent by a rank that was run before; else that one is run first."""
@@ -194,12 +200,12 @@ def _with_peer(signature: inspect.Signature, answer: Callable[..., Any]) -> Call
 
 
 def take_part(
-    request: dict[str, Any], send: Callable[[dict[str, Any]], None], assume: Callable[[str], None]
+    request: Request, send: Callable[[Ended], None], assume: Callable[[str], None]
 ) -> Objects | None:
     """Let this process be the rank that a request asks for, or none, for the rest of it.
 
     Args:
-        request: what `dryrun.run` sends.
+        request: what is run.
         send: sends the outcome and ends the process, where the cell starts ranks and this is none.
         assume: called with a sentence for each thing that is assumed.
     """
@@ -207,22 +213,24 @@ def take_part(
         return None
 
     def launch(function: Callable[..., Any], args: tuple[Any, ...], number: int) -> Any:
-        if request["rank"] is None and number > 1:
-            send({"ended": f"it starts {number} processes", "ranks": number})
+        if request.rank is None and number > 1:
+            sentence = f"it starts {number} processes"
+            send(Ended(reason=Ending.STARTS_RANKS, sentence=sentence, ranks=number))
         return function(*args)
 
-    code = "\n".join(request["sources"].values())
+    code = "\n".join(request.code.sources.values())
     _take_launches(launch, has_accelerate="notebook_launcher" in code)
-    if request["rank"] is None:
+    if request.rank is None:
         _become_none()
         return None
-    objects = _become(*request["rank"])
+    objects = _become(request.rank)
     _agree(code, assume)
     objects.install()
     return objects
 
 
-def _become(rank: int, world: int, per_node: int, said: dict[str, list[str]]) -> Objects:
+def _become(part: Rank) -> Objects:
+    rank, world, per_node = part.number, part.world, part.per_node
     node, local = divmod(rank, per_node)
     os.environ.update(
         {
@@ -240,7 +248,7 @@ def _become(rank: int, world: int, per_node: int, said: dict[str, list[str]]) ->
         }
     )
 
-    objects = Objects(rank, said)
+    objects = Objects(rank, part.heard)
     store = Alone(world, objects, 0 if rank else world - 1)
 
     def rendezvous(_: object, own: int = -1, number: int = -1, **__: object) -> Iterator[Any]:

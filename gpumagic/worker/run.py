@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import builtins
 import importlib
+import inspect
 import io
 import math
+import os
 import pickle
 import random
 import re
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -18,14 +21,16 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from gpumagic.dryrun import parts
 from gpumagic.dryrun.effects import CACHES
+from gpumagic.dryrun.wire import DeviceOutcome, Ended, Failure, Outcome, RankOutcome, Request
 from gpumagic.memory import ledger
-from gpumagic.memory.ledger import NO_PEAK, Ledger
+from gpumagic.memory.ledger import Ledger
 from gpumagic.source import frames
 from gpumagic.worker import host, noted, sandbox
 from gpumagic.worker.cell import Lines
@@ -34,42 +39,66 @@ from gpumagic.worker.known import Known, Shown
 from gpumagic.worker.modules import Modules
 from gpumagic.worker.passes import File, Passes
 
-Outcome = dict[str, Any]
+Send = Callable[["Outcome | Ended"], None]
+"""Sends what a run comes to, and ends the process."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What an engine knows of a run that has ended.
+
+    Attributes:
+        ledger: the blocks of the run; one without devices where nothing is known of single blocks.
+        devices: what was taken of each device, without what the ledger tells.
+        is_out_of_memory: whether the cell failed for want of the device's memory.
+        has_unknown_parts, communicators, rank, versions: as of `Outcome`.
+    """
+
+    ledger: Ledger
+    devices: list[DeviceOutcome]
+    is_out_of_memory: bool = False
+    has_unknown_parts: bool = False
+    communicators: int = 0
+    rank: RankOutcome | None = None
+    versions: dict[str, str] | None = None
 
 
 class Run:
     """The devices and all that watches them; an engine fills in what it does another way.
 
     Args:
-        request: what `dryrun.run` sends: see there.
+        request: what is run.
+        watcher: takes the listener of what the kernel refuses.
         send: sends the outcome and ends the process.
     """
 
-    def __init__(self, request: dict[str, Any], send: Callable[[Outcome], None]) -> None:
+    def __init__(self, request: Request, watcher: socket.socket, send: Send) -> None:
         self.request = request
         self.send = send
         self.assumed: dict[str, None] = {}
         self.unknown: dict[str, None] = {}
         self.effects: dict[str, None] = {}
         """Sentences for the report, each once: what is assumed, what is not known, what the cell would do outside."""
-        self.lines = Lines(request["filename"], request["sources"])
-        self.passes = Passes(request["filename"], request["sources"])
-        self.guesses = Guesses(request, self.assumed.setdefault, self.lines.reading)
+        self.lines = Lines(request.code.filename, request.code.sources)
+        self.passes = Passes(request.code.filename, request.code.sources)
+        self.guesses = Guesses(request.scenario, self.assumed.setdefault, self.lines.reading)
         self.shown = Shown()
         self.known: Known | None = None
         """What is known of the device's values, where they are followed."""
-        self.is_brief = request["is_brief"]  # only the figures are wanted, not the history
+        self.is_brief = request.is_brief
+        """Whether the figures alone are wanted, and not the history."""
         self.kept: list[torch.Tensor] = []
         """What the notebook holds besides what was sent."""
-        self._until = math.inf
-        self.names: list[str] = []
         self.namespace: dict[str, Any] = {}
+        self._watcher = watcher
+        self._shared = -1
+        self._until = math.inf
 
     def close_in(self) -> None:
         """Let nothing that this process does have an effect outside, before modules of the user's are imported."""
-        self.box = sandbox.block(
-            self.effects.setdefault, self.assumed.setdefault, self.request["watcher"]
-        )
+        # A closed-in process cannot look at the notebook's, whose memory this is.
+        self._shared = os.open(self.request.notebook.shared, os.O_RDONLY)
+        self.box = sandbox.block(self.effects.setdefault, self.assumed.setdefault, self._watcher)
 
     def unpack(self, coming: Callable[[parts.StoragePart], AbstractContextManager[object]]) -> None:
         """Put what the notebook sent into the scopes it is of, of which the first is the cell's.
@@ -81,23 +110,23 @@ class Run:
         main: Any = types.ModuleType("__main__")
         main.__builtins__ = builtins
         sys.modules["__main__"] = main  # where pickle looks for what the notebook defines
-        scopes = [
-            vars(main),
-            *({"__builtins__": builtins} for _ in range(1, self.request["scopes"])),
-        ]
-        buffers = (parts.mapped(self.request["shared"], slot) for slot in self.request["slots"])
-        reading = _Unpickler(io.BytesIO(self.request["data"]), buffers, scopes)
+        notebook = self.request.notebook
+        others = [{"__builtins__": builtins} for _ in range(1, notebook.scopes)]
+        scopes: list[dict[str, Any]] = [vars(main), *others]
+        buffers = (parts.mapped(self._shared, slot) for slot in notebook.slots)
+        reading = _Unpickler(io.BytesIO(notebook.data), buffers, scopes)
         while True:
             try:
-                index, name, value = reading.load()
+                scope, name, value = reading.load()
             except EOFError:
                 break
-            scopes[index][name] = value
+            scopes[scope][name] = value
         self.namespace = scopes[0]
 
     def execute(self, note: Callable[..., None], key_of: Callable[[torch.Tensor], int]) -> None:
-        """Run the cell and send the outcome, as plain data; the arguments are those of `Modules`."""
-        self.host = host.Host(self.guesses, self.shown, self.known, draws=not self.request["ways"])
+        """Run the cell and send the outcome; the arguments are those of `Modules`."""
+        is_usual = not self.request.scenario.overrides
+        self.host = host.Host(self.guesses, self.shown, self.known, draws=is_usual)
         self.host.install()
         self.guesses.host = self.host
         noted.install(self.guesses)
@@ -106,52 +135,56 @@ class Run:
         self.modules = Modules(note, key_of, self.lines.where)
         if not self.is_brief:
             self.modules.watch(self.namespace)
-        source, filename = self.request["source"], self.request["filename"]
-        self._until = time.monotonic() + self.request["time_limit"]
-        signal.signal(signal.SIGALRM, self._ring)
+        self._until = time.monotonic() + self.request.time_limit
+        signal.signal(signal.SIGALRM, self._on_alarm)
         signal.siginterrupt(signal.SIGALRM, False)  # C code that waits for something goes on
         signal.setitimer(signal.ITIMER_REAL, _TICK, _TICK)
         self.begin()
         try:
-            code = None if source is None else self.passes.compiled(source, filename)
-            if code is None:
-                function = self.namespace["__dry_run__"]
-                self.namespace["__dry_run__"] = (
-                    function()
-                )  # what it returns is kept, as a cell's last value is
-            elif code.co_flags & 0x80:  # it awaits something
-                asyncio.run(eval(code, self.namespace))  # noqa: S307  # the user's own cell
-            else:
-                exec(code, self.namespace)  # noqa: S102  # the user's own cell
+            self._run_code()
         except SystemExit:
             pass
         except BaseException as error:
             self.send(self.failed(error))
         self.send(self.outcome(None, ()))
 
+    def _run_code(self) -> None:
+        code = self.request.code
+        if code.source is None:
+            function = self.namespace["__dry_run__"]
+            # What it returns is kept, as a cell's last value is.
+            self.namespace["__dry_run__"] = function()
+            return
+        compiled = self.passes.compiled(code.source, code.filename)
+        if compiled.co_flags & inspect.CO_COROUTINE:
+            asyncio.run(eval(compiled, self.namespace))  # noqa: S307  # the user's own cell
+        else:
+            exec(compiled, self.namespace)  # noqa: S102  # the user's own cell
+
     def _prepare(self) -> None:
         """Let the cell find what it would in the notebook: variables, a shell, the random generators' state."""
-        request, namespace = self.request, self.namespace
+        namespace, states = self.namespace, self.request.random
         shell = sandbox.Magics(namespace, self.effects.setdefault)
-        namespace.update({**request["values"], "__name__": "__main__"})
+        namespace.update(self.request.notebook.values)
+        namespace["__name__"] = "__main__"
         namespace.setdefault("display", lambda *_, **__: None)
         namespace["get_ipython"] = lambda: shell
-        random.setstate(request["random"])
-        state = torch.frombuffer(bytearray(request["torch_random"]), dtype=torch.uint8)
+        random.setstate(states.python)
+        state = torch.frombuffer(bytearray(states.torch), dtype=torch.uint8)
         torch.random.default_generator.set_state(state)
-        if request["numpy_random"] is not None and "numpy" in sys.modules:
-            sys.modules["numpy"].random.set_state(request["numpy_random"])
+        if states.numpy is not None and "numpy" in sys.modules:
+            sys.modules["numpy"].random.set_state(states.numpy)
 
     def failed(self, error: BaseException) -> Outcome:
         """Return the outcome of a cell that raised, with what was not done for it, of which that may come."""
-        told, running = self.failure(error), lines_of(traceback.extract_tb(error.__traceback__))
-        is_unheard = (
-            not self.box.has_files and "Permission denied" in told["text"]
-        )  # it was C code that was refused
-        told["undone"] = [*self.effects, *(["writes a file"] if is_unheard else [])]
-        return self.outcome(told, running)
+        failure = self.failure(error)
+        undone = list(self.effects)
+        if not self.box.has_files and "Permission denied" in failure.text:
+            undone.append("writes a file")  # it was C code that was refused, which tells nobody
+        running = lines_of(traceback.extract_tb(error.__traceback__))
+        return self.outcome(replace(failure, undone=tuple(undone)), running)
 
-    def _ring(self, _: int, frame: types.FrameType | None) -> None:
+    def _on_alarm(self, _: int, frame: types.FrameType | None) -> None:
         if time.monotonic() >= self._until:
             signal.setitimer(signal.ITIMER_REAL, 0)
             self.out_of_time(frame)
@@ -161,18 +194,19 @@ class Run:
     def out_of_time(self, frame: types.FrameType | None) -> None:
         """Send what is known so far."""
         running = lines_of(traceback.extract_stack(frame))
-        seconds = self.request["time_limit"]
+        seconds = self.request.time_limit
         self.unknown.setdefault(
             f"what the cell needs later: it was run for {seconds:g} s and not to its end"
         )
-        flat = self.passes.flat(self.allocated()[0])
-        self.send({**self.outcome(None, running), "is_open": True, "flat": flat})
+        peak, _ = self.allocated()
+        flat = tuple(self.passes.flat(peak))
+        self.send(replace(self.outcome(None, running), is_cut_short=True, flat=flat))
 
-    def outcome(self, error: dict[str, Any] | None, running: Iterable[File]) -> Outcome:
-        """Return all that is told.
+    def outcome(self, failure: Failure | None, running: Iterable[File]) -> Outcome:
+        """Return what the run comes to.
 
         Args:
-            error: how the cell failed.
+            failure: how the cell failed, if it did.
             running: the lines that run, or ran when it failed.
         """
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -182,65 +216,83 @@ class Run:
             self.unknown.setdefault(
                 "what a backward pass takes in graphs of earlier cells besides gradients"
             )
-        book, devices, others = self.account(error)
-        for device, told in enumerate(devices):
-            told |= {"at": NO_PEAK.told(), "breakdown": {}, "modules": []}
-            if book.accounts:
-                account = book.accounts[device]
-                told["at"] = account.peak.told()
-                told["failure"] = account.failure and account.failure.told()
-                modules = book.at_peak(device, self.names)
-                told["breakdown"] = dict(sum(modules.values(), Counter()))
-                rows = [(name, dict(parts)) for name, parts in modules.items()]
-                told["modules"] = (
-                    [] if self.is_brief else sorted(rows, key=lambda row: -sum(row[1].values()))
+        figures = self.account(failure)
+        book = figures.ledger
+        written = [effect for effect in self.box.written() if not _is_in_cache(effect)]
+        return Outcome(
+            devices=tuple(self._with_history(figures)),
+            lines=tuple(book.lines.values()),
+            timeline=tuple(ledger.timeline(book)),
+            operators=book.operators,
+            failure=None if figures.is_out_of_memory else failure,
+            passes=tuple(self.passes.counts(running)),
+            assumed=tuple(self.assumed),
+            unknown=tuple(self.unknown),
+            effects=(*self.effects, *written),
+            has_unknown_parts=figures.has_unknown_parts or bool(parts.gone_back),
+            decisions=self.guesses.decisions(),
+            most_turns=self.guesses.most_turns(),
+            has_noted=self.guesses.has_noted,
+            communicators=figures.communicators,
+            rank=figures.rank,
+            versions=figures.versions or {"torch": torch.__version__},
+        )
+
+    def _with_history(self, figures: Figures) -> list[DeviceOutcome]:
+        """Return the figures of each device with what the ledger tells of its peak."""
+        if not figures.ledger.accounts:
+            return figures.devices
+        outcomes = []
+        for index, device in enumerate(figures.devices):
+            account = figures.ledger.accounts[index]
+            modules = figures.ledger.at_peak(index, self.modules.names)
+            breakdown: Counter[str] = Counter()
+            for bytes_by_part in modules.values():
+                breakdown.update(bytes_by_part)
+            largest_first: dict[str, dict[str, int]] = {}
+            if not self.is_brief:
+                for name in sorted(modules, key=lambda name: -modules[name].total()):
+                    largest_first[name] = dict(modules[name])
+            outcomes.append(
+                replace(
+                    device,
+                    peak_at=account.peak.allocation(),
+                    refused=None if account.failure is None else account.failure.allocation(),
+                    breakdown=dict(breakdown),
+                    modules=largest_first,
                 )
-        written = [each for each in self.box.written() if not any(part in each for part in CACHES)]
-        return {
-            "devices": devices,
-            "lines": [use for use in book.lines.values() if use["line"] is not None],
-            "timeline": ledger.timeline(book),
-            "error": error,
-            "operators": book.operators,
-            "assumed": list(self.assumed),
-            "unknown": list(self.unknown),
-            "effects": [*self.effects, *written],
-            "passes": self.passes.counts(running),
-            "is_open": False,
-            **self.guesses.told(),
-            "versions": {"torch": torch.__version__},
-            **others,
-            "lacks": others["lacks"] or bool(parts.gone_back),
-        }
+            )
+        return outcomes
 
     # ---- What an engine does
 
     def begin(self) -> None:
         """Begin with the cell."""
 
-    def failure(self, error: BaseException) -> dict[str, Any]:
+    def failure(self, error: BaseException) -> Failure:
         """Return how the cell failed."""
-        return failure(error, self.request["filename"])
+        return failure_of(error, self.request.code.filename)
 
     def allocated(self) -> tuple[int, int]:
         """Return the peak and the allocated bytes of all devices."""
         raise NotImplementedError
 
-    def account(self, error: dict[str, Any] | None) -> tuple[Ledger, list[dict[str, Any]], Outcome]:
-        """Return the book of blocks, without devices where there is none, each device's figures, and what else is told.
+    def account(self, failure: Failure | None) -> Figures:
+        """Return what is known of the run.
 
         Args:
-            error: how the cell failed.
+            failure: how the cell failed, if it did.
         """
         raise NotImplementedError
 
 
+def _is_in_cache(effect: str) -> bool:
+    """Return whether what was written is a library's own, in a cache."""
+    return any(folder in effect for folder in CACHES)
+
+
 _TICK = 0.05
-"""Seconds between two looks."""
-
-
-_DENIED = re.compile("Operation not permitted|Permission denied|Connection refused|not supported")
-"""How the system words what the kernel refuses; libraries written in C pass on the words alone."""
+"""Seconds between two looks at the time and the allocated bytes."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -257,32 +309,58 @@ class _Unpickler(pickle.Unpickler):
 
 def lines_of(stack: traceback.StackSummary) -> list[File]:
     """Return the file and line of each frame."""
-    return [(each.filename, each.lineno or 0) for each in stack]
+    return [(frame.filename, frame.lineno or 0) for frame in stack]
 
 
-def failure(error: BaseException, filename: str, line: int | None = None) -> dict[str, Any]:
-    """Return how the cell failed; ``line`` is what is known where no frame of the cell is in the traceback."""
+# ---- How a cell failed
+
+_DENIED = re.compile("Operation not permitted|Permission denied|Connection refused|not supported")
+"""How the system words what the kernel refuses; libraries written in C pass on the words alone."""
+_WITHOUT_SHAPE = re.compile(r"(\S+): attempted to run this operator with Meta tensors")
+"""torch's words for an operator that is not answered by shape."""
+_SPARSE = re.compile(r"Could not run '\S+' with arguments from the 'Sparse(Csr)?dryrun' backend")
+_BEYOND_LIST = "index out of range"
+"""The end of what Python says of a list, a tuple or a text."""
+_OF_NOTED = re.compile("Noted|INTERNAL ASSERT")
+"""What stands in a message where C code met a number that is none."""
+_NO_HOST_MEMORY = "DefaultCPUAllocator: "
+"""How torch says that the host's memory does not do."""
+
+
+def failure_of(error: BaseException, filename: str, line: int | None = None) -> Failure:
+    """Return how the cell failed.
+
+    Args:
+        error: what it raised.
+        filename: that of its code.
+        line: the line where no frame of the cell is in the traceback, if it is known.
+    """
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename == filename:
             line = frame.lineno
-    related = [*frames.related_exceptions(error)]  # libraries wrap what they are refused
-    cause = next((each for each in related if isinstance(each, parts.CannotDryRun)), None)
-    refused, text = cause is not None, next(iter(str(cause or error).strip().splitlines()), "")
-    without_shape = re.match(r"(\S+): attempted to run this operator with Meta tensors", text)
-    if without_shape is not None:  # torch's own words for an operator that is not answered by shape
-        refused, text = True, f"what {without_shape[1]} returns depends on values"
-    elif re.match(
-        r"Could not run '\S+' with arguments from the 'Sparse(Csr)?dryrun' backend", text
-    ):
-        refused, text = (
-            True,
-            "it uses a sparse tensor on the device, and what its kernels take is not known",
-        )
-    is_denied = any(_DENIED.search(str(each)) for each in related)
-    return {
-        "kind": type(error).__name__,
-        "text": text,
-        "line": line,
-        "refused": refused,
-        "is_denied": is_denied,
-    }
+    related = list(frames.related_exceptions(error))  # libraries wrap what they are refused
+    refusals = [other for other in related if isinstance(other, parts.CannotDryRun)]
+    shown = refusals[0] if refusals else error
+    lines = str(shown).strip().splitlines()
+    message = lines[0] if lines else ""
+    refusal = message if refusals else _refusal_of_torch(message)
+    return Failure(
+        kind=type(error).__name__,
+        text=refusal or message,
+        line=line,
+        is_refused=refusal is not None,
+        is_denied=any(_DENIED.search(str(other)) for other in related),
+        exceeds_host=isinstance(error, MemoryError) or _NO_HOST_MEMORY in message,
+        is_beyond_list=message.endswith(_BEYOND_LIST),
+        may_be_of_noted=isinstance(error, TypeError) or _OF_NOTED.search(message) is not None,
+    )
+
+
+def _refusal_of_torch(message: str) -> str | None:
+    """Return why an operator of torch cannot be dry-run, if that is what its message says."""
+    without_shape = _WITHOUT_SHAPE.match(message)
+    if without_shape is not None:
+        return f"what {without_shape[1]} returns depends on values"
+    if _SPARSE.match(message):
+        return "it uses a sparse tensor on the device, and what its kernels take is not known"
+    return None
