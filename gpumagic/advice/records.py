@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from gpumagic.dryrun.wire import Ending
 from gpumagic.source.text import Change, apply_changes
 
 ON_THE_CPU = "Run the cell on the CPU"
@@ -56,6 +57,8 @@ class EditTrial:
     """How much lower the peak of the device that failed is than without the edit."""
     reason: str = ""
     """Why it could not be tried, or what is not certain."""
+    ending: Ending | None = None
+    """Why its dry run did not come to the cell's end, where it did not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from gpumagic.advice.rules import (
 from gpumagic.advice.rules.proposal import Choice, cleared
 from gpumagic.advice.trials import DEAR, Chosen, Trials
 from gpumagic.advice.view import known_early
+from gpumagic.dryrun.wire import Ending
 from gpumagic.report import progress
 from gpumagic.report.units import duration
 from gpumagic.source import text as texts
@@ -417,7 +418,7 @@ def _is_worth_a_word(found: _Suggestion, facts: Facts) -> bool:
     if found.trial.fits is None and found.trial.needs is not None and not found.saves:
         return False
     if found.trial.fits is not False:
-        return not found.trial.reason.startswith("the cell fails")  # an edit that breaks the cell
+        return found.trial.ending is not Ending.CELL_FAILS  # an edit that breaks the cell
     return found.saves > 0 and found.saves >= LEAST_SHARE * facts.need.missing
 
 

@@ -342,7 +342,7 @@ class Trials:
     def _trial(self, report: DryRunReport) -> EditTrial:
         found, deciding = self._of_device(report), report.device or self._device
         if report.error is not None:
-            return EditTrial(reason=report.error)
+            return EditTrial(reason=report.error, ending=report.ending)
         needed = self._need.needed if self._need is not None else None
         saves = None
         if found is not None and needed is not None and (report.fits or deciding == found.device):

@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import re
+import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,7 +23,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # as everybody calls it
 
+from gpumagic.dryrun.wire import Scenario
 from gpumagic.memory.ledger import Peak
+from tests.dryrun.wire_requests import request
 
 HERE = Path(__file__).parent
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -61,15 +64,11 @@ class FakeAllocator(Allocator):
     def __init__(self, gpu: str) -> None:
         from gpumagic.worker.fake.run import FakeRun
 
-        request = {
-            "filename": "<cell>", "sources": {}, "is_brief": True, "capacities": [None], "cuts_to_size": False,
-            "segments": [None], "backend": "cuda", "gpu": gpu, "ways": [], "when": "always",
-            "notes": False,
-        }  # fmt: skip
         torchvisions = torch.library.Library("not_torchvision", "DEF")
         torchvisions.define("roi_align(Tensor self) -> Tensor")
         torchvisions.impl("roi_align", lambda images: images, "AutocastCUDA")
-        self._run = FakeRun(request, print)
+        asked = request(gpu=gpu, is_brief=True, scenario=Scenario(notes=False))
+        self._run = FakeRun(asked, socket.socket(), print)
         self._ledger = self._run.ledger
 
     def unknown(self) -> list[str]:

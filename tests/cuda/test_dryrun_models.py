@@ -151,7 +151,7 @@ def test_what_the_host_looks_at_is_drawn_and_said_on_its_line() -> None:
     cell = build + "mask = layer.weight > 0\nx = layer.weight[mask].cuda()"
     with kept_outcomes() as told:
         report = dry_run(cell)
-    assert (4, "layer.weight > 0") in [tuple(place[:2]) for place, _, _ in told[0]["decides"]]
+    assert (4, "layer.weight > 0") in [tuple(place[:2]) for place, _, _ in told[0].decisions]
     assert report.peak["cuda:0"] > MIB
 
 
@@ -166,8 +166,8 @@ model.load_state_dict({**model.state_dict(), **best})
     with kept_outcomes() as told:
         dry_run(cell)
         dry_run(cell + "large = best['weight'].abs().max().item() > 2")
-    assert told[0]["decides"] == []
-    assert [(place[0], kind) for place, kind, _ in told[1]["decides"]] == [(7, "truth")]
+    assert told[0].decisions == ()
+    assert [(place[0], kind) for place, kind, _ in told[1].decisions] == [(7, "truth")]
 
 
 def test_what_the_cell_computes_on_the_host_stays_true() -> None:
@@ -181,7 +181,7 @@ rows = torch.ones(int(chosen[0].item()) // 1000, device="cuda")
 """
     with kept_outcomes() as told:
         report = dry_run(cell)
-    assert told[0]["decides"] == []
+    assert told[0].decisions == ()
     assert report.peak["cuda:0"] == -(-499_999 * 4 // 512) * 512 + -(-3000 * 4 // 512) * 512
 
 

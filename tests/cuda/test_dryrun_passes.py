@@ -10,6 +10,7 @@ import torch
 
 from gpumagic.dryrun import client, run, targets
 from gpumagic.dryrun.script import script_of
+from gpumagic.dryrun.wire import Outcome
 from tests.dryrun.dryrun_outcomes import kept_outcomes
 
 MIB = 1 << 20
@@ -21,7 +22,7 @@ def _worker() -> Iterator[None]:
     client.close()
 
 
-def outcome_of(cell: str, names: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+def outcome_of(cell: str, names: dict[str, Any] | None = None, **options: Any) -> Outcome:
     """Return what the worker sends."""
     target = targets.choose("cuda:0", options.pop("capacity", None))
     with kept_outcomes() as outcomes:
@@ -32,22 +33,22 @@ def outcome_of(cell: str, names: dict[str, Any] | None = None, **options: Any) -
 def test_a_run_out_of_time_tells_the_loops_that_it_was_in() -> None:
     cell = "for _ in range(2): pass\nfor i in range(10**9):\n    x = torch.ones(9, device='cuda:0')"
     outcome = outcome_of(cell, time_limit=1.0)
-    assert outcome["is_open"]
-    assert outcome["passes"][0] == ["line 1", 2, 2]
-    place, made, asked = outcome["passes"][1]
+    assert outcome.is_cut_short
+    assert outcome.passes[0] == ("line 1", 2, 2)
+    place, made, asked = outcome.passes[1]
     assert (place, asked) == ("line 2", 10**9)
     assert 0 < made < asked
 
 
 def test_every_pass_of_a_run_to_the_end_is_told() -> None:
     outcome = outcome_of("for i in range(50):\n    x = torch.ones(9, device='cuda:0')")
-    assert (outcome["passes"], outcome["is_open"]) == ([["line 1", 50, 50]], False)
+    assert (outcome.passes, outcome.is_cut_short) == ((("line 1", 50, 50),), False)
 
 
 def test_every_line_where_a_value_decides_is_told_with_how_it_does() -> None:
     names = {"torch": torch, "x": torch.rand(8, device="cuda:0")}
     cell = "a = bool(x.sum().item())\nif x.max() > 5:\n    b = 1\nc = x[x > 0]\nd = x.cpu().numpy()"
-    told = [(*place[:2], kind) for place, kind, _ in outcome_of(cell, names)["decides"]]
+    told = [(*place[:2], kind) for place, kind, _ in outcome_of(cell, names).decisions]
     assert told == [
         (1, "bool(x.sum().item())", "order"), (2, "x.max() > 5", "truth"), (4, "x[x > 0]", "selection"),
     ]  # fmt: skip

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 from gpumagic.dryrun import scenarios
+from gpumagic.dryrun.wire import Outcome
 
 
 @contextlib.contextmanager
-def kept_outcomes() -> Iterator[list[dict[str, Any]]]:
-    """Yield the list of what the worker answers in this block."""
-    outcomes: list[dict[str, Any]] = []
+def kept_outcomes() -> Iterator[list[Outcome]]:
+    """Yield the list of the outcomes that count in this block, one a dry run."""
+    outcomes: list[Outcome] = []
     run = scenarios.run
 
-    def keep(*args: Any) -> dict[str, Any]:
-        outcomes.append(run(*args))
-        return outcomes[-1]
+    def keep(*args: object) -> scenarios.Result:
+        result = run(*args)
+        assert isinstance(result.reply, Outcome)
+        outcomes.append(result.reply)
+        return result
 
     with mock.patch.object(scenarios, "run", keep):
         yield outcomes

@@ -11,10 +11,10 @@ from gpumagic.dryrun.report import (
     DryRunPoint,
     DryRunReport,
     DryRunRow,
-    Passes,
     Search,
     Trial,
 )
+from gpumagic.dryrun.wire import Passes
 from gpumagic.report.base import to_html, to_text
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -86,9 +86,9 @@ def test_what_the_host_looks_at_is_drawn_and_decides_nothing_where_it_is_only_sh
     tell = "raise RuntimeError(str(share))"
     with kept_outcomes() as told:
         run.dry_run(script_of(cell + tell), {}, targets.choose("cuda:0", 1 << 30))
-    assert told[0]["error"]["kind"] == "RuntimeError"
-    assert 0.45 < float(told[0]["error"]["text"]) < 0.55
-    assert told[0]["decides"] == []
+    assert told[0].failure.kind == "RuntimeError"
+    assert 0.45 < float(told[0].failure.text) < 0.55
+    assert told[0].decisions == ()
 
 
 def test_what_a_small_model_draws_and_what_is_drawn_after_it_are_the_cells_own() -> None:
@@ -106,7 +106,7 @@ drawn = (torch.rand(3).sum() + model[1].weight.sum()).item()
     state = torch.get_rng_state()
     exec(cell, names)
     torch.set_rng_state(state)
-    assert (told[0]["error"]["text"], told[0]["decides"]) == (repr(names["drawn"]), [])
+    assert (told[0].failure.text, told[0].decisions) == (repr(names["drawn"]), ())
 
 
 def test_that_random_numbers_are_others_after_a_large_model_is_said() -> None:

@@ -30,12 +30,12 @@ def imported(tmp_path: Path, monkeypatch) -> Any:
             importlib.import_module("a_package")
         told, ask = [], client.Worker.ask
 
-        def noted(self, request, variants):
-            outcomes = ask(self, request, variants)
+        def noted(self, requests):
+            replies = ask(self, requests)
             told.append(
-                [name for each in outcomes for name in each["imported"] if name == "a_package"]
+                [name for reply in replies for name in reply.imported if name == "a_package"]
             )
-            return outcomes
+            return replies
 
         monkeypatch.setattr(client.Worker, "ask", noted)
         pids = set()
