@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gpumagic.dryrun.wire import Ending
-from gpumagic.source.text import Change, apply_changes
+from gpumagic.source.text import Change, apply_changes, parse_tree
+
+_DELETES_OUTPUT = re.compile(r"%xdel \w+")
+"""IPython's magic that deletes a value and every name that IPython gave to it."""
 
 ON_THE_CPU = "Run the cell on the CPU"
 """The title of what fits without the device."""
@@ -85,6 +90,14 @@ class Advice:
     ranks: int | None = None
     """How many processes run the edited code, each on a GPU of its own."""
 
+    @property
+    def deletion(self) -> str:
+        """The code to run before the cell, where that is all there is to do and only deletes variables; else empty."""
+        code = self.first or self.edit or ""
+        if self.changes or not all(map(_only_deletes, code.splitlines())):
+            return ""
+        return code
+
     def apply(self, source: str, cell: str = "") -> str:
         """Return a cell's text with the changes of this advice made.
 
@@ -96,3 +109,10 @@ class Advice:
             ValueError: the text is not the one that the advice was made for.
         """
         return apply_changes(self.changes, source, cell)
+
+
+def _only_deletes(line: str) -> bool:
+    if _DELETES_OUTPUT.fullmatch(line):
+        return True
+    tree = parse_tree(line)
+    return tree is not None and all(isinstance(statement, ast.Delete) for statement in tree.body)

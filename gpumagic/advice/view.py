@@ -16,46 +16,57 @@ def known_early(advice: Advice) -> Document:
 
 def how(advice: Advice) -> Iterator[Block]:
     """Yield a suggestion's code, then why it would help and what it costs."""
-    code = _code(advice)
+    code = [*_lines_to_run_first(advice), *_lines_of_edit(advice)]
     if code:
         yield Listing(code, whole=True)
-    why = [
-        f"Why: {advice.evidence}." if advice.evidence else "",
-        f"Cost: {advice.cost}." if advice.cost else "",
-    ]
-    if any(why):
-        yield Paragraph(" ".join(filter(None, why)), muted=True)
+    sentences = []
+    if advice.evidence:
+        sentences.append(f"Why: {advice.evidence}.")
+    if advice.cost:
+        sentences.append(f"Cost: {advice.cost}.")
+    if sentences:
+        yield Paragraph(" ".join(sentences), muted=True)
 
 
-def _code(advice: Advice) -> list[tuple[int | str, str, str]]:
-    """Return what is to be run first, then the cell's new lines by number, or where no line is known just the code."""
-    before = (advice.first or "").splitlines()
-    lines = (advice.edit or "").splitlines() if advice.changes or not before else []
-    code: list[tuple[int | str, str, str]] = [("first", line, "") for line in before]
-    start = min(advice.changes, key=lambda change: (change.line, change.column), default=None)
-    if start is None:
-        return [*code, *(("use", line, "") for line in lines)]
-    cell, number = f"{start.cell} " if start.cell else "", start.line + start.new.startswith("\n")
-    return [*code, *((f"{cell}{i}", line, "") for i, line in enumerate(lines, number))]
+Line = tuple[str, str, str]
+"""As of `Listing.lines`."""
+
+
+def _lines_to_run_first(advice: Advice) -> list[Line]:
+    return [("first", line, "") for line in (advice.first or "").splitlines()]
+
+
+def _lines_of_edit(advice: Advice) -> list[Line]:
+    """Return the cell's new lines by number, or where no line is known just the code."""
+    lines = (advice.edit or "").splitlines()
+    if not advice.changes:
+        # What is to be run first is all of such an edit
+        return [] if advice.first else [("use", line, "") for line in lines]
+    start = min(advice.changes, key=lambda change: (change.line, change.column))
+    first_number = start.line
+    if start.new.startswith("\n"):
+        first_number += 1
+    cell = f"{start.cell} " if start.cell else ""
+    return [(f"{cell}{number}", line, "") for number, line in enumerate(lines, first_number)]
 
 
 def worth(advice: Advice) -> str:
     """Return what a dry run says of a suggestion; of one that was not tried, what it frees."""
     trial = advice.trial
-    saves = f"saves {size(advice.frees)}" if advice.frees is not None else ""
-    but = f"; {trial.reason}" if trial is not None and trial.reason else ""
     if trial is None or trial.needs is None:
         frees = f": frees {size(advice.frees)}" if advice.frees is not None else ""
-        return frees + (f" (not tried{but.replace(';', ':', 1)})" if but else "")
-    ran = (
-        size_of(trial.needs, trial.available)
-        if advice.title != ON_THE_CPU
-        else "in the host's memory"
-    )
+        if trial is not None and trial.reason:
+            return f"{frees} (not tried: {trial.reason})"
+        return frees
+    but = f"; {trial.reason}" if trial.reason else ""
     if trial.fits:
-        return (
-            f": fits (dry run: {ran})" if trial.certain else f": should fit (dry run: {ran}{but})"
-        )
+        ran = size_of(trial.needs, trial.available)
+        if advice.title == ON_THE_CPU:
+            ran = "in the host's memory"
+        if trial.certain:
+            return f": fits (dry run: {ran})"
+        return f": should fit (dry run: {ran}{but})"
+    saves = f"saves {size(advice.frees)}" if advice.frees is not None else ""
     if trial.fits is False:
         return f": {saves}, does not fit alone" if saves else ": does not fit alone"
     return f": {saves or 'tried'}; whether it fits is open{but}"

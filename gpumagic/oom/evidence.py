@@ -234,9 +234,10 @@ def read_notebook(
 
 def _holders(owned: Iterable[Ownership], device: str) -> tuple[Holder, ...]:
     """Return who holds memory on the device, largest first: the sets of names, and torch's workspaces of cuBLAS."""
-    holders = [
-        Holder(", ".join(sorted(part.names)), device, part.nbytes, part.kind) for part in owned
-    ]
+    holders = []
+    for part in owned:
+        first, *others = sorted(part.names)
+        holders.append(Holder(first, device, part.nbytes, part.kind, tuple(others)))
     workspace = segments.workspace_bytes().get(device, 0)
     if workspace:
         holders.append(Holder(CUBLAS, device, workspace, WORKSPACE))

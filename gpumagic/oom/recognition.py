@@ -212,43 +212,56 @@ _LIMIT = rf"max allowed: {_SIZE}", rf"limit set to: {_SIZE}"
 
 def read_numbers(text: str) -> Numbers:
     """Return the numbers of one error's text; what exceeds twice the capacity is a sentinel and left out."""
-    capacity, limit, free = _size(text, *_CAPACITY), _size(text, *_LIMIT), _size(text, *_FREE)
-    in_tensors = _size(text, rf"Of the allocated memory {_SIZE} is allocated by PyTorch")
-    unallocated = _size(text, rf"{_SIZE} is reserved by PyTorch but unallocated")
-    if (
-        capacity is None and limit is not None
-    ):  # MPS and CuPy name the cap that counts, not the device's size
-        capacity, allocated = limit, _size(text, *_ALLOCATED)
-        free = (
-            None
-            if allocated is None
-            else limit - allocated - (_size(text, rf"other allocations: {_SIZE}") or 0)
-        )
-    allowed = _size(text, rf"{_SIZE} allowed;")  # by `set_per_process_memory_fraction`
-    left = None if allowed is None else allowed - (in_tensors or 0) - (unallocated or 0)
-    capped = left is not None and free is not None and left < free
+    capacity = _find_size(text, *_CAPACITY)
+    free = _find_size(text, *_FREE)
+    in_tensors = _find_size(text, rf"Of the allocated memory {_SIZE} is allocated by PyTorch")
+    unallocated = _find_size(text, rf"{_SIZE} is reserved by PyTorch but unallocated")
+    limit = _find_size(text, *_LIMIT)
+    if capacity is None and limit is not None:
+        # MPS and CuPy name the cap that counts, not the device's size
+        capacity = limit
+        free = None
+        allocated = _find_size(text, *_ALLOCATED)
+        if allocated is not None:
+            other = _find_size(text, rf"other allocations: {_SIZE}") or 0
+            free = limit - allocated - other
+    capped = False
+    allowed = _find_size(text, rf"{_SIZE} allowed;")  # by `set_per_process_memory_fraction`
+    if allowed is not None and free is not None:
+        left = allowed - (in_tensors or 0) - (unallocated or 0)
+        if left < free:
+            capped = True
+            free = left
     index = re.search(r"(?:GPU|on device|device ordinal|device:GPU:)\s?(\d+)\b", text)
-    free, in_tensors, unallocated = (
-        None if each is None or each > 2 * (capacity or each) or each >= 2**60 else max(0, each)
-        for each in (left if capped else free, in_tensors, unallocated)
-    )
     return Numbers(
-        _size(text, *_REQUESTED),
-        int(index[1]) if index is not None else None,
-        capacity,
-        free,
-        in_tensors,
-        unallocated,
-        capped,
+        requested=_find_size(text, *_REQUESTED),
+        index=int(index[1]) if index is not None else None,
+        capacity=capacity,
+        free=_credible(free, capacity),
+        allocated=_credible(in_tensors, capacity),
+        unallocated=_credible(unallocated, capacity),
+        capped=capped,
     )
 
 
-def _size(text: str, *patterns: str) -> int | None:
-    """Return the bytes that the first pattern that matches finds."""
-    match = next(filter(None, (re.search(pattern, text) for pattern in patterns)), None)
-    if match is None:
+def _find_size(text: str, *patterns: str) -> int | None:
+    """Return the bytes that the first pattern finds that matches."""
+    for pattern in patterns:
+        match = re.search(pattern, text)
+        if match is not None:
+            number = float(match[1].replace(",", ""))
+            unit = match[2] or "b"
+            return int(number * _UNITS[unit[0].lower()])
+    return None
+
+
+def _credible(nbytes: int | None, capacity: int | None) -> int | None:
+    """Return a number of bytes, at least 0; None where it is too large to be one of the device."""
+    if nbytes is None or nbytes >= 2**60:
         return None
-    return int(float(match[1].replace(",", "")) * _UNITS[(match[2] or "b")[0].lower()])
+    if capacity and nbytes > 2 * capacity:
+        return None
+    return max(0, nbytes)
 
 
 NEARLY_FULL = 1024**3

@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpumagic import notebook
 from gpumagic.oom import recognition
@@ -27,6 +27,18 @@ if TYPE_CHECKING:
 
 _KEY = "gpumagic_every_cell"
 _SHOW = "_showtraceback"
+
+
+class _HeldTraceback(NamedTuple):
+    """A traceback that is to be shown later; it has no frames."""
+
+    kind: type
+    """The error's class."""
+    text: str
+    shown: list[str]
+    """The lines to show."""
+    whole: list[str]
+    """All lines, those of libraries' frames included."""
 
 
 class LateTraceback:
@@ -46,13 +58,12 @@ class LateTraceback:
         *,
         as_text: bool = False,
     ) -> None:
-        self._shell, self._recognises = shell, recognises
+        self._shell = shell
+        self._recognises = recognises
         self._as_text = as_text and getattr(shell, "kernel", None) is not None
         self._send: Callable[[type, BaseException, list[str]], object] = shell._showtraceback
         self._before: object = None
-        self._held: tuple[type, str, list[str], list[str]] | None = (
-            None  # with the lines to show, and all of them
-        )
+        self._held: _HeldTraceback | None = None
 
     def install(self) -> None:
         """Hold back from now on."""
@@ -70,36 +81,36 @@ class LateTraceback:
 
     def show(self, *, keep: bool = False) -> None:
         """Show what is held; with `keep` its frames are still there, so that `%tb` needs no text."""
-        held, self._held = self._held, None
+        held = self._held
+        self._held = None
         if held is None:
             return
-        kind, text, lines, whole = held
         if self._as_text:
-            sys.stdout.write(self._shell.InteractiveTB.stb2text(lines) + "\n")
+            sys.stdout.write(self._shell.InteractiveTB.stb2text(held.shown) + "\n")
         else:
             try:
-                frameless: BaseException = kind(text)
+                frameless: BaseException = held.kind(held.text)
             except Exception:  # not every error can be made of its text alone
-                frameless = Exception(text)
-            self._send(kind, frameless, lines)
+                frameless = Exception(held.text)
+            self._send(held.kind, frameless, held.shown)
         if not keep:
-            _remember(kind, whole)
+            _remember(held.kind, held.whole)
 
     def _hold(self, kind: type, error: BaseException, lines: list[str]) -> None:
         if not self._recognises(error):
             self._send(kind, error, lines)
             return
-        self._held = kind, str(error), self._of_the_user(kind, error) or lines, list(lines)
+        shown = self._format_user_frames(kind, error) or lines
+        self._held = _HeldTraceback(kind, str(error), shown, list(lines))
 
-    def _of_the_user(self, kind: type, error: BaseException) -> list[str]:
-        """Return the traceback with the user's frames only; nothing where it has none."""
+    def _format_user_frames(self, kind: type, error: BaseException) -> list[str]:
+        """Return the lines of the traceback with the user's frames only; none where it has no such frame."""
         formatter: Any = self._shell.InteractiveTB
         last = getattr(formatter, "tb", None)
         chain = None
-        for step in reversed(
-            [each for each in traceback_steps(error.__traceback__) if is_user_code(each.tb_frame)]
-        ):
-            chain = TracebackType(chain, step.tb_frame, step.tb_lasti, step.tb_lineno)
+        for step in reversed(list(traceback_steps(error.__traceback__))):
+            if is_user_code(step.tb_frame):
+                chain = TracebackType(chain, step.tb_frame, step.tb_lasti, step.tb_lineno)
         if chain is None:
             return []
         try:

@@ -26,39 +26,39 @@ def find_trainer(
     `history` has the texts of the cells so far, by their numbers.
     """
     for name in sorted(names):
-        told = _told(namespace[name])
-        if told is None:
+        configured = _configured(namespace[name])
+        if configured is None:
             continue
-        earlier = _earlier(name, namespace, told.class_name, history)
-        for text, call in calls(filter(None, (cell, earlier)), told.class_name):
-            return Trainer(told.library, text, call)
+        earlier = _earlier_statements(name, namespace, configured.class_name, history)
+        sources = [text for text in (cell, earlier) if text is not None]
+        for text, call in calls(sources, configured.class_name):
+            return Trainer(configured.library, text, call)
     return None
 
 
-class _Told(NamedTuple):
-    """What tells a trainer how to train."""
+class _Configured(NamedTuple):
+    """A library's trainer, and the class by whose call it is told how to train."""
 
     library: Literal["transformers", "lightning"]
     class_name: str
-    """The class whose call has the arguments."""
 
 
-def _told(value: object) -> _Told | None:
-    """Return what tells a trainer how to train, of the trainer or of its arguments; None for any other value."""
-    bases = _bases(value)
-    if any(str(module).startswith(_LIGHTNING) and name == "Trainer" for module, name in bases):
-        return _Told("lightning", name_of_type(type(value)))
-    if ("transformers.trainer", "Trainer") in bases:
+def _configured(value: object) -> _Configured | None:
+    """Return what configures a trainer, given the trainer or its arguments; None for any other value."""
+    classes = _qualified_classes(value)
+    if any(name.startswith(_LIGHTNING) and name.endswith(".Trainer") for name in classes):
+        return _Configured("lightning", name_of_type(type(value)))
+    if "transformers.trainer.Trainer" in classes:
         value = attributes_of(value).get("args")
-        bases = _bases(value)
-    if ("transformers.training_args", "TrainingArguments") in bases:
-        return _Told("transformers", name_of_type(type(value)))
+        classes = _qualified_classes(value)
+    if "transformers.training_args.TrainingArguments" in classes:
+        return _Configured("transformers", name_of_type(type(value)))
     return None
 
 
-def _bases(value: object) -> set[tuple[object, str]]:
-    """Return the modules and the names of an object's classes, without a word from a metaclass."""
-    return {(dict_of(cls).get("__module__"), name_of_type(cls)) for cls in mro_of(type(value))}
+def _qualified_classes(value: object) -> set[str]:
+    """Return the qualified names of an object's class and its bases, without a word from a metaclass."""
+    return {f"{dict_of(cls).get('__module__')}.{name_of_type(cls)}" for cls in mro_of(type(value))}
 
 
 class _Statement(NamedTuple):
@@ -68,20 +68,21 @@ class _Statement(NamedTuple):
     code: str
 
 
-def _earlier(
+def _earlier_statements(
     name: str, namespace: Mapping[str, object], class_name: str, history: Sequence[str]
 ) -> CellText | None:
     """Return the statements of earlier cells that made a trainer and its arguments, as one text."""
-    bound = _last_assignments(history)
-    if name not in bound:
+    assignments = _last_assignments(history)
+    if name not in assignments:
         return None
-    used = sorted(names_in(ast.parse(bound[name].code)) - {name})
-    arguments = [
-        bound[other]
-        for other in used
-        if other in bound and name_of_type(type(namespace.get(other))) == class_name
-    ]
-    statements = list(dict.fromkeys((*arguments, bound[name])))
+    made = assignments[name]
+    statements = []
+    for used in sorted(names_in(ast.parse(made.code)) - {name}):
+        is_arguments = name_of_type(type(namespace.get(used))) == class_name
+        if used in assignments and is_arguments and assignments[used] not in statements:
+            statements.append(assignments[used])
+    if made not in statements:
+        statements.append(made)
     source = "\n".join(statement.code for statement in statements)
     return texts.parse(source, f"In [{statements[0].cell}]")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from gpumagic.advice.records import ON_THE_CPU, Advice
 from gpumagic.advice.view import how, worth
@@ -33,20 +34,22 @@ NAMED_HOLDERS = 3
 @document_of.register(OomReport)
 def view_failure(report: OomReport) -> Document:
     """Return the verdict and the first suggestion, then the others and the memory; all else is folded away."""
-    heading, failure = Heading(_headline(report)), list(_failure(report))
+    heading = Heading(_headline(report))
+    rest = list(_below_headline(report))
     if report.recovered:
-        return Document((heading, Fold(f"Why it ran out at first: {report.verdict}", failure)))
+        return Document((heading, Fold(f"Why it ran out at first: {report.verdict}", rest)))
+    sentences = []
+    if report.advice:  # else the verdict is in the first line
+        sentences.append(report.verdict)
     before, after = report.allocated_at_failure, report.allocated_after
-    said = [report.verdict] if report.advice else []  # else it is in the first line
-    said += (
-        [f"Freed {size(before - after)}."]
-        if before is not None and after is not None and after < before
-        else []
-    )
-    return Document((heading, *([Paragraph(" ".join(said))] if said else []), *failure))
+    if before is not None and after is not None and after < before:
+        sentences.append(f"Freed {size(before - after)}.")
+    if sentences:
+        rest.insert(0, Paragraph(" ".join(sentences)))
+    return Document((heading, *rest))
 
 
-def _failure(report: OomReport) -> Iterator[Block]:
+def _below_headline(report: OomReport) -> Iterator[Block]:
     yield from _advice(report)
     if report.allocated_at_failure is not None:
         yield _memory(report)
@@ -60,94 +63,107 @@ def _failure(report: OomReport) -> Iterator[Block]:
 
 def _headline(report: OomReport) -> str:
     """Return where it ran out, and the first thing to do."""
-    device = f" on {report.device}" if report.device else ""
-    line = f", line {report.line}" if report.line is not None else ""
-    where = f"{'Probably out' if report.certainty == 'probable' else 'Out'} of memory{device}{line}"
+    what = "Probably out" if report.certainty == "probable" else "Out"
+    where = f"{what} of memory"
+    if report.device:
+        where += f" on {report.device}"
+    if report.line is not None:
+        where += f", line {report.line}"
     if report.recovered:
         keep = f". To keep it: {report.place}" if report.place else ""
-        return f"{where}; passed {_way(report)}{keep}"
+        return f"{where}; passed {_difference_of_last_run(report)}{keep}"
     if report.retries:
-        where += f", also {_way(report)}"
-    first = (
-        f"{report.advice[0].title}{_short(report.advice[0])}" if report.advice else report.verdict
-    )
-    return f"{where}. {first}"
+        where += f", also {_difference_of_last_run(report)}"
+    if not report.advice:
+        return f"{where}. {report.verdict}"
+    first = report.advice[0]
+    return f"{where}. {first.title}{_code_and_worth(first)}"
 
 
-def _short(advice: Advice) -> str:
-    """Return the code of a suggestion where that is one short statement to run, and what it is worth."""
-    code = "" if advice.changes else advice.first or advice.edit or ""
-    is_short = code.startswith(("del ", "%xdel ")) and "\n" not in code and len(code) <= SHORT
-    return f" ({code}){worth(advice)}" if is_short and code != advice.title else worth(advice)
+def _code_and_worth(advice: Advice) -> str:
+    """Return what a suggestion is worth, with its code where all there is to do is a short deletion."""
+    code = advice.deletion
+    is_short = "\n" not in code and len(code) <= SHORT
+    if code and is_short and code != advice.title:
+        return f" ({code}){worth(advice)}"
+    return worth(advice)
 
 
-def _way(report: OomReport) -> str:
-    """Return what was different in the last run."""
-    last = report.tries[-1] if report.tries else None
-    if last is not None and last.device is not None:
-        return f"on {last.device}"
-    if last is not None and last.size != report.tries[0].size:
-        return f"with {report.shrunk} = {last.size}"
+def _difference_of_last_run(report: OomReport) -> str:
+    """Return what was different in the last run, as the end of a sentence."""
+    if report.tries:
+        last = report.tries[-1]
+        if last.device is not None:
+            return f"on {last.device}"
+        if last.size != report.tries[0].size:
+            return f"with {report.shrunk} = {last.size}"
     return f"after {count(report.retries, 'retry', 'retries')}"
 
 
-Bar = tuple[str, int | None, int | None, int]
-"""When it was or with what, what was allocated, what was reserved, and what was asked for besides."""
+class _Bar(NamedTuple):
+    """One row of the memory table."""
+
+    title: str
+    """When it was, or with which suggestion."""
+    allocated: int | None
+    reserved: int | None = None
+    requested: int = 0
+    """What was asked for besides."""
 
 
 def _memory(report: OomReport) -> Table:
     """Return what was allocated over the cell, with the request that failed, and what each change tried would need."""
-    bars: list[Bar] = [
-        ("Before the cell", report.allocated_before, report.reserved_before, 0),
-        (
-            "At the failure",
-            report.allocated_at_failure,
-            report.reserved_at_failure,
-            report.requested or 0,
-        ),
-        ("Now", report.allocated_after, report.reserved_after, 0),
-    ]
-    bars += [
-        (f"{number}. {each.title}", each.trial.needs, None, 0)
-        for number, each in enumerate(report.advice[:SHOWN_ADVICE], 1)
-        if _is_tried_here(each) and each.trial is not None and each.trial.needs is not None
-    ]
+    bars = list(_bars(report))
     capacity = report.capacity or 0
-    whole = max(
-        capacity,
-        *(max(allocated or 0, reserved or 0) + asked for _, allocated, reserved, asked in bars),
-    )
+    whole = capacity
+    for bar in bars:
+        held = max(bar.allocated or 0, bar.reserved or 0)
+        whole = max(whole, held + bar.requested)
 
-    def allocated(bar: Bar) -> Cell:
+    def allocated(bar: _Bar) -> Cell:
         """Return a cell whose ground is the device: the request, or what a change needs too much, sticks out of it."""
-        _, allocated, reserved, asked = bar
-        if allocated is None or not capacity:
-            return Cell(size(allocated))
-        cached, beyond = max(0, (reserved or 0) - allocated), max(0, allocated - capacity)
-        inside, request = (
-            Segment((allocated - beyond) / whole),
-            Segment((beyond + asked) / whole, "other"),
+        if bar.allocated is None or not capacity:
+            return Cell(size(bar.allocated))
+        text = size(bar.allocated)
+        if bar.requested:
+            text += f" + {size(bar.requested)}"
+        cached = max(0, (bar.reserved or 0) - bar.allocated)
+        beyond = max(0, bar.allocated - capacity)
+        segments = (
+            Segment((bar.allocated - beyond) / whole),
+            Segment(cached / whole, "second"),
+            Segment((beyond + bar.requested) / whole, "other"),
         )
-        text = f"{size(allocated)} + {size(asked)}" if asked else size(allocated)
-        return Cell(
-            text,
-            (inside, Segment(cached / whole, "second"), request),
-            ground=min(1.0, capacity / whole),
-        )
+        return Cell(text, segments, ground=min(1.0, capacity / whole))
 
-    columns: tuple[Column[Bar], ...] = (
-        Column(report.device or "Memory", lambda bar: bar[0], shrinks=True),
+    columns: tuple[Column[_Bar], ...] = (
+        Column(report.device or "Memory", lambda bar: bar.title, shrinks=True),
         Column(f"Allocated of {size(capacity)}" if capacity else "Allocated", allocated, "right"),
-        Column(
-            "Cached",
-            lambda bar: size(bar[2] - bar[1]) if bar[1] is not None and bar[2] is not None else "",
-            "right",
-            priority=1,
-        ),
+        Column("Cached", _cached, "right", priority=1),
     )
     return Table.of(
         bars, columns, "Memory before, at the failure, now, and with each suggestion that was tried"
     )
+
+
+def _bars(report: OomReport) -> Iterator[_Bar]:
+    yield _Bar("Before the cell", report.allocated_before, report.reserved_before)
+    yield _Bar(
+        "At the failure",
+        report.allocated_at_failure,
+        report.reserved_at_failure,
+        report.requested or 0,
+    )
+    yield _Bar("Now", report.allocated_after, report.reserved_after)
+    for number, advice in enumerate(report.advice[:SHOWN_ADVICE], 1):
+        if advice.trial is not None and advice.trial.needs is not None and _is_tried_here(advice):
+            yield _Bar(f"{number}. {advice.title}", advice.trial.needs)
+
+
+def _cached(bar: _Bar) -> str:
+    if bar.allocated is None or bar.reserved is None:
+        return ""
+    return size(bar.reserved - bar.allocated)
 
 
 def _is_tried_here(advice: Advice) -> bool:
@@ -155,69 +171,80 @@ def _is_tried_here(advice: Advice) -> bool:
     return advice.trial is not None and not advice.gpu and advice.title != ON_THE_CPU
 
 
+class _Part(NamedTuple):
+    """What some of the memory is for, such as activations."""
+
+    name: str
+    nbytes: int
+
+
 def _parts(report: OomReport) -> Iterator[Block]:
     """Say what the cell needs memory for at its peak, folded: the largest part in a line, the table behind it."""
     need = report.need
-    rows = (
-        sorted((each for each in need.parts.items() if each[1] >= LARGE), key=lambda row: -row[1])
-        if need
-        else []
+    if need is None:
+        return
+    parts = [_Part(name, nbytes) for name, nbytes in need.parts.items() if nbytes >= LARGE]
+    if not parts:
+        return
+    parts.sort(key=lambda part: -part.nbytes)
+    columns: tuple[Column[_Part], ...] = (
+        Column("At the peak", lambda part: part.name),
+        Column(
+            "Size",
+            lambda part: size(part.nbytes),
+            "right",
+            bar=lambda part: {part.name: part.nbytes},
+        ),
     )
-    if rows and need is not None:
-        columns: tuple[Column[tuple[str, int]], ...] = (
-            Column("At the peak", lambda row: row[0]),
-            Column("Size", lambda row: size(row[1]), "right", bar=lambda row: {row[0]: row[1]}),
-        )
-        table = Table.of(
-            rows, columns, "What the cell needs memory for at its peak", whole=need.needed
-        )
-        yield Fold(f"At its peak: {rows[0][0]} {size_of(rows[0][1], need.needed)}", [table])
+    table = Table.of(
+        parts, columns, "What the cell needs memory for at its peak", whole=need.needed
+    )
+    largest = parts[0]
+    yield Fold(f"At its peak: {largest.name} {size_of(largest.nbytes, need.needed)}", [table])
 
 
 def _holders(report: OomReport) -> Iterator[Block]:
+    """Say who holds memory now, folded: the largest in a line, the table behind it."""
     if not report.holders:
         return
-    large = [
-        holder for holder in report.holders if holder.nbytes >= LARGE
-    ]  # they come largest first
-    shown = [f"{holder.name} {size(holder.nbytes)}" for holder in large[:NAMED_HOLDERS]]
-    rest = report.holders[len(shown) :]
-    shown += (
-        [f"{count(len(rest), 'name')} {size(sum(holder.nbytes for holder in rest))}"]
-        if rest
-        else []
-    )
-    whole = report.allocated_after or sum(holder.nbytes for holder in report.holders) or 1
+    # They come largest first.
+    named = [holder for holder in report.holders[:NAMED_HOLDERS] if holder.nbytes >= LARGE]
+    words = [f"{_names(holder)} {size(holder.nbytes)}" for holder in named]
+    rest = report.holders[len(named) :]
+    if rest:
+        words.append(f"{count(len(rest), 'name')} {size(sum(holder.nbytes for holder in rest))}")
+    in_table = report.holders[:SHOWN_HOLDERS]
+    has_workspace = any(holder.kind == WORKSPACE for holder in in_table)
     columns: tuple[Column[Holder], ...] = (
-        Column("Kept by", lambda holder: holder.name, shrinks=True),
+        Column("Kept by", _names, shrinks=True),
         Column("What", lambda holder: holder.kind, priority=1),
         Column(
-            "Frees"
-            if any(holder.kind == WORKSPACE for holder in report.holders[:SHOWN_HOLDERS])
-            else "Freed by del",
+            "Frees" if has_workspace else "Freed by del",
             lambda holder: size(holder.nbytes),
             "right",
             bar=lambda holder: holder.nbytes,
         ),
     )
-    table = Table.of(
-        report.holders[:SHOWN_HOLDERS], columns, "Names that hold memory on the device", whole=whole
-    )
-    yield Fold(f"Held now: {', '.join(shown)}", [table])
+    whole = report.allocated_after or sum(holder.nbytes for holder in report.holders) or 1
+    table = Table.of(in_table, columns, "Names that hold memory on the device", whole=whole)
+    yield Fold(f"Held now: {', '.join(words)}", [table])
+
+
+def _names(holder: Holder) -> str:
+    return ", ".join(holder.names)
 
 
 def _advice(report: OomReport) -> Iterator[Block]:
+    """Show the first suggestion, and the titles of some others, whose code is folded away."""
     if not report.advice:
         return
     first, *others = report.advice
     yield from how(first)
-    needs_more, tried = (
-        report.need is not None and report.need.fits is False,
-        filter(_is_tried_here, report.advice),
-    )
+    needs_more = report.need is not None and report.need.fits is False
+    tried = [advice for advice in report.advice if _is_tried_here(advice)]
     if report.untried:
         yield Paragraph(f"None of it was tried: {report.untried}.", muted=True)
-    elif needs_more and all(each.covers is False for each in tried):
+    elif needs_more and all(advice.covers is False for advice in tried):
         yield Paragraph(f"Nothing that was tried fits on {report.device}.")
-    for number, each in enumerate(others[: SHOWN_ADVICE - 1], 2):
-        yield Fold(f"{number}. {each.title}{worth(each)}", list(how(each)))
+    for number, advice in enumerate(others[: SHOWN_ADVICE - 1], 2):
+        yield Fold(f"{number}. {advice.title}{worth(advice)}", list(how(advice)))

@@ -33,6 +33,8 @@ _SPAWNS = (".popen_spawn_posix", ".popen_forkserver", ".popen_loky_posix")
 """Modules that start Python by a call that is not audited, and then write to it through a pipe."""
 _COMMANDS = frozenset({"system_piped", "system_raw", "getoutput"})
 """IPython's functions for what begins with `!`, of which a dry run does none."""
+_NAMES_FOLDER = effects.CHANGES - {"os.truncate"}
+"""Events whose last argument is the descriptor of the folder that the path is in, -1 for none."""
 _of_cells: set[str] = set()
 """Files that guarded cells have made: what they do to these is their own business."""
 
@@ -57,7 +59,8 @@ class CellWatch:
     def __init__(self, namespace: Mapping[str, object], *, is_running: bool = False) -> None:
         self.effects: dict[str, int | None] = {}
         self.refusals: dict[str, Refusal] = {}
-        self._namespace, self._is_running = namespace, is_running
+        self._namespace = namespace
+        self._is_running = is_running
 
     def open(self) -> None:
         """Begin to look, also at a further run of the cell."""
@@ -77,22 +80,23 @@ class CellWatch:
 
     def sentence(self) -> str:
         """Return why the cell is not run again; empty where it may be."""
-        told = [
-            f"{what} in line {line}" if line else f"{what} in a thread"
-            for what, line in self.effects.items()
-        ]
-        if not told:
+        if not self.effects:
             return ""
-        more = f", and {len(told) - 1} more things outside," if len(told) > 1 else ""
-        return f"the cell {told[0]}{more} and is not run again unasked (%%dryrun runs it, with no effect outside)"
+        first, line = next(iter(self.effects.items()))
+        where = f"in line {line}" if line else "in a thread"
+        rest = len(self.effects) - 1
+        more = f", and {rest} more things outside," if rest else ""
+        return f"the cell {first} {where}{more} and is not run again unasked (%%dryrun runs it, with no effect outside)"
 
     def see(self, event: str, args: tuple[Any, ...], frame: FrameType) -> None:
         """Note an audit event that is the cell's, or of a thread that began with it."""
         what = _effect(event, args, frame)
-        if what is not None and what not in self.effects:
-            line = self._finder.line(frame)
-            if line is not None or threading.get_ident() not in self._threads:
-                self.effects[what] = line
+        if what is None or what in self.effects:
+            return
+        line = self._finder.line(frame)
+        is_in_new_thread = threading.get_ident() not in self._threads
+        if line is not None or is_in_new_thread:
+            self.effects[what] = line
 
 
 def _effect(event: str, args: tuple[Any, ...], frame: FrameType) -> str | None:
@@ -101,41 +105,56 @@ def _effect(event: str, args: tuple[Any, ...], frame: FrameType) -> str | None:
     if effects.path_of(event, args) is not None:
         return what if _changes_others(event, args) else None
     if event == "open" and isinstance(args[0], int):
-        what = "starts a process" if frame.f_globals.get("__name__", "").endswith(_SPAWNS) else None
+        what = "starts a process" if _module_of(frame).endswith(_SPAWNS) else None
     if what is None or effects.COMPILERS.fullmatch(effects.program_of(event, args)):
         return None
-    is_local = event.startswith("socket.") and not any(isinstance(each, tuple) for each in args)
-    return (
-        None if any(_is_harmless(each, is_local=is_local) for each in frames.stack(frame)) else what
-    )
+    has_address = any(isinstance(argument, tuple) for argument in args)
+    is_local = event.startswith("socket.") and not has_address
+    for caller in frames.stack(frame):
+        if _is_harmless(caller, is_local=is_local):
+            return None
+    return what
+
+
+def _module_of(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name
 
 
 def _is_harmless(frame: FrameType, *, is_local: bool) -> bool:
     """Return whether what happens below a frame is no effect, or one that a dry run leaves out by itself."""
-    module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-    return (
-        module.startswith((*_FILLS_CACHES, *_SHARES) if is_local else _FILLS_CACHES)
-        or (
-            module == "torch.utils.data.dataloader" and function == "__init__"
-        )  # starts its workers
-        or (module.startswith(("IPython.", "ipykernel.")) and function in _COMMANDS)
-    )
+    module = _module_of(frame)
+    function = frame.f_code.co_name
+    if module.startswith(_FILLS_CACHES):
+        return True
+    if is_local and module.startswith(_SHARES):
+        return True
+    if module == "torch.utils.data.dataloader":
+        return function == "__init__"  # starts its workers
+    return module.startswith(("IPython.", "ipykernel.")) and function in _COMMANDS
 
 
 def _changes_others(event: str, args: tuple[Any, ...]) -> bool:
     """Return whether an event changes a file that was there and that no guarded cell has made."""
-    is_in_folder = (
-        event in effects.CHANGES - {"os.truncate"} and args[-1] != -1
-    )  # `rmtree`, which names that as well
-    found = {"os.rename": args[:2], "os.link": args[1:2], "os.symlink": args[1:2]}.get(
-        event, args[:1]
-    )
-    paths = [os.path.abspath(os.fsdecode(each)) for each in found if not is_in_folder]  # noqa: PTH100
-    paths = [each for each in paths if not any(part in each for part in effects.CACHES)]
-    there = {each for each in paths if os.path.lexists(each)}
-    of_others = there - _of_cells
-    _of_cells.update({*paths} - there)
-    return event != "os.mkdir" and bool(of_others)  # which fails where there is one
+    is_in_folder = event in _NAMES_FOLDER and args[-1] != -1
+    if is_in_folder:  # a part of what `rmtree` removes, which has an event of its own
+        return False
+    if event == "os.rename":
+        named = args[:2]
+    elif event in ("os.link", "os.symlink"):
+        named = args[1:2]
+    else:
+        named = args[:1]
+    changes = False
+    for name in named:
+        path = os.path.abspath(os.fsdecode(name))  # noqa: PTH100  # Path.absolute() leaves `..`
+        if any(part in path for part in effects.CACHES):
+            continue
+        if not os.path.lexists(path):
+            _of_cells.add(path)
+        elif path not in _of_cells:
+            changes = True
+    return changes and event != "os.mkdir"  # which fails where there is one
 
 
 _watching: list[CellWatch] = []

@@ -181,6 +181,13 @@ class Holder:
     device: str
     nbytes: int
     kind: str = "plain"
+    shared_with: tuple[str, ...] = ()
+    """Further names that reach the same memory: it is free only once all of them are gone."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All the names that keep it."""
+        return (self.name, *self.shared_with)
 
 
 def to_text(report: object, width: int | None = None, unicode: bool | None = None) -> str:

@@ -22,7 +22,7 @@ REPORT = OomReport(
     need=Need(9 * GIB, 8 * GIB, fits=False, certain=True),
     verdict="Not enough memory: the cell needs 9.0 GiB of cuda:0, which has 8.0 GiB for it: 1.0 GiB missing.",
     holders=(
-        Holder("net, optimizer", "cuda:0", 2 * GIB, "module"),
+        Holder("net", "cuda:0", 2 * GIB, "module", shared_with=("optimizer",)),
         Holder("features", "cuda:0", 800 * MIB, "tensor"),
         Holder("Out[3]", "cuda:0", 224 * MIB, "tensor"),
     ),

@@ -400,8 +400,7 @@ def _is_new(value: ast.AST) -> bool:
 def _may_go(facts: Facts, name: str, fresh: set[str], between: Sequence[ast.stmt]) -> bool:
     """Return whether nothing else may look at a tensor's memory: no other name, no graph, and no view made since."""
     is_shared = any(
-        name in (names := holder.name.split(", ")) and len(names) > 1
-        for holder in facts.notebook.holders
+        holder.shared_with and name in holder.names for holder in facts.notebook.holders
     )
     # What makes a tensor of its own does not look at another later, as a view or a second name does
     is_seen = any(
