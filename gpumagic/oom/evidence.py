@@ -66,6 +66,7 @@ def conclude(
     notes = list(failure.notes)
     after = allocator.all_device_stats().get(event.device or "")
     try:
+        frames = _after_run(frames, state)
         notebook = read_notebook(event, frames, state, after)
     except Exception as fault:  # a partial report is better than the loss of it
         notes.append(
@@ -138,6 +139,15 @@ def _notes(facts: Facts, *, is_kept: bool) -> Iterator[str]:
         yield f"Kept for %debug: the failed frames, which hold at most {size(unnamed)}."
     elif named and unnamed >= LARGE:
         yield f"{size(unnamed)} has no name, only autograd graphs or C++; see %devices --leaks."
+
+
+def _after_run(frames: Frames, state: GuardState) -> Frames:
+    """Return what the frames told, with what the run has shown of the cell: which of its loops made a pass."""
+    if frames.cell is None:
+        return frames
+    names = state.namespace
+    rebound = {name for name, value in names.items() if not state.bound.is_still(name, value)}
+    return replace(frames, cell=frames.cell.after_run(frames.line, rebound))
 
 
 class _Names(NamedTuple):

@@ -235,7 +235,9 @@ class Rollback:
     ) -> None:
         self._namespace, self._shell = namespace, shell
         cell = cell_code.read_cell(source)
-        self._remade = cell.bound_first if cell is not None else frozenset[str]()
+        certain = cell.bound_first if cell is not None else frozenset[str]()
+        # A shorter run may pass over the loop that binds a name: what can be kept of its old value is kept.
+        self._remade = certain.union(cell.bound_in_blocks) if cell is not None else certain
         self._tensors: dict[int, tuple[weakref.ref[Any], Versions]] = {}
         self._reached: dict[str, set[int]] = {}  # which of them each variable reaches
         self._on_device: set[str] = set()
@@ -244,9 +246,7 @@ class Rollback:
         mine = self._mine()
         self._bound = holders.Identities(mine)
         self._kept = {
-            name: value
-            for name, value in mine.items()
-            if name not in self._on_device | self._remade
+            name: value for name, value in mine.items() if name not in self._on_device | certain
         }
         self._watched: dict[str, weakref.ref[Any]] = {}
         for name in mine.keys() - self._kept.keys():

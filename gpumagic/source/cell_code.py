@@ -12,14 +12,15 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import FunctionType
 from typing import cast
 
 from gpumagic.errors import OptionError, nearest
 from gpumagic.source import text as texts
+from gpumagic.source.bindings import first_bindings, words_for_ipython
 from gpumagic.source.frames import names_looked_up
 from gpumagic.source.text import CellText, apply_changes, names_in
 
@@ -49,11 +50,25 @@ class CellCode:
     names: frozenset[str] = frozenset()
     reads: frozenset[str] = frozenset()
     bound_first: frozenset[str] = frozenset()
-    """Names whose first use is to be bound anew, so that the old value only takes up room meanwhile."""
+    """Variables that it binds before it reads them, whichever way it goes: their old values only take up room."""
+    bound_in_blocks: Mapping[str, range] = field(default_factory=dict)
+    """Those that a `for` loop or a `with` statement binds so, if its body runs: ``{name: lines of the body}``."""
     attributes: frozenset[str] = frozenset()
     """Every attribute and function name the cell mentions: ``backward``, ``autocast``, ``eval``..."""
     batches: tuple[BatchSize, ...] = ()
     text: CellText | None = field(default=None, compare=False, repr=False)
+
+    def after_run(self, line: int | None, rebound: Collection[str]) -> CellCode:
+        """Return these facts with what a run has shown of the blocks whose bodies may be passed by.
+
+        Args:
+            line: the line on which the run failed; a block that it stands in was entered.
+            rebound: the variables that have another value since the run began.
+        """
+        shown = {
+            name for name, lines in self.bound_in_blocks.items() if name in rebound or line in lines
+        }
+        return replace(self, bound_first=self.bound_first | shown)
 
     @property
     def trains(self) -> bool:
@@ -79,13 +94,15 @@ def read_cell(source: str) -> CellCode | None:
     tree = text.tree
     nodes = list(ast.walk(tree))
     names = [node for node in nodes if isinstance(node, ast.Name)]
-    first: dict[str, bool] = {}
-    for name, is_bound in _uses(tree, certain=True):
-        first.setdefault(name, is_bound)
+    first = first_bindings(tree)
+    for_ipython = [words_for_ipython(node) for node in nodes if isinstance(node, ast.Call)]
     return CellCode(
         names=frozenset(node.id for node in names),
-        reads=frozenset(node.id for node in names if isinstance(node.ctx, ast.Load)),
-        bound_first=frozenset(name for name, is_bound in first.items() if is_bound),
+        reads=frozenset(node.id for node in names if isinstance(node.ctx, ast.Load)).union(
+            *for_ipython
+        ),
+        bound_first=first.certain,
+        bound_in_blocks=first.in_blocks,
         attributes=frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute))
         | frozenset(node.id for node in names),
         batches=batches_in(tree),
@@ -106,46 +123,6 @@ def batches_in(tree: ast.AST, cell: str = "") -> tuple[BatchSize, ...]:
 def is_batch_name(name: str) -> bool:
     """Return whether a variable of this name is a batch size to anybody who reads it."""
     return _BATCH.match(name) is not None
-
-
-_OWN_NAMES = (
-    ast.FunctionDef,
-    ast.AsyncFunctionDef,
-    ast.Lambda,
-    ast.ClassDef,
-    ast.ListComp,
-    ast.SetComp,
-    ast.DictComp,
-    ast.GeneratorExp,
-    ast.AugAssign,
-)
-"""What reads the cell's names, and whose own variables are not the cell's."""
-
-
-def _uses(node: ast.AST, *, certain: bool) -> Iterator[tuple[str, bool]]:
-    """Yield the names that code uses, in the order in which it runs, each with whether it certainly binds it.
-
-    What a branch binds is not certain: it may not be taken.
-    """
-    if isinstance(node, ast.Name):
-        yield node.id, certain and isinstance(node.ctx, ast.Store)
-        return
-    if isinstance(node, _OWN_NAMES):
-        yield from ((each, False) for each in names_in(node))
-        return
-    parts, branches = list(ast.iter_child_nodes(node)), list[ast.AST]()
-    if isinstance(node, ast.Assign):
-        parts = [node.value, *node.targets]
-    elif isinstance(node, ast.For):
-        parts, branches = [node.iter, node.target, *node.body], [*node.orelse]
-    elif isinstance(node, ast.If):
-        parts, branches = [node.test], [*node.body, *node.orelse]
-    elif isinstance(node, ast.Try):
-        parts, branches = [], parts
-    for each in parts:
-        yield from _uses(each, certain=certain)
-    for each in branches:
-        yield from _uses(each, certain=False)
 
 
 class Int(ast.Constant):
