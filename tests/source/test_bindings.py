@@ -10,10 +10,10 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stages import examples
 
 from gpumagic.source import cell_code
 from gpumagic.source.bindings import first_bindings
+from tests.stages import examples
 
 
 def bound_first(source: str) -> frozenset[str]:
