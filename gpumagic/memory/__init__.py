@@ -3,6 +3,7 @@
 Start with `allocator`, which every feature reads; `ledger` has the life of every block over a cell.
 
     devices.py     names of devices as people write them, and the memory that can still be had of each and of the host
+    cgroups.py     the limits of the control groups that this process is in
     allocator.py   statistics of each device's allocator, read without initialising a backend
     ledger.py      the life of every block: the account of a peak, by line, part and module; what parts are called
     presets.py     GPUs by name, such as T4

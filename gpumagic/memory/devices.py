@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from gpumagic.errors import DeviceNotFound, nearest
 from gpumagic.memory import Device as Device  # noqa: PLC0414  # this is where others import it from
-from gpumagic.memory import allocator
+from gpumagic.memory import allocator, cgroups
 
 BUILTIN_DEVICES = ("cpu", "meta")
 _BACKENDS = ("auto", "gpu", "cuda", "mps", "xpu", "hpu", "npu", "simgpu", *BUILTIN_DEVICES)
@@ -154,41 +154,29 @@ def _unknown(name: str) -> DeviceNotFound:
 # ---- The host
 
 HOST_ROOT = Path("/")
-_CGROUPS = (
-    ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current", "sys/fs/cgroup/memory.stat", "inactive_file"),
-    ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes",
-     "sys/fs/cgroup/memory/memory.stat", "total_inactive_file"),
-)  # fmt: skip
-"""Limit, use, statistics and the name there of the file cache that is given back at need: versions 2 and 1."""
 
 
 def available_memory() -> tuple[int, int] | None:
-    """Return (available, total) bytes of RAM, the container's where it has less, or None where it cannot be asked."""
+    """Return (available, total) bytes of RAM, or None where it cannot be asked.
+
+    They are the machine's, or those of the control group that leaves this process least: a container's, a job's.
+    """
+    limits = cgroups.limits(HOST_ROOT)
     lines = re.findall(r"^(\w+):\s+(\d+) kB", _read_file("proc/meminfo"), re.MULTILINE)
     machine = {name: int(number) * 1024 for name, number in lines}
-    found = [each for each in map(_cgroup_memory, _CGROUPS) if each is not None]
     if "MemAvailable" in machine and "MemTotal" in machine:
-        found.append((machine["MemAvailable"], machine["MemTotal"]))
-    return min(found, default=None)
+        limits.append((machine["MemAvailable"], machine["MemTotal"]))
+    return min(limits, default=None)
 
 
 def private_memory(process: int) -> int:
     """Return the bytes of RAM that a process has besides files and shared memory; 0 where it cannot be asked."""
-    _, resident, shared, *_ = map(int, _read_file(f"proc/{process}/statm").split() or (0, 0, 0))
+    pages = _read_file(f"proc/{process}/statm").split()
+    if not pages:
+        return 0
+    _, resident, shared, *_ = map(int, pages)
     return (resident - shared) * mmap.PAGESIZE
 
 
-def _cgroup_memory(files: tuple[str, str, str, str]) -> tuple[int, int] | None:
-    limit, used, statistics = map(_read_file, files[:3])
-    if not limit.strip().isdigit() or not used.strip().isdigit():  # "max": no limit
-        return None
-    cache = re.search(rf"^{files[3]} (\d+)$", statistics, re.MULTILINE)
-    held = int(used) - (int(cache[1]) if cache is not None else 0)
-    return max(0, int(limit) - held), int(limit)
-
-
 def _read_file(path: str) -> str:
-    try:
-        return (HOST_ROOT / path).read_text()
-    except OSError:  # not Linux, or no such group
-        return ""
+    return cgroups.read_file(HOST_ROOT / path)
