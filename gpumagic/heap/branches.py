@@ -147,7 +147,7 @@ def fields_of(kind: type) -> Fields | None:
     slots: list[tuple[str, Callable[[object], object]]] = []
     in_c = (types.GetSetDescriptorType, types.MemberDescriptorType)
     for base in mro_of(kind):
-        for name, entry in dict_of(base).items():
+        for name, entry in list(dict_of(base).items()):  # a list, as another thread may add to it
             if name == "__dict__" and type(entry) in in_c:
                 instance_dict = instance_dict or entry.__get__
             elif type(entry) is types.MemberDescriptorType and is_heap_type(base):

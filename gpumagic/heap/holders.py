@@ -132,7 +132,7 @@ def _shown_roots(namespace: Mapping[str, object], shell: object) -> list[Root]:
     roots: list[Root] = []
     outputs = namespace.get("_oh")
     if isinstance(outputs, dict):
-        for number, value in dict.items(outputs):
+        for number, value in list(dict.items(outputs)):  # a subshell may add to them meanwhile
             roots.append((Holder("output", f"Out[{number}]"), value))
     for name, value in list(_dict_of(shell, "user_ns_hidden").items()):
         if is_output_name(name):

@@ -310,7 +310,8 @@ def _tensors_in(value: Any, depth: int = 2) -> list[Any]:
         return [value]
     if not depth or type(value) not in (tuple, list, dict):
         return []
+    items = list(dict.values(value) if type(value) is dict else value)
     found: list[Any] = []
-    for item in dict.values(value) if type(value) is dict else value:
+    for item in items:
         found += _tensors_in(item, depth - 1)
     return found

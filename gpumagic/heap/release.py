@@ -58,7 +58,7 @@ def forget_outputs(shell: InteractiveShell, values: Collection[int]) -> None:
     outputs: dict[int, object] = shell.user_ns.get("_oh", {})
     for number, value in list(dict.items(outputs)):
         if id(value) in values:
-            dict.pop(outputs, number)
+            dict.pop(outputs, number, None)
     for namespace in (shell.user_ns, shell.user_ns_hidden):
         _unbind_outputs(shell, namespace, values)
     for name in holders.LAST_OUTPUTS:
@@ -81,7 +81,7 @@ def _unbind_outputs(
         if name in holders.LAST_OUTPUTS:
             namespace[name] = NO_OUTPUT
         else:
-            del namespace[name]
+            namespace.pop(name, None)
 
 
 def forget_last_error(namespace: Mapping[str, object], shell: InteractiveShell | None) -> None:

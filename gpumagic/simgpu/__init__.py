@@ -16,6 +16,7 @@ tensors, DataParallel (torch's CPU build lacks what it scatters with), DLPack, s
 from __future__ import annotations
 
 import os
+import threading
 
 from gpumagic.errors import OptionError, SimgpuUnavailable
 
@@ -29,6 +30,8 @@ _MOST_DEVICES = 64
 
 _shape: tuple[int, int] | None = None
 """How many devices there are, and the bytes of each."""
+_ENABLING = threading.Lock()
+"""Held while the backend is registered and configured: torch takes one of that name once."""
 
 
 def enable(devices: int = DEFAULT_DEVICES, memory: str | int = DEFAULT_MEMORY) -> None:
@@ -43,7 +46,6 @@ def enable(devices: int = DEFAULT_DEVICES, memory: str | int = DEFAULT_MEMORY) -
         SimgpuUnavailable: it cannot be compiled here, another backend holds torch's slot for out-of-tree devices,
             or the devices exist with another shape and hold tensors.
     """
-    global _shape  # noqa: PLW0603  torch has one slot for an out-of-tree backend, for the life of the process
     from gpumagic.report.units import parse_size
 
     if not 1 <= devices <= _MOST_DEVICES:
@@ -53,6 +55,13 @@ def enable(devices: int = DEFAULT_DEVICES, memory: str | int = DEFAULT_MEMORY) -
     size = memory if isinstance(memory, int) else parse_size(memory)
     if size <= 0:
         raise OptionError(f"{memory!r} is not a GPU's memory; write a size such as 4GiB")
+    with _ENABLING:
+        _enable(devices, size)
+
+
+def _enable(devices: int, size: int) -> None:
+    """Give torch so many simulated GPUs of so many bytes."""
+    global _shape  # noqa: PLW0603  torch has one slot for an out-of-tree backend, for the life of the process
     if _shape == (devices, size):
         return
     from gpumagic.simgpu import _module

@@ -293,7 +293,7 @@ class TensorScan:
         for owner in self._owners:
             states = stored_attribute(owner, "state")
             if type(states) is defaultdict:
-                count += sum(parameter is value for parameter in states)
+                count += sum(parameter is value for parameter in list(states))
         return count
 
     def over(self, numbers: Collection[int]) -> list[int]:

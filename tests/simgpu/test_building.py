@@ -34,6 +34,24 @@ except SimgpuUnavailable as error:
 """
 
 
+ENABLE_TWICE = """
+import threading
+from gpumagic import simgpu
+barrier = threading.Barrier(2)
+answer = []
+def enable():
+    barrier.wait()
+    try:
+        simgpu.enable(1, "64MiB")
+    except Exception as error:
+        answer.append(str(error))
+threads = [threading.Thread(target=enable) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
 COMPILER = """#!/bin/sh
 for argument; do
     test "$before" = -o && made=$argument
@@ -112,6 +130,11 @@ def test_two_processes_compile_once_over_the_rest_of_an_interrupted_compile(
     assert sorted(path.name for path in home.iterdir()) == [key, f"{key}.lock"]
     with python(ENABLE, tmp_path, PATH="") as again:
         assert again.communicate()[1] == "", "the second start needs no compiler and says nothing"
+
+
+def test_two_threads_may_enable_it_at_once(forks: Forks) -> None:
+    """As two cells in subshells do; torch takes one backend of the name."""
+    assert forks.run(ENABLE_TWICE) == []
 
 
 def test_no_compiler_is_one_sentence_with_the_remedy(
