@@ -6,6 +6,11 @@ device, and torch adds gradients in place only where nothing else refers to a te
 of it included. So no Python object of a storage is ever made, and its end is not told by a weak reference: torch
 calls the capsule's deleter, which is C's own ``time``. It needs no Python, which must not run while an exception
 unwinds, and writes the time of day to the address that it is given. Who asks afterwards sees that.
+
+That is safe: torch finds the deleter in the capsule's description, 64 bytes of a page that is never freed, and hands
+it the address of these. Nobody reads the first eight of them once the tensor is made: torch has copied the address
+that stood there. ``time`` writes eight bytes (a ``time_t``) and nothing else, takes no lock, and may be called
+anywhere, even in a signal handler (POSIX). Where C has no such function, a function of Python's leaves the mark.
 """
 
 from __future__ import annotations
@@ -13,7 +18,9 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
@@ -31,7 +38,33 @@ _UNMARKED, _NOWHERE = bytes(_ON_A_PAGE), bytes(_ADDRESS.size)
 _MARK = 3
 """Which byte of the address is never zero in a time of day."""
 _marked = re.compile(rb"[^\0]").finditer
-_LEAVE_A_MARK = ctypes.cast(ctypes.CDLL(None).time, ctypes.c_void_p).value
+_KEPT: list[bytearray] = []
+"""The memory of all pages: a tensor may outlive those who made it, and at its end torch reads and writes there."""
+
+
+@ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_int64))
+def _mark_in_python(description: Any) -> None:
+    """Do what ``time`` does."""
+    description[0] = int(time.time())
+
+
+def _address_of(function: Any) -> int:
+    return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
+
+
+def _marking_function() -> int:
+    """Return the address of C's ``time`` if it leaves a mark, or else of a function of Python's that does."""
+    mark = ctypes.c_int64(0)
+    try:
+        leave_mark = ctypes.CDLL(None).time
+        leave_mark(ctypes.byref(mark))
+    except (AttributeError, OSError, TypeError):
+        return _address_of(_mark_in_python)
+    left = bytes(mark)[_MARK] != 0
+    return _address_of(leave_mark if left else _mark_in_python)
+
+
+_LEAVE_A_MARK = _marking_function()
 
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype = ctypes.py_object
@@ -149,6 +182,7 @@ class _Page:
 
     def __init__(self) -> None:
         self.memory = bytearray(_ON_A_PAGE * _SIZE)
+        _KEPT.append(self.memory)
         self.free = list(range(_ON_A_PAGE))
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self._keys = [0] * _ON_A_PAGE
