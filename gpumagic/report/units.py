@@ -34,11 +34,11 @@ def parse_size(text: str) -> int:
         OptionError: the text is not a size; the message names what would be.
     """
     match = re.fullmatch(
-        r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text, re.IGNORECASE | re.ASCII
+        r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(?:i?b)?\s*", text, re.IGNORECASE | re.ASCII
     )
     if match is None:
         raise OptionError(f"{text!r} is not a size; write bytes or a unit: 4096, 100MiB, 1.5GiB")
-    return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
+    return int(float(match[1]) * 1024 ** " kmgtp".index(match[2].lower() or " "))
 
 
 def size_pair(part: int, whole: int | None) -> str:
@@ -76,15 +76,32 @@ def _scale(nbytes: int) -> tuple[int, str]:
 
 
 def duration(seconds: float | None) -> str:
-    """Return a time with three significant digits: ``"1.24 s"``, ``"12.4 ms"``, ``"310 us"``."""
+    """Return a time with three significant digits: ``"1.24 s"``, ``"12.4 ms"``, ``"310 us"``, ``"2 min 5 s"``.
+
+    The unit is chosen for the number as it is shown: 59.97 seconds are a minute.
+    """
     if seconds is None:
         return NOT_AVAILABLE
-    if seconds >= 60:
-        return f"{int(seconds // 60)} min {seconds % 60:.0f} s"
-    for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
+    if float(f"{seconds:.3g}") >= 60:
+        return _long_duration(seconds)
+    for scale, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+        shown = f"{seconds * scale:.3g}"
+        if float(shown) >= 1:
+            return f"{shown} {unit}"
+    nanoseconds = round(seconds * 1e9)
+    if seconds > 0 and nanoseconds == 0:
+        return "<0.001 us"
+    return f"{nanoseconds / 1000:g} us"
+
+
+def _long_duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min"
 
 
 def percent(value: float | None) -> str:
