@@ -5,7 +5,8 @@ initialising for every query is slow, and shutting down at exit can race a threa
 A forked child initialises its own. NVML never creates a CUDA context.
 
 A driver can hang, and a thread that waits in it cannot be interrupted. So it is read in a thread of its own, for
-`TIME_LIMIT` at most; while one reading hangs, no other is begun.
+`TIME_LIMIT` at most; while one reading hangs, no other is begun. Threads that read at the same time, such as a cell and
+`%gpuinfo -w`, take turns. Waiting for one's turn is no sign of a driver that hangs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
+
+from gpumagic.report.units import duration
 
 T = TypeVar("T")
 
@@ -42,9 +45,10 @@ FINAL_REASONS = ("lost", "no permission", "needs a reset")
 TIME_LIMIT = 5.0
 """Seconds that one reading of all GPUs may take."""
 
+_AFTER_CTRL_C = 1.0
+"""Seconds that the next reader waits for a reading that Ctrl-C has left behind."""
+
 _initialised: set[int] = set()  # pids: a forked child finds its parent's here
-_hanging: tuple[Future[Any], int, float] | None = None
-"""The answer that has not come, the process that asked (a forked child has no such thread), and when."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +96,19 @@ class Readings:
         """
         reason = DRIVER_TOO_OLD
         for name, *arguments in queries:
-            value, why = query(lambda: getattr(self.binding, name)(self.handle, *arguments))  # noqa: B023  # called here
+            value, why = query(partial(self._call, name, arguments))
             if why is None and to is not None:
                 value, why = query(partial(to, value))
             if why is None:
                 return value, None
-            reason = why if reason == DRIVER_TOO_OLD else reason
+            if reason == DRIVER_TOO_OLD:
+                reason = why
             if reason in FINAL_REASONS:
                 break
         return None, reason
+
+    def _call(self, name: str, arguments: list[Any]) -> Any:
+        return getattr(self.binding, name)(self.handle, *arguments)
 
 
 Query = tuple[Any, ...]
@@ -111,9 +119,7 @@ def query(function: Callable[[], T]) -> tuple[T | None, str | None]:
     """Return the value and None, or None and the reason, whatever the binding raises."""
     try:
         return function(), None
-    except (
-        Exception
-    ) as error:  # besides NVMLError the binding raises TypeError, UnicodeDecodeError...
+    except Exception as error:  # the binding raises TypeError, UnicodeDecodeError and others too
         return None, reason_of(error)
 
 
@@ -138,49 +144,101 @@ def connect(*, again: bool = True) -> tuple[ModuleType, int] | NvmlFailure:
         if again and error_code(error) == UNINITIALIZED:
             _initialised.clear()
             return connect(again=False)
+        code = error_code(error)
         try:
             message = str(error)
         except Exception:  # the message comes from the library, which may be missing
-            message = f"NVML error {error_code(error)}"
-        return NvmlFailure(_PROBLEMS.get(error_code(error), "error"), message)
+            message = f"NVML error {code}"
+        return NvmlFailure(_PROBLEMS.get(code, "error"), message)
+
+
+class _Reading:
+    """One reading of the driver, in a thread of its own.
+
+    Attributes:
+        answer: what was read. (Not the thread is waited for: a `join` that Ctrl-C ends takes it for ended, bpo-45274.)
+        began: when the reading began, by `time.monotonic`.
+        is_left: whether its reader waits no longer, since it took too long or Ctrl-C was pressed.
+    """
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self._read = read
+        self.answer: Future[Any] = Future()
+        self.began = time.monotonic()
+        self.is_left = False
+        # As long as a thread that is no daemon hangs, its process cannot end.
+        self._thread = threading.Thread(target=self._run, name="gpumagic driver", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.answer.set_result(self._read())
+        except BaseException as error:
+            self.answer.set_exception(error)
+
+    def has_ended(self) -> bool:
+        """Return whether it ends within its time limit, which began with it."""
+        left = self.began + TIME_LIMIT - time.monotonic()
+        if self.is_left:
+            left = min(left, _AFTER_CTRL_C)
+        if not wait([self.answer], max(0.0, left)).done:
+            return False
+        self._thread.join()
+        return True
+
+
+class _Turns:
+    """The turns of the threads of one process that read the driver.
+
+    Attributes:
+        last: the reading whose turn it is, or was last.
+    """
+
+    def __init__(self) -> None:
+        self.last: _Reading | None = None
+        self._lock = threading.Lock()
+
+    def take(self, read: Callable[[], Any]) -> tuple[_Reading, bool]:
+        """Begin a reading and return it and True, or the one that has not ended and False."""
+        with self._lock:
+            if self.last is not None and not self.last.answer.done():
+                return self.last, False
+            self.last = _Reading(read)
+            return self.last, True
+
+
+_turns: dict[int, _Turns] = {}
+"""By pid: a forked child has none of its parent's threads, and may have been forked while one of them held the lock."""
 
 
 def within_time(read: Callable[[], T | NvmlFailure]) -> T | NvmlFailure:
     """Return what a function reads from the driver, or that the driver does not answer.
 
+    Where another thread reads at the moment, the function is called after that.
+
     Args:
         read: runs in another thread, where Ctrl-C does not reach it; it ends the wait all the same.
     """
-    global _hanging  # noqa: PLW0603  of this process, as the driver is
-    if _hanging is not None and not _hanging[0].done() and _hanging[1] == os.getpid():
-        return NvmlFailure("no answer", f"{time.monotonic() - _hanging[2]:.0f} s")
-    answer: Future[T | NvmlFailure] = (
-        Future()
-    )  # a thread's `join` that Ctrl-C ends takes it for ended (bpo-45274)
-
-    def run() -> None:
+    turns = _turns.setdefault(os.getpid(), _Turns())
+    is_own = False
+    while not is_own:
+        reading, is_own = turns.take(read)
+        has_ended = False
         try:
-            answer.set_result(read())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    _hanging = answer, os.getpid(), time.monotonic()
-    thread = threading.Thread(
-        target=run, name="gpumagic driver", daemon=True
-    )  # else a process could not end meanwhile
-    thread.start()
-    if not wait([answer], TIME_LIMIT).done:
-        return NvmlFailure("no answer", f"{TIME_LIMIT:g} s")
-    thread.join()
-    _hanging = None
-    return answer.result()
+            has_ended = reading.has_ended()
+        finally:
+            if is_own and not has_ended:
+                reading.is_left = True
+        if not has_ended:
+            return NvmlFailure("no answer", duration(time.monotonic() - reading.began))
+    answer: T | NvmlFailure = reading.answer.result()
+    return answer
 
 
 def error_code(error: Exception) -> int:
     """Return NVML's code of an error, or -1 for any other exception."""
-    if (
-        type(error).__name__ == "NVMLLibraryMismatchError"
-    ):  # not an NVMLError, although it wraps one
+    # This one is no NVMLError, although it wraps one.
+    if type(error).__name__ == "NVMLLibraryMismatchError":
         return FUNCTION_NOT_FOUND
     value = getattr(error, "value", -1)
     return value if isinstance(value, int) else -1

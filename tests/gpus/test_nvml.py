@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -107,6 +108,73 @@ def test_a_warning_about_the_package_does_not_reach_the_user(
 def test_refusals_have_words(error: Exception, words: str) -> None:
     """Whatever the binding raises, also what is no NVMLError."""
     assert nvml.reason_of(error) == words
+
+
+@pytest.fixture
+def fresh_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reading of another test is under way."""
+    monkeypatch.setattr(nvml, "_turns", {})
+
+
+@pytest.mark.usefixtures("fresh_turns")
+def test_threads_that_read_at_once_take_turns_and_all_get_their_answers() -> None:
+    """`%gpuinfo -w` reads in a thread while a cell reads: neither is told that the driver hangs."""
+    busy, most, answers = [], [], []
+
+    def read(number: int) -> int:
+        busy.append(number)
+        most.append(len(busy))
+        threading.Event().wait(0.02)
+        busy.remove(number)
+        return number
+
+    threads = [
+        threading.Thread(target=lambda n=n: answers.append(nvml.within_time(lambda: read(n))))
+        for n in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(answers) == [0, 1, 2, 3, 4, 5]
+    assert set(most) == {1}
+
+
+@pytest.mark.usefixtures("fresh_turns")
+def test_the_wait_for_a_turn_is_not_taken_for_a_driver_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Five readings of 0.1 s each take longer than one may, and no reading is too long."""
+    monkeypatch.setattr(nvml, "TIME_LIMIT", 0.3)
+    answers: list[object] = []
+    read = lambda: threading.Event().wait(0.1)  # noqa: E731
+    threads = [
+        threading.Thread(target=lambda: answers.append(nvml.within_time(read))) for _ in range(5)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [False] * 5
+
+
+@pytest.mark.usefixtures("fresh_turns")
+def test_whoever_waits_behind_a_driver_that_hangs_is_told_for_how_long_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And does not ask it as well."""
+    monkeypatch.setattr(nvml, "TIME_LIMIT", 0.2)
+    answering, asked, answers = threading.Event(), [], []
+    first = threading.Thread(target=lambda: answers.append(nvml.within_time(answering.wait)))
+    first.start()
+    threading.Event().wait(0.05)
+    behind = nvml.within_time(lambda: asked.append(1))
+    first.join()
+    answering.set()
+    assert [answer.problem for answer in (*answers, behind)] == ["no answer"] * 2
+    number, unit = behind.detail.split()
+    assert float(number) * {"ms": 0.001, "s": 1}[unit] >= 0.2
+    assert not asked
 
 
 class Binding:

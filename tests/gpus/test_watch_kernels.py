@@ -229,11 +229,15 @@ def hung_kernel(start_kernel, tmp_path, hanging):
 
 
 HANGS = """
-import threading, time
+import os, threading, time
 
 def wait_until_it_hangs():
-    while nvml._hanging is None or time.monotonic() - nvml._hanging[2] < 0.3:
+    hangs = False
+    while not hangs:
         time.sleep(0.01)
+        turns = nvml._turns.get(os.getpid())
+        last = turns and turns.last
+        hangs = last and not last.answer.done() and time.monotonic() - last.began > 0.3
     print("ready", flush=True)
 """
 
