@@ -270,9 +270,7 @@ DECLARED = {
 """What a suggestion's title or cost has to say where an edit changes so."""
 PASSES = re.compile(r"more passes|^(Lower|Take|Make|Raise)")
 """What says that a loop has more passes than before, and that the last of them leaves something else."""
-LEFT = re.compile(
-    r"the old values of (.*) are gone$|; (.*) of the last part is left|^(.*) (?:is|are) gone after"
-)
+LEFT = re.compile(r"; (.*) of the last part is left|^(.*) (?:is|are) gone after")
 
 
 MISSING = "NameError: "

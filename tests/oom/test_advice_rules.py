@@ -154,7 +154,7 @@ def test_small_leftovers_are_not_mentioned() -> None:
 
 
 def test_an_old_value_about_to_be_replaced_is_deleted_first() -> None:
-    advice = one(kept.stale, changed(SHORTAGE, about_to_be_rebound={"x": GIB}))
+    advice = one(kept.rebound, changed(SHORTAGE, about_to_be_rebound={"x": GIB}))
     assert (advice.edit, advice.frees, advice.covers) == ("del x", GIB, None)
 
 
@@ -206,7 +206,7 @@ def test_what_only_computes_collects_nothing(line) -> None:
 
 
 def test_evaluation_with_a_graph_is_put_under_no_grad() -> None:
-    advice = one(kept.evaluates, EVALUATING)
+    advice = one(kept.graph_in_eval_mode, EVALUATING)
     assert advice.edit == "with torch.no_grad():\n    for x in data: out = net(x)"
     assert advice.apply(EVALUATING.frames.cell.text.source) == f"net.eval()\n{advice.edit}"
 
@@ -229,7 +229,7 @@ def test_evaluation_with_a_graph_is_put_under_no_grad() -> None:
     ],
 )
 def test_no_grad_is_not_advised_where_a_graph_is_needed_or_already_off(facts) -> None:
-    assert not list(kept.evaluates(facts))
+    assert not list(kept.graph_in_eval_mode(facts))
 
 
 @pytest.mark.parametrize(

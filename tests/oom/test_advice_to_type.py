@@ -325,93 +325,6 @@ def test_a_loss_that_something_else_calls_backward_with_is_divided() -> None:
 LARGE_ONES = "a = torch.ones(1024, 1024)\n"
 
 
-@pytest.mark.parametrize(
-    ("code", "new"),
-    [
-        (
-            "b = torch.arange(1024)[:, None] * a * 0.5\nout = b.sum(0)",
-            "b = a.mul_(torch.arange(1024)[:, None]).mul_(0.5)",
-        ),
-        (
-            "b = torch.exp(-a / 2)\nb = b + 1\nout = b.sum(0)",
-            "b = a.neg_().div_(2).exp_()\nb = b.add_(1)",
-        ),
-        ("b = a * 2\nout = b.sum(0) + a[0]", None),  # it is read once more
-    ],
-)
-def test_a_tensor_that_is_read_no_more_is_written_over(code, new) -> None:
-    code = LARGE_ONES + code
-    found = facts(code, 2, tensors={"a": TensorFact((1024, 1024), "float32", 4 * MIB, "cpu")})
-    advised = list(kept.update_in_place(found))
-    assert [each.edit for each in advised] == ([] if new is None else [new])
-    outs = []
-    for text in (code, *(edited(code, each) for each in advised)):
-        exec(text, names := {"torch": torch})
-        outs.append(names["out"])
-    assert torch.allclose(outs[0], outs[-1])
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        "a.exp() * a", "a * a", "a * a.T", "a.exp() * a.T", "a.exp() * a.view(1024, 1024)", "a.exp() - a[0]",
-        "a.exp().clamp(max=a.max())", "a.exp() + a.square()", "(a + 1) * (a - 1)", "-a * a.exp()", "a / a.sum(0)",
-        "(a - a.mean(0)) / a.std(0)", "a.sqrt() * 2 + a", "1 - a", "2 / a", "a - 2 * a", "(a.exp() * a).relu() - a",
-        "a.exp() + 3 * torch.eye(1024)", "(a + torch.eye(1024)) / a.mean()", "(a.exp() + torch.eye(1024)) ** 2",
-    ],
-)  # fmt: skip
-def test_what_is_computed_in_place_has_the_same_values(value) -> None:
-    code = f"torch.manual_seed(0)\na = torch.rand(1024, 1024) + 0.5\nb = {value}\nout = b.sum(0)"
-    found = facts(code, 3, tensors={"a": TensorFact((1024, 1024), "float32", 4 * MIB, "cpu")})
-    exec(code, expected := {"torch": torch})
-    for each in kept.update_in_place(found):
-        exec(edited(code, each), names := {"torch": torch})
-        assert torch.allclose(expected["out"], names["out"]), each.edit
-
-
-def test_a_second_name_of_a_tensor_is_not_written_over() -> None:
-    code = LARGE_ONES + "b = a.square()\nc = w\nc = (c / b).exp()\nout = c.sum(0) + w.sum(0)"
-    large = TensorFact((1024, 1024), "float32", 4 * MIB, "cpu")
-    found = facts(code, 2, tensors={"a": large, "w": large})
-    outs = []
-    for text in (code, *(edited(code, each) for each in kept.update_in_place(found))):
-        exec(text, names := {"torch": torch, "w": torch.full((1024, 1024), 2.0)})
-        outs.append(names["out"])
-    assert len(outs) > 1
-    assert all(torch.allclose(outs[0], each) for each in outs)
-
-
-def test_what_would_have_a_wider_type_is_not_computed_in_place() -> None:
-    code = "a = torch.ones(1024, 1024, dtype=torch.float16)\nb = a * wide\nout = b.sum(0)"
-    half = TensorFact((1024, 1024), "float16", 2 * MIB, "cpu")
-    found = facts(
-        code, 2, tensors={"a": half, "wide": TensorFact((1024, 1), "float32", 4096, "cpu")}
-    )
-    assert not list(kept.update_in_place(found))
-    assert list(
-        kept.update_in_place(
-            changed(found, tensors={"a": half, "wide": replace(half, shape=(1024, 1))})
-        )
-    )
-
-
-def test_the_statements_that_follow_are_computed_in_place_as_well() -> None:
-    code = (
-        LARGE_ONES
-        + "b = a * 2\nc = b + 3 * torch.eye(1024)\nd = b.T\nout = torch.linalg.norm(c + 1, dim=0)"
-    )
-    found = facts(code, 2, tensors={"a": TensorFact((1024, 1024), "float32", 4 * MIB, "cpu")})
-    (advice,) = kept.update_in_place(found)
-    assert advice.edit.splitlines() == [
-        "b = a.mul_(2)", "c = b + 3 * torch.eye(1024)", "d = b.T", "out = torch.linalg.norm(c.add_(1), dim=0)",
-    ], "a view of b is made below"  # fmt: skip
-    outs = []
-    for text in (code, edited(code, advice)):
-        exec(text, names := {"torch": torch})
-        outs.append(names["out"])
-    assert all(torch.allclose(outs[0], each) for each in outs)
-
-
 def test_data_of_which_a_loop_takes_parts_stay_on_the_host() -> None:
     code = "x = x.to('cuda')\nx = x[order]\nfor i in range(0, len(x), 8):\n    net(x[i : i + 8]).sum().backward()"
     (advice,) = collected.stays(
@@ -426,14 +339,14 @@ def test_data_of_which_a_loop_takes_parts_stay_on_the_host() -> None:
 def test_what_is_read_no_more_is_deleted_before_the_line_that_failed() -> None:
     code = f"{LARGE_ONES}b = a * 2\nc = torch.linalg.solve(b, b)\nd = b + c"
     there = {name: TensorFact((1024, 1024), "float32", 4 * MIB, "cpu") for name in "ab"}
-    (advice,) = kept.unread(facts(code, 3, tensors=there))
+    (advice,) = kept.read_no_more(facts(code, 3, tensors=there))
     assert edited(code, advice).splitlines()[2] == "del a"
-    assert not list(kept.unread(facts(code.replace("b + c", "a + b + c"), 3, tensors=there)))
+    assert not list(kept.read_no_more(facts(code.replace("b + c", "a + b + c"), 3, tensors=there)))
     within = f"{LARGE_ONES}with torch.no_grad():\n    b = a * 2\n    c = torch.linalg.solve(b, b)\nd = b + c"
     assert "    del a\n    c =" in edited(
-        within, only(kept.unread(facts(within, 4, tensors=there)))
+        within, only(kept.read_no_more(facts(within, 4, tensors=there)))
     )
-    assert not list(kept.unread(facts(code.removeprefix(LARGE_ONES), 2, tensors=there))), (
+    assert not list(kept.read_no_more(facts(code.removeprefix(LARGE_ONES), 2, tensors=there))), (
         "of an earlier cell"
     )
 
@@ -441,16 +354,16 @@ def test_what_is_read_no_more_is_deleted_before_the_line_that_failed() -> None:
 def test_a_model_that_no_optimizer_updates_is_frozen() -> None:
     code = "loss = (net(x) - other(x)).square().mean()\nloss.backward()\nopt.step()"
     found = facts(code, 1)
-    assert only(kept.of_a_frozen_model(found)).first == "other.requires_grad_(False)"
+    assert only(kept.frozen_model(found)).first == "other.requires_grad_(False)"
     beside = facts("data = 1; other = make()\nloss = net(other(x))\nloss.backward()", 2)
-    assert only(kept.of_a_frozen_model(beside)).first, "no line of its own makes it"
+    assert only(kept.frozen_model(beside)).first, "no line of its own makes it"
     both = replace(found.notebook.optimizers[0], models=frozenset({"net", "other"}))
-    assert not list(kept.of_a_frozen_model(changed(found, optimizers_alive=(both,))))
-    assert not list(kept.of_a_frozen_model(changed(found, optimizers_alive=()))), (
+    assert not list(kept.frozen_model(changed(found, optimizers_alive=(both,))))
+    assert not list(kept.frozen_model(changed(found, optimizers_alive=()))), (
         "who knows what trains here"
     )
     there = tuple(replace(each, frozen=True) for each in found.notebook.models)
-    assert not list(kept.of_a_frozen_model(changed(found, models=there))), "it is frozen"
+    assert not list(kept.frozen_model(changed(found, models=there))), "it is frozen"
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def test_a_number_of_the_notebook_is_set_before_the_cell() -> None:
 
 def test_an_evaluation_is_run_without_graphs_before_its_results_are_detached() -> None:
     order = advising.TIERS[0]
-    assert order.index(kept.evaluates) < order.index(collected.graphs)
+    assert order.index(kept.graph_in_eval_mode) < order.index(collected.graphs)
 
 
 def test_a_batch_size_in_an_object_of_settings_is_lowered_there(report_of) -> None:

@@ -23,7 +23,7 @@ from tests.stages import IS_WHOLE, examples, wanted
 pytestmark = pytest.mark.usefixtures("few_objects")
 
 CASES = edit_values.cases()
-FIRST = ("in_place", "running_sum")
+FIRST = ("last_turn", "running_sum")
 RUN = [
     *FIRST,
     *(

@@ -121,7 +121,7 @@ def test_out_of_memory_by_what_was_tried_and_fits(first_line) -> None:
     line = first_line(f"%%oomguard -o report\n{STEP}")
     assert (
         line
-        == "Out of memory on simgpu:0, line 4. Compute loss in place: fits (dry run: 3.0 of 4.0 GiB)"
+        == "Out of memory on simgpu:0, line 4. Lower batch_size from 48 to 24: fits (dry run: 3.0 of 4.0 GiB)"
     )
 
 

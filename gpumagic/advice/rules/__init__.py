@@ -8,7 +8,7 @@ saves is for the dry runs to tell: no rule estimates.
     batch.py        a smaller batch, part of the data, other numbers
     parts.py        a part at a time: of what a loop goes through, of the rows of an expression
     loops.py        training loops: gradients of small batches added up, what libraries' trainers are told
-    kept.py         names, copies and autograd graphs that are kept without need; tensors written over
+    kept.py         names, old values and autograd graphs that are kept without need
     collected.py    what a loop collects without need: graphs, results, a tensor that grows
     training.py     optimizer state, precision, checkpointing, the logits of the loss
     expressions.py  expressions, recognised by example, that make a large tensor without need
