@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
-import os
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gpumagic.dryrun import client, parts, payload, scenarios, targets, wire
+from gpumagic.dryrun import client, explore, parts, payload, targets
 from gpumagic.dryrun import report as records
 from gpumagic.dryrun.effects import NOT_DONE
+from gpumagic.dryrun.judge import Result
 from gpumagic.dryrun.report import DeviceNeed, DryRunReport, peak_of, reserved_of
+from gpumagic.dryrun.request import request_of
 from gpumagic.dryrun.script import Script
 from gpumagic.dryrun.targets import Target
 from gpumagic.dryrun.wire import DeviceOutcome, Ended, Ending, Failure, Outcome, Rank, Scenario
 from gpumagic.errors import DryRunUnavailable
-from gpumagic.memory import segments
 from gpumagic.options import Ranks, number_of_ranks
 from gpumagic.source.cell_code import sizes_in
-from gpumagic.source.frames import is_library
 
 TIME_LIMIT = 60.0
-_PRELOADED = frozenset({
-    "torch", "numpy", "pandas", "matplotlib", "scipy", "sklearn", "PIL", "torchvision", "transformers", "timm",
-    "einops", "accelerate", "peft", "diffusers", "lightning", "pytorch_lightning", "torchmetrics", "safetensors",
-})  # fmt: skip
-"""Packages of which the worker imports once what the notebook has imported; private modules come with the others."""
 NCCL = (16 * targets.MIB, 1500 * targets.MIB)
 """What a communicator takes of the device, least and most: an estimate.
 
@@ -79,8 +70,8 @@ def dry_run(
         client.start(here.engine)  # it imports torch while the notebook is packed
         packed = payload.pack(namespace, what.names(), what.function, here)
         with contextlib.closing(packed.shared):
-            request = _request(what, packed, here, dict(values or {}), time_limit)
-            result = scenarios.run(replace(request, rank=rank), only)
+            request = request_of(what, packed, here, dict(values or {}), time_limit)
+            result = explore.run(replace(request, rank=rank), only)
         return report_of(result, here, packed, sizes_in(what.source or "")), result.reply
 
     if target.ranks is None:
@@ -156,102 +147,11 @@ def _rank_need(rank: int, report: DryRunReport) -> records.RankNeed:
     )
 
 
-# ---- The request
-
-
-def _request(
-    what: Script,
-    packed: payload.Payload,
-    target: Target,
-    values: dict[str, object],
-    time_limit: float,
-) -> wire.Request:
-    """Return what the worker needs for a dry run of some code."""
-    sources = {}
-    for filename in packed.files:
-        text = "" if is_library("", filename) else "".join(linecache.getlines(filename))
-        if text:
-            sources[filename] = text
-    if what.source:
-        sources[what.filename] = what.source
-    return wire.Request(
-        code=wire.Code(what.source, what.filename, sources),
-        notebook=wire.Notebook(
-            data=packed.buffer.getvalue(),
-            shared=packed.shared.path,
-            slots=packed.shared.slots,
-            scopes=len(packed.scopes),
-            values=values,
-        ),
-        devices=_devices(packed, target),
-        imports=_imports(),
-        random=_random_states(),
-        time_limit=time_limit,
-    )
-
-
-def _devices(packed: payload.Payload, target: Target) -> wire.Devices:
-    """Return the devices of a dry run, with what the notebook holds there besides what is sent."""
-    base = []
-    for name, held, its_segments in zip(
-        target.names, target.allocated, target.segments, strict=True
-    ):
-        is_laid_out = its_segments is not None
-        base.append(0 if is_laid_out else max(0, held - packed.device_bytes[name]))
-    # Where torch keeps workspaces for cuBLAS: on an imagined device nowhere.
-    is_imagined = target.is_imagined or target.ranks is not None
-    found = [] if is_imagined else segments.find_workspaces()
-    workspaces = [
-        [(block.address, block.size) for block in found if block.device == name]
-        for name in target.names
-    ]
-    _, most = target.extra
-    capacities = [
-        None if capacity is None else max(0, capacity - most) for capacity in target.capacities
-    ]
-    return wire.Devices(
-        engine=target.engine,
-        backend=target.backend,
-        gpu=target.gpu,
-        gpus=target.gpus,
-        capacities=capacities,
-        base=base,
-        segments=target.segments,
-        workspaces=workspaces,
-        cuts_to_size=target.backend == "simgpu",
-    )
-
-
-def _imports() -> wire.Imports:
-    """Return where this process imports from, and what the worker is to import before it forks."""
-    preload = []
-    installed = []
-    for name, module in list(sys.modules.items()):
-        package, _, inner = name.partition(".")
-        if package in _PRELOADED and "._" not in name:
-            preload.append(name)
-        if not inner and is_library(name, getattr(module, "__file__", None) or ""):
-            installed.append(name)
-    folder = os.getcwd()  # noqa: PTH109
-    return wire.Imports(list(sys.path), folder, preload, installed)
-
-
-def _random_states() -> wire.RandomStates:
-    import torch
-
-    numpy = sys.modules.get("numpy")
-    return wire.RandomStates(
-        python=random.getstate(),
-        torch=bytes(torch.get_rng_state().tolist()),
-        numpy=None if numpy is None else numpy.random.get_state(),
-    )
-
-
 # ---- The report
 
 
 def report_of(
-    result: scenarios.Result, target: Target, packed: payload.Payload, sizes: tuple[str, ...]
+    result: Result, target: Target, packed: payload.Payload, sizes: tuple[str, ...]
 ) -> DryRunReport:
     """Return the report of what a dry run came to.
 

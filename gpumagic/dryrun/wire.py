@@ -8,16 +8,14 @@ notebook. `decode` checks a reply field by field; what is no reply becomes an `E
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-import math
 import pickle
-import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Any, NamedTuple, NoReturn, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, cast
 
+from gpumagic.dryrun import typed_json
 from gpumagic.dryrun.parts import Slot
 from gpumagic.memory.ledger import NO_ALLOCATION, Allocation, LineUse, Point
 from gpumagic.memory.segments import Segment
@@ -392,8 +390,6 @@ LONGEST_REPLY = 1 << 30
 UNREADABLE = Ended(
     reason=Ending.UNREADABLE, sentence="the dry run's worker sent an answer that cannot be read"
 )
-_LARGEST = 1 << 63
-"""No figure of a dry run is as large."""
 
 
 def encode(reply: Outcome | Ended) -> bytes:
@@ -409,71 +405,17 @@ def decode(data: bytes, devices: int) -> Outcome | Ended:
         devices: how many devices the request has.
     """
     try:
-        content = json.loads(data, parse_constant=_refuse)
+        content = typed_json.parse(data)
         ((name, fields),) = content.items()
         if name == Ended.__name__:
-            return cast("Ended", _read_record(Ended, fields))
-        reply = cast("Outcome", _read_record({Outcome.__name__: Outcome}[name], fields))
-    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError):
+            return typed_json.read(Ended, fields)
+        if name != Outcome.__name__:
+            return UNREADABLE
+        outcome = typed_json.read(Outcome, fields)
+    except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return UNREADABLE
-    indices = {point.device for point in reply.timeline} | {use.device for use in reply.lines}
-    if len(reply.devices) != devices or not indices <= set(range(devices)):
+    indices = {point.device for point in outcome.timeline}
+    indices.update(use.device for use in outcome.lines)
+    if len(outcome.devices) != devices or not indices <= set(range(devices)):
         return UNREADABLE
-    return reply
-
-
-def _refuse(what: object) -> NoReturn:
-    raise ValueError(f"{what!r} is nothing that a reply has")
-
-
-@functools.cache
-def _types_of(record: type) -> dict[str, Any]:
-    """Return the type of each field of a dataclass or a named tuple."""
-    return get_type_hints(record)
-
-
-def _read_record(record: type, content: Any) -> object:
-    """Return a dataclass from an object of JSON that has its fields, each of its type, and no others."""
-    kinds = _types_of(record)
-    if content.keys() != kinds.keys():
-        _refuse(content)
-    return record(**{name: _read(kind, content[name]) for name, kind in kinds.items()})
-
-
-def _read(kind: Any, value: Any) -> Any:  # noqa: PLR0911  # one way a kind of type
-    """Return a value of JSON as one of a type that the fields of replies have.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if kind in {bool, str, type(None)}:
-        return value if type(value) is kind else _refuse(value)
-    if kind is int:
-        return value if type(value) is int and abs(value) < _LARGEST else _refuse(value)
-    if kind is float:
-        return (
-            float(value) if type(value) in {int, float} and math.isfinite(value) else _refuse(value)
-        )
-    origin = get_origin(kind)
-    if origin is tuple:
-        return _read_tuple(get_args(kind), value)
-    if origin is dict:
-        _, kind_of_item = get_args(kind)
-        return {key: _read(kind_of_item, item) for key, item in value.items()}
-    if origin in {Union, types.UnionType}:
-        (kind_of_some,) = set(get_args(kind)) - {type(None)}
-        return None if value is None else _read(kind_of_some, value)
-    if issubclass(kind, Enum):
-        return kind(value)
-    if issubclass(kind, tuple):
-        return kind(*_read_tuple(tuple(_types_of(kind).values()), value))
-    return _read_record(kind, value)
-
-
-def _read_tuple(kinds: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
-    """Return a list of JSON as a tuple of given types; ``...`` for the second stands for any number of the first."""
-    if type(value) is not list:
-        _refuse(value)
-    if kinds[1:] == (...,):
-        return tuple([_read(kinds[0], item) for item in value])
-    return tuple([_read(kind, item) for kind, item in zip(kinds, value, strict=True)])
+    return outcome

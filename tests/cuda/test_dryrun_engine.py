@@ -14,7 +14,7 @@ import torch
 
 import gpumagic
 from gpumagic import fakecuda
-from gpumagic.dryrun import client, run, targets
+from gpumagic.dryrun import client, request, run, targets
 from gpumagic.dryrun.report import DryRunReport
 from gpumagic.dryrun.script import script_of
 from gpumagic.memory import allocator
@@ -299,7 +299,7 @@ def test_a_package_that_starts_cuda_when_it_is_imported_is_imported_by_the_run(
     """Neither the process that forks may have it, nor does it keep the cells of the notebook from being dry-run."""
     (tmp_path / "starts_cuda.py").write_text("import torch\ntorch.cuda.init()\nCOUNT = 2**20")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(run, "_PRELOADED", frozenset({"starts_cuda"}))
+    monkeypatch.setattr(request, "_PRELOADED", frozenset({"starts_cuda"}))
     names = notebook("import starts_cuda")
     for _ in range(2):
         report = dry_run("x = torch.ones(starts_cuda.COUNT, device='cuda:0')", names)

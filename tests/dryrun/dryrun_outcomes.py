@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-from gpumagic.dryrun import scenarios
+from gpumagic.dryrun import explore
+from gpumagic.dryrun.judge import Result
 from gpumagic.dryrun.wire import Outcome
 
 
@@ -14,13 +15,13 @@ from gpumagic.dryrun.wire import Outcome
 def kept_outcomes() -> Iterator[list[Outcome]]:
     """Yield the list of the outcomes that count in this block, one a dry run."""
     outcomes: list[Outcome] = []
-    run = scenarios.run
+    run = explore.run
 
-    def keep(*args: object) -> scenarios.Result:
+    def keep(*args: object) -> Result:
         result = run(*args)
         assert isinstance(result.reply, Outcome)
         outcomes.append(result.reply)
         return result
 
-    with mock.patch.object(scenarios, "run", keep):
+    with mock.patch.object(explore, "run", keep):
         yield outcomes

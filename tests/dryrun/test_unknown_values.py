@@ -114,3 +114,17 @@ def test_what_is_only_noted_leaves_the_verdict_as_it_is(use) -> None:
     before = "layer = torch.nn.Linear(9, 9).to('simgpu:0'); history, best = [], 1e9"
     cell = f"x = torch.randn(50, 9, device='simgpu:0')\nloss = layer(x).square().mean()\nloss.backward()\n{use}"
     assert dry_run(before, cell).fits
+
+
+def test_where_only_the_first_outcome_does_not_fit_both_are_told() -> None:
+    """The first run takes every comparison to be false."""
+    before = "x = torch.rand(9, device='simgpu:0')"
+    cell = (
+        "if x.norm() > 5:\n    y = None\nelse:\n"
+        "    y = torch.empty(180 << 20, dtype=torch.uint8, device='simgpu:0')"
+    )
+    report = dry_run(before, cell, capacity=100 << 20)
+    assert report.fits is None
+    assert report.unknown[0].endswith(
+        "read in line 1 (`x.norm() > 5`): with some it fits, with others not"
+    )

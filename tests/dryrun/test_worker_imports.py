@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import gpumagic
-from gpumagic.dryrun import client, run
+from gpumagic.dryrun import client, request
 
 STARTS_A_THREAD = "import threading\nCOUNT = 3\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
 CODE = "import torch, a_package\nx = torch.ones(a_package.COUNT, device='cuda')"
@@ -61,7 +61,7 @@ def test_a_package_that_starts_a_thread_stays_out_of_the_process_that_forks(impo
 def test_a_package_that_starts_a_thread_stays_out_also_where_it_would_be_preloaded(
     imported, monkeypatch
 ) -> None:
-    monkeypatch.setattr(run, "_PRELOADED", frozenset({"a_package"}))
+    monkeypatch.setattr(request, "_PRELOADED", frozenset({"a_package"}))
     assert imported(STARTS_A_THREAD) == [["a_package"], ["a_package"]]
 
 
@@ -86,7 +86,7 @@ def test_a_step_of_an_optimizer_imports_no_compiler_and_what_asks_for_it_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        run, "_PRELOADED", frozenset()
+        request, "_PRELOADED", frozenset()
     )  # else what other tests have imported is there
     client.close()
     assert gpumagic.dry_run(TRAINS, {}, device="cuda:0", capacity=2**30).error is None
