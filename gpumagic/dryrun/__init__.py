@@ -10,7 +10,7 @@ what they do. Nothing of the notebook changes.
     run.py         one dry run, or those of the ranks of many that may differ, and the report; `request.py` is sent
     explore.py     further runs, with other values in place of those that are not known: which are made
     scenarios.py   those runs, and what they have in common; `judge.py` says what they come to
-    fitting.py     the largest value of a setting with which a cell fits
+    fitting.py     the largest value of a setting with which a cell fits; `number_search.py` says where to look
     payload.py     the notebook as code and metadata; `sendable.py` decides how each object goes, `parts.py` as what
     client.py      this process's end of the worker
     wire.py        the records that both sides speak in, which `typed_json.py` checks

@@ -1,9 +1,9 @@
 """The largest value of a setting with which a cell fits, found by dry runs.
 
 The answer was run and fits, and 2 % more, or the next integer, was run and does not (25 % where the host's memory is
-what does not do). Where to look next is read off a line through the peaks of two runs; that line is a guess, and only
-runs are believed. Where the cell reads values that decide and are not known, the runs on the way are of the scenario
-that needed most at first, and only the last two of all. Runs on the way tell figures alone.
+what does not do). `number_search` says where to look next. Where the cell reads values that decide and are not known,
+the runs on the way are of the scenario that needed most at first, and only the last two of all. Runs on the way tell
+figures alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpumagic.dryrun import targets, wire
-from gpumagic.dryrun.report import DryRunReport, Search, Trial, peak_of, reserved_of, shortcoming
+from gpumagic.dryrun.number_search import PRECISION, bracket, next_value
+from gpumagic.dryrun.report import DryRunReport, Search, Trial, peak_of, shortcoming
 from gpumagic.options import PER_NODE, Ranks, number_of_ranks
 from gpumagic.report import progress
 from gpumagic.report.units import count
@@ -27,14 +28,9 @@ if TYPE_CHECKING:
 
 RANKS = "ranks"
 """What `--fit` asks for in place of a name, to find the fewest GPUs."""
-PRECISION = 0.02
 MOST_RUNS = 16
 LIMITS = 4
 """How many times the limit of one dry run a search may take."""
-_ROUGHLY = 1.25
-"""How near the answer is where the host's memory bounds it, which is another at each time: such runs are long."""
-_FURTHER = 16
-"""How many times the last value is tried where the peak has not grown yet."""
 
 
 def largest(
@@ -68,7 +64,7 @@ def largest(
     else:
         setting = cell_code.find_in_cell(script.source, name, names, "--fit")
 
-    def dry_run(value: int, only: Any = None) -> DryRunReport:
+    def dry_run(value: int, only: wire.Scenario | None = None) -> DryRunReport:
         text, values = setting.with_value(value)
         changed = script if text is None else replace(script, source=text)
         return run.dry_run(
@@ -88,37 +84,53 @@ def _fewest(dry_run: Callable[[Ranks], DryRunReport], now: Ranks, seconds: float
     """
     deadline = time.monotonic() + seconds
     runs: dict[int, DryRunReport] = {}
-    value, reason = now.world, ""
+    number = now.world
+    reason = ""
+    fewest: int | None = None
     with progress.counted(MOST_RUNS, "dry run") as tell:
-        while value not in runs and not reason:
-            tell(f"{value:,} GPUs")
-            runs[value] = dry_run(Ranks(value, min(now.per_node, value)))
-            reason = _obstacle(runs[value], f"on {value:,} GPUs ", is_first=len(runs) == 1)
-            high = min((each for each, report in runs.items() if report.fits), default=None)
-            *others, low = [0, *sorted(each for each, report in runs.items() if not report.fits)]
-            if high is not None:
-                value = (low + high) // 2
-                value -= value % now.per_node if value > now.per_node else 0
-                value = high if value <= low else value
-            elif len(others) > 1 and peak_of(runs[low]) > (1 - PRECISION) * peak_of(
-                runs[others[-1]]
-            ):
-                reason = reason or f"more GPUs hardly help, up to {low:,}"
+        while number not in runs and not reason:
+            tell(f"{number:,} GPUs")
+            runs[number] = dry_run(Ranks(number, min(now.per_node, number)))
+            reason = _obstacle(runs[number], f"on {number:,} GPUs ", is_first=len(runs) == 1)
+            fewest = min((world for world, report in runs.items() if report.fits), default=None)
+            too_few = sorted(world for world, report in runs.items() if not report.fits)
+            if fewest is not None:
+                number = _between(too_few[-1] if too_few else 0, fewest, now.per_node)
+            elif _hardly_help(runs, too_few):
+                reason = reason or f"more GPUs hardly help, up to {too_few[-1]:,}"
             else:
-                value *= 2
-            if value not in runs and time.monotonic() > deadline:
+                number *= 2
+            if number not in runs and time.monotonic() > deadline:
                 reason = reason or f"{count(len(runs), 'dry run')} took more than {seconds:g} s"
-    shown = runs[max(runs) if high is None else high]
+    shown = runs[max(runs) if fewest is None else fewest]
     return replace(
-        shown, fewest=None if reason else high, search=_search(RANKS, now.world, runs, reason)
+        shown,
+        fewest=None if reason else fewest,
+        search=_record(RANKS, now.world, runs, reason),
     )
+
+
+def _between(too_few: int, enough: int, per_node: int) -> int:
+    """Return a number of GPUs between two, whole machines beyond one; `enough` where there is none."""
+    middle = (too_few + enough) // 2
+    if middle > per_node:
+        middle -= middle % per_node
+    return middle if middle > too_few else enough
+
+
+def _hardly_help(runs: Mapping[int, DryRunReport], too_few: list[int]) -> bool:
+    """Return whether the last step to more GPUs, of which none are enough, has not made the peak much lower."""
+    if len(too_few) < 2:
+        return False
+    before, last = (peak_of(runs[number]) for number in too_few[-2:])
+    return last > (1 - PRECISION) * before
 
 
 def search(
     dry_run: Callable[[int], DryRunReport],
     name: str,
     now: int,
-    in_scenario: Callable[[int, Any], DryRunReport] | None = None,
+    in_scenario: Callable[[int, wire.Scenario], DryRunReport] | None = None,
     seconds: float = math.inf,
     known: Mapping[int, DryRunReport] | None = None,
 ) -> DryRunReport:
@@ -134,52 +146,63 @@ def search(
     """
     deadline = time.monotonic() + seconds
     runs = dict(known or {})
-    whole, reason = set(runs), ""
-    low, high = _bracket(runs)
+    whole = set(runs)
+    reason = ""
     with progress.counted(MOST_RUNS, "dry run") as tell:
-        value = _next(runs) if now in runs else now
+        value = next_value(runs) if now in runs else now
         while value is not None and not reason:
             tell(f"{name} = {value:,}")
             if in_scenario is None or not runs or value in runs:
-                seen, runs[value] = runs.get(value), dry_run(value)
+                in_one = runs.get(value)
+                report = dry_run(value)
                 whole.add(value)
-                if runs[value].open_on or (seen is not None and seen.fits != runs[value].fits):
+                if report.open_on or (in_one is not None and in_one.fits != report.fits):
                     in_scenario = None  # with this value another scenario needs more
             else:
-                runs[value] = in_scenario(value, runs[now].scenario or wire.USUAL)
-            if not runs[value].exceeds_host or value == 1:  # else a smaller one may take less
-                reason = _obstacle(
-                    runs[value], f"with {name} = {value:,} ", is_first=len(runs) == 1
-                )
-            low, high = _bracket(runs)
-            # Where values decide nothing there is one scenario.
-            open_ends = [
-                each
-                for each in (low, high)
-                if each in runs.keys() - whole
-                and (runs[now].scenario is not None or runs[each].scenario is not None)
-            ]
-            value = _next(runs) or next(iter(open_ends), None)
-            if value is not None and len(runs) == MOST_RUNS:
-                reason = f"{MOST_RUNS} dry runs did not find it"
-            elif value is not None and time.monotonic() > deadline:
-                reason = f"{count(len(runs), 'dry run')} took more than {seconds:g} s"
-    found = low or None
-    if reason or high is None:
-        first = next(
-            value for value in sorted(runs) if peak_of(runs[value]) == peak_of(runs[max(runs)])
-        )
-        beyond = "" if first == min(runs) else f"beyond {first:,} "
-        found, reason = None, reason or f"{beyond}{name} changes nothing, up to {max(runs):,}"
-    best = found or (1 if high == 1 else now)
+                report = in_scenario(value, runs[now].scenario or wire.USUAL)
+            runs[value] = report
+            if not report.exceeds_host or value == 1:  # else a smaller one may take less
+                reason = _obstacle(report, f"with {name} = {value:,} ", is_first=len(runs) == 1)
+            value = next_value(runs) or _end_to_run_whole(runs, whole, now)
+            if value is not None and not reason:
+                if len(runs) == MOST_RUNS:
+                    reason = f"{MOST_RUNS} dry runs did not find it"
+                elif time.monotonic() > deadline:
+                    reason = f"{count(len(runs), 'dry run')} took more than {seconds:g} s"
+    low, high = bracket(runs)
+    if high is None:
+        reason = reason or _no_change(runs, name)
+    largest_that_fits = None if reason else low or None
+    best = largest_that_fits or (1 if high == 1 else now)
     shown = runs[best] if best in whole else dry_run(best)
-    return replace(shown, largest=found, search=_search(name, now, runs, reason))
+    return replace(shown, largest=largest_that_fits, search=_record(name, now, runs, reason))
 
 
-def _search(name: str, now: int, runs: Mapping[int, DryRunReport], reason: str) -> Search:
+def _end_to_run_whole(runs: Mapping[int, DryRunReport], whole: set[int], now: int) -> int | None:
+    """Return an end of the bracket that was run in one scenario only, though others may need more; None if none was."""
+    for end in bracket(runs):
+        if end is None or end not in runs or end in whole:
+            continue
+        # Where values decide nothing there is one scenario.
+        if runs[now].scenario is not None or runs[end].scenario is not None:
+            return end
+    return None
+
+
+def _no_change(runs: Mapping[int, DryRunReport], name: str) -> str:
+    """Return the sentence for a value that needs no more however large it is."""
+    last = max(runs)
+    sentence = f"{name} changes nothing, up to {last:,}"
+    first = next(value for value in sorted(runs) if peak_of(runs[value]) == peak_of(runs[last]))
+    if first == min(runs):
+        return sentence
+    return f"beyond {first:,} {sentence}"
+
+
+def _record(name: str, now: int, runs: Mapping[int, DryRunReport], reason: str) -> Search:
     trials = [
-        Trial(each, peak_of(report), report.fits, shortcoming(report))
-        for each, report in sorted(runs.items())
+        Trial(value, peak_of(report), report.fits, shortcoming(report))
+        for value, report in sorted(runs.items())
     ]
     return Search(name, now, tuple(trials), reason)
 
@@ -188,70 +211,6 @@ def _obstacle(report: DryRunReport, where: str, *, is_first: bool) -> str:
     """Return why a search cannot go on, or nothing."""
     if report.error is not None or (is_first and not report.complete):
         return where + shortcoming(report)
-    return (
-        ""
-        if report.capacity is not None
-        else f"the memory of {report.device} is not known: give it with --capacity"
-    )
-
-
-def _next(runs: Mapping[int, DryRunReport]) -> int | None:
-    """Return the value to try next; None where the answer is known, or where the value changes nothing."""
-    low, high = _bracket(runs)
-    guess = _crossing(runs, low, high)
-    if high is None:
-        is_flat = len({peak_of(runs[each]) for each in sorted(runs)[-3:]}) == 1 and len(runs) > 2
-        return None if is_flat else min(max(guess or _FURTHER * low, _more(low)), _FURTHER * low)
-    if high <= _more(low) or (runs[high].exceeds_host and high <= _ROUGHLY * low):
-        return None
-    if guess is not None and guess < 1:
-        return low + 1
-    is_short = peak_of(runs[high]) > _room(
-        runs[high]
-    )  # else what is free lies in pieces, of which no line tells
-    # A curve is neared by a line from one side only.
-    if is_short and 2 * high > 3 * low and len(runs) > 4 and len(runs) % 2:
-        return max(low + 1, math.isqrt(low * high) if low else high // 4)
-    # Where blocks fall into segments badly, the line of what is allocated leads too high; what is reserved does not.
-    scaled = int(high * _room(runs[high]) / (reserved_of(runs[high]) or 1))
-    for value in (guess, scaled) if is_short else ():
-        if value is not None and low <= value < high and _more(_more(low)) < high:
-            return min(max(value, _more(low)), high - (_more(high) - high))
-    return (low + high) // 2
-
-
-def _more(value: int) -> int:
-    """Return the next value that is worth a run."""
-    return value + max(1, int(PRECISION * value))
-
-
-def _bracket(runs: Mapping[int, DryRunReport]) -> tuple[int, int | None]:
-    """Return the largest value, 0 for none, below the smallest that was not shown to fit, and that."""
-    high = min((value for value, report in runs.items() if not report.fits), default=None)
-    return max((value for value in runs if high is None or value < high), default=0), high
-
-
-def _crossing(runs: Mapping[int, DryRunReport], low: int, high: int | None) -> int | None:
-    """Return where a line through the peaks of two runs, those nearest to the answer, reaches what there is.
-
-    Of a single run the peak is taken to be proportional to the value. None where the line does not rise.
-    """
-    below = [value for value in sorted(runs, reverse=True) if value <= low]
-    above = [value for value in sorted(runs) if high is not None and value >= high]
-    known = [
-        value
-        for value in (*below[:1], *above[:1], *below[1:2], *above[1:2])
-        if not runs[value].exceeds_host
-    ]
-    if not known:
-        return None
-    one, *other = known[:2]
-    report, device = runs[one], runs[one].device or ""
-    here = report.peak.get(device, 0)
-    value, peak = (other[0], runs[other[0]].peak.get(device, 0)) if other else (0, 0)
-    slope = (here - peak) / (one - value)
-    return None if slope <= 0 else int(one + (_room(report) - here) / slope)
-
-
-def _room(report: DryRunReport) -> int:
-    return (report.capacity or 0) - report.overhead[1]
+    if report.capacity is None:
+        return f"the memory of {report.device} is not known: give it with --capacity"
+    return ""
