@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpumagic.advice.facts import Facts
+from gpumagic.advice.number_choice import Chosen, choose_number
 from gpumagic.advice.records import ON_THE_CPU, Advice, EditTrial, Need
 from gpumagic.advice.rules import (
     batch,
@@ -19,11 +20,10 @@ from gpumagic.advice.rules import (
     training,
 )
 from gpumagic.advice.rules.proposal import Choice, cleared
-from gpumagic.advice.trials import DEAR, Chosen, Trials
+from gpumagic.advice.trials import Trials
 from gpumagic.advice.view import known_early
 from gpumagic.dryrun.wire import Ending
 from gpumagic.report import progress
-from gpumagic.report.units import duration
 from gpumagic.source import text as texts
 from gpumagic.source.text import apply_changes
 
@@ -245,8 +245,7 @@ def _try_all(facts: Facts, proposals: Sequence[_Suggestion], trials: Trials) -> 
 def _is_enough(proposed: _Suggestion, found: Sequence[_Suggestion], trials: Trials) -> bool:
     """Return whether nobody needs what is to be tried next: another method, a larger GPU, what helps only a little."""
     fits = [each for each in found if each.trial.fits and not each.is_exhausted]
-    if trials.took > DEAR and fits and not trials.reason:
-        trials.reason = f"a dry run takes {duration(trials.took)}, and one that fits is known"
+    if fits and trials.stop_if_slow():
         return True
     return (proposed.tier >= DRASTIC or proposed.is_too_little) and any(
         each.tier < DRASTIC for each in fits
@@ -279,7 +278,7 @@ def _with_number(
     trial = trials.of(proposed.advice) if is_brief else EditTrial()
     if trial.fits:
         return tried(Chosen(proposed.advice, trial))
-    return tried(trials.choose(choice, known=lambda early: show(tried(early))))
+    return tried(choose_number(trials, choice, known=lambda early: show(tried(early))))
 
 
 def _cheapest_set(facts: Facts, found: Sequence[_Suggestion], trials: Trials) -> _Suggestion | None:
@@ -309,8 +308,8 @@ def _cheapest_set(facts: Facts, found: Sequence[_Suggestion], trials: Trials) ->
             progress.known(known_early(_finished(facts, _joined(facts, members, trial))))
             (low, *others), trial = _needed(members, trial, trials)
             if low.choice is not None:
-                chosen = trials.choose(
-                    low.choice, *(each.advice for each in others), at=low.choice.small
+                chosen = choose_number(
+                    trials, low.choice, *(each.advice for each in others), at=low.choice.small
                 )
                 if chosen.trial.fits:
                     low, trial = replace(low, advice=chosen.advice), chosen.trial

@@ -224,8 +224,13 @@ def reserved_of(report: DryRunReport) -> int:
     return report.reserved.get(report.device or "", 0)
 
 
-def shortcoming(report: DryRunReport) -> str:
-    """Return why a dry run does not show that its cell fits, as the end of a sentence; nothing where it does."""
+def shortcoming(report: DryRunReport, *, with_lines: bool = True) -> str:
+    """Return why a dry run does not show that its cell fits, as the end of a sentence; nothing where it does.
+
+    Args:
+        report: of the dry run.
+        with_lines: whether the numbers of the lines are told that the verdict depends on.
+    """
     if report.fits:
         return ""
     if report.error is not None:
@@ -237,7 +242,9 @@ def shortcoming(report: DryRunReport) -> str:
             else "it runs out of memory"
         )
     if report.open_on:
-        shown = [f"line {line} (`{code}`)" for line, code in report.open_on[:MOST_PLACES]]
+        shown = []
+        for line, code in report.open_on[:MOST_PLACES]:
+            shown.append(f"line {line} (`{code}`)" if with_lines else f"`{code}`")
         rest = len(report.open_on) - len(shown)
         on = " and ".join([*shown, *([count(rest, "more line")] if rest else [])])
         return (

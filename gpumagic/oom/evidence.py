@@ -14,7 +14,6 @@ from gpumagic.advice.facts import (
     Event,
     Facts,
     Frames,
-    Kind,
     Loader,
     Memory,
     Notebook,
@@ -74,22 +73,20 @@ def conclude(
         )
         notebook = Notebook(after=after)
     facts = Facts(event, frames, notebook)
-    trials = Trials(facts, state.namespace, 0.0 if recovered else seconds, elsewhere)
-    if frames.source is None or state.shell is None:
-        trials.reason = "only a cell of a notebook can be tried"
-    elif event.memory is not Memory.DEVICE or event.device is None or event.kind is Kind.SIZE_BUG:
-        trials.reason = "a dry run knows only of the devices' memory"
-    elif seconds:
-        trials.reason = state.watch.sentence()
+    trials = Trials(
+        facts,
+        state.namespace,
+        seconds,
+        elsewhere,
+        is_cell=state.shell is not None,
+        outside=state.watch.sentence(),
+    )
     need = trials.need()
-    replaces_large = any(nbytes >= LARGE for nbytes in notebook.about_to_be_rebound.values())
-    if need is not None and need.fits and replaces_large:
-        trials.reason = "a dry run leaves out the old values of names that the cell binds first"
-        need = None
     facts = replace(facts, need=need)
     advice = () if recovered else search.advise(facts, trials)
-    if trials.reason and need is not None:
-        notes.append(f"Not all advice was tried: {trials.reason}.")
+    why_untried = trials.stop.sentence if trials.stop is not None else ""
+    if why_untried and need is not None:
+        notes.append(f"Not all advice was tried: {why_untried}.")
     # The first is shown, the others are folded away: what holds of most failures comes last.
     notes += dict.fromkeys(trials.exhausted)
     notes += _notes(facts, is_kept=is_kept)
@@ -112,7 +109,7 @@ def conclude(
         verdict=explanation.sentence,
         cause=explanation.cause.value,
         need=need,
-        untried=trials.reason if need is None else "",
+        untried=why_untried if need is None else "",
         holders=notebook.holders,
         advice=advice,
         capacity=event.capacity,

@@ -153,7 +153,7 @@ class OomGuard(contextlib.ContextDecorator):
         """
         if self.failure is not None and not self._recovered:
             if self.seconds and self.failure.event.memory is Memory.DEVICE:
-                from gpumagic.advice.trials import start_worker
+                from gpumagic.advice.runs import start_worker
 
                 start_worker(self.failure.event.device or "")
             if not self.debug:

@@ -21,7 +21,7 @@ import time
 import pytest
 
 from gpumagic import fakecuda
-from gpumagic.advice import trials
+from gpumagic.advice.runs import EditedRuns
 from tests.oom import oom_corpus
 
 pytestmark = pytest.mark.benchmark
@@ -49,9 +49,9 @@ def failed(name: str, text: str | None, seconds: float) -> tuple[float, int]:
         )
         simgpu.enable(devices=2, memory=case.memory)
     counted: list[int] = []
-    run = trials.Trials._run
+    run = EditedRuns.run
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trials.Trials, "_run", lambda *args: counted.append(1) or run(*args))
+        patch.setattr(EditedRuns, "run", lambda *args: counted.append(1) or run(*args))
         patch.setattr(oom_corpus, "_forget", forget)
         with oom_corpus._notebook(seconds) as shell:
             for each in (oom_corpus.PRELUDE, *case.setup):

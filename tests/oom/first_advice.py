@@ -31,7 +31,9 @@ os.environ |= {
 
 import torch
 
+from gpumagic.advice import search
 from gpumagic.advice.records import Advice
+from gpumagic.advice.runs import EditedRuns
 from gpumagic.advice.trials import Trials
 from gpumagic.report import progress
 from tests.oom import oom_corpus
@@ -128,7 +130,8 @@ def needs(backend: str, case: Case) -> tuple[int, int, int]:
 def timed():
     """Yield when the dry runs of advice ended, and when the first suggestion was shown to fit."""
     ends, fits = list[float](), list[float]()
-    run, of, choose, known = Trials._run, Trials.of, Trials.choose, progress.known
+    run, known = EditedRuns.run, progress.known
+    of, choose = Trials.of, search.choose_number
 
     def noted(self, *given):
         try:
@@ -141,8 +144,8 @@ def timed():
         fits.extend([time.monotonic()] if trial.fits else [])
         return trial
 
-    def chosen(self, *given, **more):
-        found = choose(self, *given, **more)
+    def chosen(*given, **more):
+        found = choose(*given, **more)
         fits.extend([time.monotonic()] if found.trial.fits else [])
         return found
 
@@ -151,7 +154,9 @@ def timed():
         known(text)
 
     with (
-        mock.patch.multiple(Trials, _run=noted, of=tried, choose=chosen),
+        mock.patch.object(EditedRuns, "run", noted),
+        mock.patch.object(Trials, "of", tried),
+        mock.patch.object(search, "choose_number", chosen),
         mock.patch.object(progress, "known", shown),
     ):
         yield ends, fits

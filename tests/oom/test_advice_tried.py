@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from gpumagic import simgpu
-from gpumagic.advice import trials
+from gpumagic.advice import runs
+from gpumagic.dryrun import run
 from tests.oom.oom_cells import allocated, forget_everything
 
 MIB = 2**20
@@ -230,7 +231,7 @@ def test_a_fault_of_our_own_in_trying_costs_the_tries_and_not_the_report(
     def broken(*_, **__):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("gpumagic.advice.trials.script_of", broken)
+    monkeypatch.setattr("gpumagic.advice.runs.script_of", broken)
     report = report_of("x = torch.ones(10 << 20, device='simgpu:0')", NINE_CHUNKS)
     assert report.untried == "RuntimeError: broken"
 
@@ -262,8 +263,8 @@ def test_another_error_is_shown_as_ever(report_of, bare_shell, capsys) -> None:
 def test_a_number_that_saves_nothing_is_not_searched_for(report_of, monkeypatch) -> None:
     """The run of the cell as it is counts as the search's first, and one more shows that it is not it; then the CPU."""
     counted: list[int] = []
-    run = trials.Trials._run
-    monkeypatch.setattr(trials.Trials, "_run", lambda *args: counted.append(1) or run(*args))
+    edited = runs.EditedRuns.run
+    monkeypatch.setattr(runs.EditedRuns, "run", lambda *args: counted.append(1) or edited(*args))
     report = report_of(
         "batch_size = 64\nx = torch.ones((80 << 20) + 0 * batch_size, device='simgpu:0')"
     )
@@ -281,27 +282,27 @@ x = torch.ones(batch_size, 1 << 19, device='simgpu:0').relu()"""
 def test_time_that_other_processes_take_ends_no_search(report_of, bare_shell, monkeypatch) -> None:
     """Each dry run seems to take an hour, in which the cores had other work for all but a moment of it."""
     bare_shell.run_line_magic("config", "GPUMagic.advice_seconds = 4000")
-    clock, whole = iter(range(0, 10**8, 3600)), trials.run.dry_run
-    monkeypatch.setattr(trials, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock, whole = iter(range(0, 10**8, 3600)), run.dry_run
+    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: now[0]))
     now = [next(clock)]
 
     def dry_run(*args, **more):
         now[0] = next(clock)
         return replace(whole(*args, **more), seconds=3600.0, worked=0.1)
 
-    monkeypatch.setattr(trials.run, "dry_run", dry_run)
+    monkeypatch.setattr(run, "dry_run", dry_run)
     report = report_of(LATE)
     assert report.advice[0].covers
     assert not any("no time" in note for note in report.notes)
 
 
 def test_a_set_that_was_tried_is_not_run_again(report_of, monkeypatch) -> None:
-    seen, whole = [], trials.run.dry_run
+    seen, whole = [], run.dry_run
 
     def dry_run(script, *args, **more):
         seen.append(script.source)
         return whole(script, *args, **more)
 
-    monkeypatch.setattr(trials.run, "dry_run", dry_run)
+    monkeypatch.setattr(run, "dry_run", dry_run)
     report_of("x = torch.ones(10 << 20, device='simgpu:0')", NINE_CHUNKS)
     assert len(seen) == len(set(seen)) > 1

@@ -11,12 +11,13 @@ import torch
 
 import gpumagic
 from gpumagic import simgpu
+from gpumagic.advice import number_choice
 from gpumagic.advice import search as advising
-from gpumagic.advice import trials
 from gpumagic.advice.facts import Collection, Facts, TensorFact
 from gpumagic.advice.records import Advice, EditTrial, Need
 from gpumagic.advice.rules import batch, collected, kept, limits, parts
 from gpumagic.advice.rules.verdict import explain
+from gpumagic.dryrun import run
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.report.text import render
 from gpumagic.source import cell_code, text
@@ -85,10 +86,13 @@ def test_a_need_that_hangs_on_a_value_is_told_with_its_line() -> None:
 class Told:
     """Trials of which the outcome is given by title."""
 
-    reason, took = "", 0.0
+    is_slow = False
 
     def __init__(self, outcomes):
         self._outcomes = outcomes
+
+    def stop_if_slow(self) -> bool:
+        return self.is_slow
 
     def of(self, *edits: Advice) -> EditTrial:
         return self._outcomes.get(edits[0].title, EditTrial())
@@ -127,7 +131,7 @@ def test_what_was_not_tried_never_stands_above_what_was(monkeypatch) -> None:
 def test_where_a_dry_run_takes_long_the_first_that_fits_ends_the_tries(monkeypatch) -> None:
     two = (("fits", 1, FITS, None), ("dearer", 2, FAILS, None))
     assert ranked(monkeypatch, *two) == ["fits", "dearer"]
-    monkeypatch.setattr(Told, "took", 12.0)
+    monkeypatch.setattr(Told, "is_slow", True)
     assert ranked(monkeypatch, *two) == ["fits"]
     cheaper = (("fails", 0, FAILS, None), *two)
     assert ranked(monkeypatch, *cheaper) == ["fits", "fails"], (
@@ -160,13 +164,13 @@ def test_what_only_divides_activations_is_not_tried_where_the_parameters_are_too
 
 
 class Untried(Told):
+    as_is = None
+
     def __init__(self):
         super().__init__({})
 
-    def choose(self, choice, **_):
-        from gpumagic.advice.trials import Chosen
-
-        return Chosen(choice.make(choice.guess), EditTrial())
+    def untried(self) -> EditTrial:
+        return EditTrial()
 
 
 @pytest.mark.parametrize(
@@ -458,7 +462,7 @@ def test_ctrl_c_between_two_dry_runs_leaves_the_report(report_of, monkeypatch) -
 def test_a_search_that_is_cut_short_says_so_and_how_it_goes_on(report_of, monkeypatch) -> None:
     def cut_short(dry_run, *_, **__):
         dry_run(20)
-        raise trials._CutShort
+        raise number_choice._CutShort
 
     monkeypatch.setattr("gpumagic.dryrun.fitting.search", cut_short)
     first = report_of(
@@ -477,7 +481,7 @@ def test_where_it_is_open_whether_any_number_fits_no_extreme_is_told(
     report_of, monkeypatch, needs, told
 ) -> None:
     """With 2 rows it would be as open as with 40, and nobody takes 2."""
-    whole = trials.run.dry_run
+    whole = run.dry_run
 
     def search(dry_run, *_, **__):
         for number in needs:
@@ -503,7 +507,7 @@ def test_where_it_is_open_whether_any_number_fits_no_extreme_is_told(
         )
 
     monkeypatch.setattr("gpumagic.dryrun.fitting.search", search)
-    monkeypatch.setattr(trials.run, "dry_run", dry_run)
+    monkeypatch.setattr(run, "dry_run", dry_run)
     report = report_of(
         "batch_size = 100\nx = torch.ones(batch_size, 1 << 20, device='simgpu:0').relu()"
     )
