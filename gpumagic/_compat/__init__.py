@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from gpumagic._compat import torch_private
+
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
@@ -56,14 +58,14 @@ def snapshot_without_traces(snapshot: Callable[..., Any]) -> Any:
 
 
 def skip_in_compilers(code: CodeType) -> None:
-    """Have `torch.compile` run some code as it is; before torch 2.7 by another name."""
-    from torch._C._dynamo import eval_frame
-
-    if hasattr(eval_frame, "skip_code"):
-        eval_frame.skip_code(code)
-    else:
-        skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
-        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, default))
+    """Have `torch.compile` run some code as it is."""
+    if torch_private.SKIP_CODE.is_there():
+        torch_private.SKIP_CODE.get()(code)
+        return
+    strategy = (torch_private.SET_STRATEGY, torch_private.STRATEGY, torch_private.FRAME_ACTION)
+    if all(name.is_there() for name in strategy):
+        set_strategy, make_strategy, action = (name.get() for name in strategy)
+        set_strategy(code, make_strategy(action.SKIP, action.DEFAULT))
 
 
 def output_can_be_silenced(magic: Magic) -> Magic:

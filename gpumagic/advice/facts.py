@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from gpumagic._compat import StrEnum
+from gpumagic._compat import StrEnum, torch_private
 from gpumagic.memory.allocator import segment_size
 from gpumagic.report.units import LARGE
 
@@ -102,19 +102,11 @@ class Stage(StrEnum):
     OTHER = "other"
 
 
-_STEP_FUNCTIONS = (
-    "_multi_tensor_",
-    "_single_tensor_",
-    "_fused_adam",
-    "_fused_sgd",
-    "_init_group",
-)
-"""What the names of functions begin with that torch's optimizers call in their steps."""
 _STAGE_FUNCTIONS = {
-    Stage.BACKWARD: frozenset({"_engine_run_backward"}),
-    Stage.LOAD: frozenset({"_load", "load_tensor", "persistent_load"}),
-    Stage.MOVE: frozenset({"_apply"}),
-    Stage.FORWARD: frozenset({"forward", "_call_impl"}),
+    Stage.BACKWARD: frozenset({torch_private.IN_BACKWARD}),
+    Stage.LOAD: frozenset({torch_private.IN_LOADING, "load_tensor", "persistent_load"}),
+    Stage.MOVE: frozenset({torch_private.IN_MODULE_MOVE}),
+    Stage.FORWARD: frozenset({"forward", torch_private.IN_MODULE_CALL}),
 }
 """Functions that run in each of the other stages; the first that is found counts."""
 _TRAINER_FUNCTIONS = frozenset({"_fit_impl", "_inner_training_loop"})
@@ -313,7 +305,7 @@ class Frames:
     @property
     def stage(self) -> Stage:
         """What was going on, by the functions on the stack."""
-        if any(name.startswith(_STEP_FUNCTIONS) for name in self.functions):
+        if any(name.startswith(torch_private.IN_OPTIMIZER_STEP) for name in self.functions):
             return Stage.STEP
         for stage, functions in _STAGE_FUNCTIONS.items():
             if self.functions & functions:

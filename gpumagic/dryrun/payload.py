@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from gpumagic._compat import torch_private
 from gpumagic.dryrun import parts, sendable
 from gpumagic.dryrun.targets import CUDA, Target
 from gpumagic.heap.kinds import Graphs
@@ -217,7 +218,7 @@ class Payload(pickle.Pickler):
         is_plain = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested)
         if kind not in {torch.Tensor, torch.nn.Parameter} or not (is_plain or is_sparse):
             return parts.Absent, (f"a tensor of the kind {kind.__name__} with layout {layout}",)
-        if torch._is_functional_tensor(tensor) or tensor.is_conj() or tensor.is_neg():
+        if torch_private.IS_FUNCTIONAL.get()(tensor) or tensor.is_conj() or tensor.is_neg():
             return parts.Absent, ("a lazily conjugated or functional tensor",)
         state = dict(vars(tensor))
         if not tensor.is_leaf:
@@ -255,7 +256,7 @@ class Payload(pickle.Pickler):
             and id(each) not in leaves
             and each.device.type != "cpu"
             and each.layout == torch.strided
-            and not torch._is_functional_tensor(each)
+            and not torch_private.IS_FUNCTIONAL.get()(each)
         ]
         if tensor.device.type != "cpu" and not self._keeps_graphs:
             self.notes.append(
@@ -264,7 +265,7 @@ class Payload(pickle.Pickler):
         return saved, list(leaves.values())
 
     def _storage(self, storage: Any, is_whole: bool = False) -> parts.StoragePart:
-        key = storage._cdata
+        key = torch_private.STORAGE_IDENTITY.get()(storage)
         if key not in self._storages:
             device, nbytes, address = str(storage.device), storage.nbytes(), storage.data_ptr()
             self.device_bytes[device] += rounded(nbytes) if nbytes else 0

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gpumagic._compat import torch_private
 from gpumagic.dryrun import parts
 from gpumagic.heap.storages import plain, undisturbed
 
@@ -42,10 +43,11 @@ def _loader_iterator(iterator: Any) -> Any:
     """Let it begin anew: what it has of its own is a generator or its processes."""
     from torch.utils.data import DataLoader, IterableDataset
 
-    if isinstance(iterator._dataset, IterableDataset) or not iterator._auto_collation:
+    loader = torch_private.loader_of(iterator)
+    if loader is None or isinstance(loader.dataset, IterableDataset):
         return _absent(iterator)
-    sampler, collate = iterator._index_sampler, iterator._collate_fn
-    return iter, (DataLoader(iterator._dataset, batch_sampler=sampler, collate_fn=collate),)
+    again = DataLoader(loader.dataset, batch_sampler=loader.sampler, collate_fn=loader.collate)
+    return iter, (again,)
 
 
 def _weak(reference: weakref.ReferenceType[Any]) -> Any:
@@ -124,12 +126,12 @@ _BY_BASE: dict[str, Callable[[Any], Any]] = {
         if _is_general(obj)
         else (parts.make_event, (obj.device.type,))
     ),
-    "torch._C.Generator": lambda obj: (
+    torch_private.GENERATOR: lambda obj: (
         None
         if obj.device.type == "cpu"
         else (parts.make_generator, (str(obj.device), obj.initial_seed()))
     ),
-    "torch.utils.data.dataloader._BaseDataLoaderIter": _loader_iterator,
+    torch_private.LOADER_ITERATOR: _loader_iterator,
 }
 """The same by the name of a class, for objects of classes that are made of it."""
 _LOGS = (

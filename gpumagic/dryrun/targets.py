@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, replace
 
 from gpumagic import fakecuda
+from gpumagic._compat import torch_private
 from gpumagic.errors import DryRunUnavailable, FakecudaUnavailable, OptionError
 from gpumagic.memory import allocator, devices, presets, segments
 from gpumagic.memory.devices import Device
@@ -203,7 +204,7 @@ def with_engine(target: Target) -> Target:
     """Return some devices with the engine that answers for them; where the better one cannot be had, it says why."""
     import torch
 
-    if not hasattr(torch._C, "_acc"):  # since torch 2.10, which takes backends written in Python
+    if not torch_private.BACKENDS_IN_PYTHON.is_there():
         raise DryRunUnavailable(
             f"a dry run needs torch 2.10 or newer, and this is {torch.__version__}"
         )

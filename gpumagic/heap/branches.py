@@ -16,6 +16,8 @@ from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from gpumagic._compat import torch_private
+
 Style = Literal[
     "name", ".", "_parameters", "_buffers", "_modules", "[", "values", "items", "state", "in"
 ]
@@ -33,7 +35,7 @@ VARIABLE, OWN, CONTAINED, OPTIMIZER = range(4)
 
 FIELD: type = type(dict_of(namedtuple("_", "field"))["field"])  # noqa: PYI024
 """The type of what stands in the class of a named tuple for each of its fields."""
-REGISTERED = ("_parameters", "_buffers", "_modules")
+REGISTERED = torch_private.REGISTERED
 """The dicts of a module that `Module.__getattr__` looks into."""
 
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_IMMUTABLETYPE

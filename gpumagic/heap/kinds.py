@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from gpumagic._compat import torch_private
 from gpumagic.heap.branches import (
     Fields,
     attributes,
@@ -44,12 +45,12 @@ def modules_in(module: object) -> Iterator[tuple[str, Any]]:
             continue
         seen.add(id(inner))
         yield path, inner
-        for name, child in reversed(registered(inner, "_modules")):
+        for name, child in reversed(registered(inner, torch_private.MODULES)):
             waiting.append((f"{path}.{name}" if path else name, child))
 
 
 def registered(module: object, kind: str) -> list[tuple[str, Any]]:
-    """Return what a module has under ``"_modules"``, ``"_parameters"`` or ``"_buffers"``, by name."""
+    """Return what a module has by name in one of its dicts, of which `torch_private.REGISTERED` has the names."""
     import torch
 
     if not issubclass(type(module), torch.nn.Module):
@@ -58,7 +59,7 @@ def registered(module: object, kind: str) -> list[tuple[str, Any]]:
     stored: Any = vars(torch.nn.Module)["__dict__"].__get__(module).get(kind)
     if isinstance(stored, dict):
         entries = list(dict.items(stored))
-    elif dict_of(type(stored)).get("__module__") == "torch.jit._script":  # a dictionary of C++'s
+    elif dict_of(type(stored)).get("__module__") == torch_private.SCRIPT_MODULE:  # of C++'s
         entries = list(stored.items())
     else:
         entries = []
@@ -114,9 +115,9 @@ def kinds_of(owners: Iterable[object]) -> dict[int, str]:
             fields[owner_type] = fields_of(owner_type)
         own = dict(attributes(owner, fields[owner_type]))
         if issubclass(owner_type, torch.nn.Module):
-            for parameter in _values(own.get("_parameters")):
+            for parameter in _values(own.get(torch_private.PARAMETERS)):
                 kinds[id(parameter)] = "parameter"
-            for buffer in _values(own.get("_buffers")):
+            for buffer in _values(own.get(torch_private.BUFFERS)):
                 kinds[id(buffer)] = "buffer"
         else:
             for state in _values(own.get("state")):
@@ -130,8 +131,7 @@ def node_types() -> set[type]:
     import torch
 
     own = {kind for kind in type.__subclasses__(object) if is_node(kind)}
-    functions: Any = torch._C._FunctionBase
-    return own | subclasses(functions)
+    return own | subclasses(torch.autograd.function.BackwardCFunction)
 
 
 def is_node(kind: type) -> bool:
@@ -183,14 +183,13 @@ def _shows_its_graph(tensor: Any) -> bool:
 
 def peek_gradients(leaves: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]] | None:
     """Return ``(position, alias of its gradient)`` for the leaves that have one, or None if this torch cannot tell."""
-    import torch
-
     found: list[tuple[int, torch.Tensor]] = []
     try:
-        with torch._C._DisableTorchDispatch():
+        interpret = torch_private.INTERPRET_GRAPH.get()
+        with torch_private.DISABLE_TORCH_DISPATCH.get()():
             for position, leaf in enumerate(leaves):
                 if local_of(leaf) is leaf:
-                    gradient = torch._C._jit_interpret_graph(_peek_graph(), (leaf,))
+                    gradient = interpret(_peek_graph(), (leaf,))
                 else:  # the gradient of a DTensor is an object of Python's already, which reading it does not make
                     gradient = leaf.grad
                 if gradient is not None and gradient is not leaf:
@@ -208,14 +207,11 @@ def gradients_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 @cache
 def _peek_graph() -> Any:
-    import torch
-
-    return torch._C.parse_ir(_PEEK)
+    return torch_private.PARSE_IR.get()(_PEEK)
 
 
 MAX_NODES = 100_000
 """Nodes read, of all graphs together: about 0.3 s."""
-_SAVED = "_raw_saved_"
 _HIDING_NODES = frozenset({"CopySlices", "CppFunction"})
 """Nodes that save tensors and show none: of an assignment to a view, of an extension in C++."""
 
@@ -282,7 +278,7 @@ class Graphs:
     def _handles_of(self, node: Any) -> Iterator[Any]:
         kind = type(node)
         if kind not in self._handles:
-            self._handles[kind] = [name for name in dir(kind) if name.startswith(_SAVED)]
+            self._handles[kind] = [name for name in dir(kind) if name.startswith(torch_private.SAVED)]
         for name in self._handles[kind]:
             handle: Any = ()
             with contextlib.suppress(Exception):  # freed by backward

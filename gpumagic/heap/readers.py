@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from gpumagic._compat import torch_private
 from gpumagic.heap import calls
 from gpumagic.heap.branches import (
     CONTAINED,
@@ -147,7 +148,7 @@ def read_node(value: object, reader: Reader) -> Iterator[Branch]:
 def tensor_attributes(tensor: Any) -> Iterator[Branch]:
     """Read what was set on a plain tensor, and its hooks; asking for its `__dict__` would allocate one."""
     hooks: list[tuple[str, object]] = []
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    for name in torch_private.TENSOR_HOOKS:
         hook = plain(tensor, name)
         if hook:
             hooks.append((name, hook))

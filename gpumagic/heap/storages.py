@@ -21,6 +21,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
+from gpumagic._compat import torch_private
 from gpumagic.heap.branches import dict_of, name_of_type
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ run code of the user's that asks for the live tensors in the same thread, hence 
 
 def number_of(storage: torch.UntypedStorage) -> int:
     """Return the number of a live storage; storages are numbered as they are first seen, by any thread."""
-    key = storage._cdata
+    key = torch_private.STORAGE_IDENTITY.get()(storage)
     # Without the lock, for thousands of storages that are known: no other storage can have the address of one
     # that is known, as it stays taken until `forget_expired`.
     number = _storages.get(key)
@@ -50,7 +51,7 @@ def number_of(storage: torch.UntypedStorage) -> int:
             number = _storages.get(key)
             if number is None:
                 number = next(_numbers)
-                _storages[storage._weak_ref()] = number
+                _storages[torch_private.weak_references().keep(storage)] = number
     return number
 
 
@@ -75,15 +76,12 @@ def forget_expired() -> None:
     """Free the records of storages that are gone; their numbers are not used again."""
     if not _storages and not _tensors:
         return
-    import torch
-
-    is_expired = torch.UntypedStorage._expired
-    free = torch.UntypedStorage._free_weak_ref
+    references = torch_private.weak_references()
     with _NUMBERING:
         for reference in list(_storages):
-            if is_expired(reference):
+            if references.is_expired(reference):
                 del _storages[reference]
-                free(reference)
+                references.free(reference)
         for key, (tensor, _) in list(_tensors.items()):
             if tensor() is None:
                 del _tensors[key]
@@ -93,7 +91,7 @@ UNKNOWN_DIMENSION = -1
 """The size of a dimension that torch only knows by a symbol, such as the ragged one of a nested tensor."""
 
 COMPONENTS = {
-    "torch.sparse_coo": ("_indices", "_values"),
+    "torch.sparse_coo": (torch_private.SPARSE_INDICES, torch_private.SPARSE_VALUES),
     "torch.sparse_csr": ("crow_indices", "col_indices", "values"),
     "torch.sparse_bsr": ("crow_indices", "col_indices", "values"),
     "torch.sparse_csc": ("ccol_indices", "row_indices", "values"),
@@ -101,7 +99,7 @@ COMPONENTS = {
 }
 """The methods that return what a sparse tensor consists of, by its layout."""
 
-_LOCAL = {"DTensor": "_local_tensor", "AsyncCollectiveTensor": "elem"}
+_LOCAL = {"DTensor": torch_private.LOCAL_TENSOR, "AsyncCollectiveTensor": "elem"}
 """Where tensors of `torch.distributed`, which have no storage, keep the one that this process has of them."""
 
 
@@ -151,11 +149,11 @@ class StorageTable:
     def __init__(self) -> None:
         import torch
 
-        base: Any = torch._C.TensorBase
-        self._torch: Any = torch._C
+        base: Any = torch_private.TENSOR_BASE.get()
         self._base = base
         self._parameter = torch.nn.Parameter
-        self._address = torch._C._data_address
+        self._address = torch_private.DATA_ADDRESS.get()
+        self._identity = torch_private.STORAGE_IDENTITY.get()
         self._plain = (torch.Tensor, torch.nn.Parameter)
         self._size = base.shape.__get__
         self._dtype = base.dtype.__get__
@@ -176,6 +174,7 @@ class StorageTable:
         untyped_storage = self._base.untyped_storage
         is_contiguous = self._base.is_contiguous
         address_of = self._address
+        identity = self._identity
         size = self._size
         dtype = self._dtype
         device = self._device_of
@@ -190,7 +189,7 @@ class StorageTable:
             try:
                 if type(tensor) in plain:
                     storage = untyped_storage(tensor)
-                    key, nbytes = storage._cdata, storage.nbytes()
+                    key, nbytes = identity(storage), storage.nbytes()
                     whole = wholes.get((size(tensor), dtype(tensor), device(tensor), nbytes))
                     if whole is not None and key not in storages and is_contiguous(tensor):
                         address = address_of(tensor)
@@ -248,7 +247,7 @@ class StorageTable:
         tensor = local_of(tensor)
         try:
             storage = self._base.untyped_storage(tensor)
-            key = storage._cdata
+            key = torch_private.STORAGE_IDENTITY.get()(storage)
         except Exception:  # sparse, opaque, batched, functional: whatever refuses to show a storage
             return self._without_storage(tensor)
         entry = self.storages.get(key)
@@ -267,7 +266,7 @@ class StorageTable:
         device = self._device(tensor)
         try:
             nbytes = storage.nbytes()
-            address = self._torch._data_address(tensor)
+            address = self._address(tensor)
         except Exception as error:
             return Storage(device, None, note=f"its size cannot be read ({type(error).__name__})")
         if address == 0 and nbytes > 0:
@@ -313,7 +312,7 @@ class StorageTable:
         except Exception:
             layout = type(tensor).__name__
         try:
-            with self._torch._DisableTorchDispatch():
+            with torch_private.DISABLE_TORCH_DISPATCH.get()():
                 components = [getattr(self._base, name)(tensor) for name in COMPONENTS[layout]]
                 parts = [self.find(component)[0] for component in components]
         except Exception:  # mkldnn and other opaque layouts, tensors inside vmap...
@@ -379,18 +378,14 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 
 def plain(tensor: torch.Tensor, attribute: str) -> Any:
     """Return an attribute of a tensor as torch has it, whatever its class has made of it; call it `undisturbed`."""
-    import torch
-
-    return getattr(torch._C.TensorBase, attribute).__get__(tensor)
+    return getattr(torch_private.TENSOR_BASE.get(), attribute).__get__(tensor)
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Disable `__torch_function__`, of subclasses and modes, and autograd for what is read inside."""
-    import torch
-
     # Not `no_grad`, which restores in Python code that Ctrl-C can tear: gradients would stay off.
-    with torch._C.DisableTorchFunction(), torch._C._AutoDispatchBelowAutograd():
+    with torch_private.DISABLE_TORCH_FUNCTION.get()(), torch_private.BELOW_AUTOGRAD.get()():
         yield
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from gpumagic._compat import torch_private
 from gpumagic.memory import Device
 
 BACKENDS = ("cuda", "xpu", "mps")
@@ -85,10 +86,8 @@ def _read_stats(backend: str, module: ModuleType, index: int) -> AllocatorStats:
     stats: Mapping[str, Any]
     if hasattr(module, "memory_stats_as_nested_dict"):  # CUDA and XPU
         stats = module.memory_stats_as_nested_dict(index)
-    elif (
-        hasattr(sys.modules["torch"]._C, "_accelerator_getDeviceStats") and backend not in BACKENDS
-    ):
-        stats = sys.modules["torch"]._C._accelerator_getDeviceStats(index)
+    elif backend not in BACKENDS and torch_private.DEVICE_STATS.is_there():
+        stats = torch_private.DEVICE_STATS.get()(index)
     else:
         stats = module.memory_stats(index)
 
@@ -207,7 +206,7 @@ def device_module(backend: str) -> ModuleType | None:
 def _backends() -> tuple[str, ...]:
     import torch
 
-    out_of_tree = torch._C._get_privateuse1_backend_name()
+    out_of_tree = torch.device("privateuseone").type  # by the name that it has been given
     if isinstance(getattr(torch, out_of_tree, None), ModuleType):
         return (out_of_tree, *BACKENDS)
     return BACKENDS

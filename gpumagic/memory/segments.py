@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from gpumagic import _compat
+from gpumagic._compat import torch_private
 from gpumagic.memory import Device, allocator
 from gpumagic.memory.allocator import AllocatorStats
 
@@ -167,7 +168,7 @@ def _snapshot(module: ModuleType | None) -> Sequence[Mapping[str, Any]] | None:
     return found
 
 
-CLEAR_WORKSPACES = "torch._C._cuda_clearCublasWorkspaces()"
+CLEAR_WORKSPACES = torch_private.CLEAR_WORKSPACES
 """Frees all of them, on every device; the next matrix product takes a new one."""
 
 

@@ -9,6 +9,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeGuard
 
+from gpumagic._compat import torch_private
 from gpumagic.advice import search
 from gpumagic.advice.facts import (
     Event,
@@ -91,6 +92,7 @@ def conclude(
     notes += dict.fromkeys(trials.exhausted)
     notes += _notes(facts, is_kept=is_kept)
     notes += verdict.sentences(facts)
+    notes += torch_private.lacking("oomguard")
     explanation = verdict.explain(facts)
     before, at_failure = event.before, event.at_failure
     return OomReport(

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from gpumagic._compat import torch_private
 from gpumagic.advice.facts import SAVING_METHODS, Model, Optimizer, Ownership
 from gpumagic.heap import branches, holders, kinds
 from gpumagic.heap.graph import MAX_STEPS_OF_ALL, HeapGraph
@@ -109,7 +110,7 @@ def _find_models(
         inside = list(kinds.modules_in(value))
         parameters: dict[int, Any] = {}
         for _, module in inside:
-            for _, parameter in kinds.registered(module, "_parameters"):
+            for _, parameter in kinds.registered(module, torch_private.PARAMETERS):
                 parameters[id(parameter)] = parameter
         for key in parameters:
             names_by_parameter.setdefault(key, set()).add(name)
@@ -157,10 +158,11 @@ def tensors_of(owner: Any) -> list[Any]:
         state = branches.attributes_of(kinds.unwrapped(owner)).get("state")
         each_of = dict.values(state) if isinstance(state, dict) else ()
         return [value for each in each_of if isinstance(each, dict) for value in dict.values(each)]
-    inside = [
-        (each, kind) for _, each in kinds.modules_in(owner) for kind in ("_parameters", "_buffers")
-    ]
-    return [tensor for each, kind in inside for _, tensor in kinds.registered(each, kind)]
+    found = []
+    for _, module in kinds.modules_in(owner):
+        for kind in (torch_private.PARAMETERS, torch_private.BUFFERS):
+            found += [tensor for _, tensor in kinds.registered(module, kind)]
+    return found
 
 
 def _on_device(tensors: Iterable[Any], device: str) -> list[Any]:
@@ -200,7 +202,7 @@ def _model(
             path,
             [
                 weight
-                for label, weight in kinds.registered(each, "_parameters")
+                for label, weight in kinds.registered(each, torch_private.PARAMETERS)
                 if label == "weight"
             ],
         )
@@ -251,15 +253,18 @@ def _blocks(name: str, inside: list[tuple[str, Any]]) -> str | None:
 
     best, longest = None, 1
     for path, child in inside:
-        blocks = [each for _, each in kinds.registered(child, "_modules")]
+        blocks = [each for _, each in kinds.registered(child, torch_private.MODULES)]
         if len(blocks) > longest and issubclass(
             type(child), torch.nn.ModuleList | torch.nn.Sequential
         ):
             is_of_one_kind = all(type(each) is type(blocks[0]) for each in blocks)
-            if is_of_one_kind and any(kinds.registered(blocks[0], "_modules")):
+            if is_of_one_kind and any(kinds.registered(blocks[0], torch_private.MODULES)):
                 best, longest = _code(name, path, inside), len(blocks)
-    children = [each for _, each in kinds.registered(inside[0][1], "_modules")]
-    if best is None and sum(any(kinds.registered(each, "_modules")) for each in children) > 1:
+    children = [each for _, each in kinds.registered(inside[0][1], torch_private.MODULES)]
+    if (
+        best is None
+        and sum(any(kinds.registered(each, torch_private.MODULES)) for each in children) > 1
+    ):
         return f"{name}.children()"
     return best
 
@@ -292,7 +297,8 @@ def _optimizer(
         value
         for state in states
         for value in dict.values(state)
-        if issubclass(type(value), torch.Tensor) and torch._C.TensorBase.numel(value) > 1
+        if issubclass(type(value), torch.Tensor)
+        and torch_private.TENSOR_BASE.get().numel(value) > 1
     )
     return Optimizer(
         name,

@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+from gpumagic._compat import torch_private
 from gpumagic.errors import OptionError
 from gpumagic.heap import holders, kinds, release
 from gpumagic.heap.graph import HeapGraph
@@ -300,7 +301,7 @@ class Rollback:
         for key, (version, gradient) in (_versions(alive.values()) if alive else {}).items():
             before = self._tensors[key][1]
             if gradient is not None and before[1] is None:
-                sys.modules["torch"]._C.TensorBase.grad.__set__(alive[key], None)
+                torch_private.TENSOR_BASE.get().grad.__set__(alive[key], None)
                 gradient = None  # noqa: PLW2901
             changed |= {key} if (version, gradient) != before else set()
         for name, reached in self._reached.items():
@@ -351,7 +352,7 @@ def _versions(tensors: Collection[Any]) -> dict[int, Versions]:
 
 def _version(tensor: Any) -> int:
     with contextlib.suppress(Exception):  # an inference tensor has no count
-        return int(plain(tensor, "_version"))
+        return int(torch_private.VERSION.get()(tensor))
     return 0
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+from gpumagic._compat import torch_private
 from gpumagic.advice.facts import Collection, Frames, Member, TensorFact
 from gpumagic.heap.branches import attributes_of, class_attribute, dict_of, stored_attribute
 from gpumagic.oom import ownership
@@ -207,7 +208,7 @@ def _moved_nbytes(stack: list[FrameLine]) -> int:
     import torch
 
     for frame, _ in stack:
-        if frame.f_code.co_name == "_apply":
+        if frame.f_code.co_name == torch_private.IN_MODULE_MOVE:
             module: Any = frame.f_locals.get("self")
             if issubclass(type(module), torch.nn.Module):
                 weights = module.parameters()
@@ -240,7 +241,7 @@ def _tensor_fact(value: object) -> TensorFact | None:
         return _array_fact(value)
     tensor: Any = value
     lazy: Any = torch.nn.parameter.UninitializedTensorMixin
-    with torch._C.DisableTorchFunction():
+    with torch_private.DISABLE_TORCH_FUNCTION.get()():
         if tensor.is_nested or issubclass(type(tensor), lazy):
             return None  # it has no one shape, or none yet, and raises where it is asked for one
         return TensorFact(

@@ -19,13 +19,14 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
+from gpumagic._compat import torch_private
 from gpumagic.dryrun import effects
 from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.source import frames
 from gpumagic.source.frames import CellLineFinder
 
-_FILLS_CACHES = ("huggingface_hub.", "torch.hub", "torch._inductor.", "triton.")
+_FILLS_CACHES = ("huggingface_hub.", "torch.hub", torch_private.INDUCTOR, "triton.")
 """Modules that fetch or compile what a dry run finds in a cache."""
 _SHARES = ("multiprocessing.", "torch.multiprocessing.")
 """Modules whose connections lead to processes of the cell's own."""
@@ -173,12 +174,12 @@ _EVENTS = {"open", "sqlite3.connect"} | effects.PROGRAMS | effects.CHANGES | eff
 
 def _attach_observer() -> None:
     torch = sys.modules.get("torch")
-    attach = getattr(getattr(torch, "_C", None), "_cuda_attach_out_of_memory_observer", None)
-    if torch is None or attach is None or _observe in _hooks or not torch.cuda.is_initialized():
+    if torch is None or _observe in _hooks or not torch.cuda.is_initialized():
         return
-    if torch.cuda.memory.get_allocator_backend() == "native":
+    observer = torch_private.OUT_OF_MEMORY_OBSERVER
+    if observer.is_there() and torch.cuda.memory.get_allocator_backend() == "native":
         _hooks.append(_observe)
-        attach(_observe)
+        observer.get()(_observe)
 
 
 def _observe(index: int, requested: int, _total: int, _free: int) -> None:

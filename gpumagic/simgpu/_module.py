@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 import torch
 
 from gpumagic import compiled
+from gpumagic._compat import torch_private
 from gpumagic.errors import SimgpuUnavailable
 from gpumagic.report import progress
 
@@ -43,7 +44,7 @@ def register() -> None:
         SimgpuUnavailable: as `load`, or another backend is there already.
     """
     global native  # noqa: PLW0603  there is one for the life of the process
-    taken = torch._C._get_privateuse1_backend_name()
+    taken = torch.device("privateuseone").type  # by the name that it has been given
     if taken not in {"privateuseone", BACKEND}:
         raise SimgpuUnavailable(
             f"torch has one slot for an out-of-tree device and {taken!r} holds it; "
@@ -52,7 +53,7 @@ def register() -> None:
     native = load()
     native.start()
     torch.utils.rename_privateuse1_backend(BACKEND)
-    torch._register_device_module(BACKEND, _Simgpu(BACKEND))
+    torch_private.REGISTER_DEVICE_MODULE.get()(BACKEND, _Simgpu(BACKEND))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
 

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from gpumagic._compat import torch_private
 from gpumagic.heap import calls, cycles, graph, holders, storages
 from gpumagic.heap.branches import Names, stored_attribute
 from gpumagic.heap.graph import HeapGraph
@@ -82,7 +83,7 @@ def scan(
             by_device=summary,
             limit=limit,
             group_by=group_by,
-            notes=(*found.notes, *notes_on_sums(rows, summary)),
+            notes=(*found.notes, *notes_on_sums(rows, summary), *torch_private.lacking("devices")),
             process=storages.PROCESS,
             origin=origin,
         )

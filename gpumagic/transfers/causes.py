@@ -14,6 +14,7 @@ from types import CodeType, FrameType
 
 import torch
 
+from gpumagic._compat import torch_private
 from gpumagic.source import frames
 from gpumagic.source.text import called_name, expression_at, span_at
 from gpumagic.transfers.advice import MASK
@@ -37,7 +38,12 @@ _BY_INSTRUCTIONS = {
     **dict.fromkeys(("POP_JUMP", "JUMP_IF", "TO_BOOL", "UNARY_NOT", "COMPARE_OP"), "bool()"),
 }  # fmt: skip
 """What is asked for by operators, by how the names of their instructions begin."""
-_OURS = ("gpumagic.transfers.", "torch.utils._device", "torch._ops", "torch.library")
+_OURS = (
+    "gpumagic.transfers.",
+    torch_private.DEVICE_MODULE,
+    torch_private.OPERATORS_MODULE,
+    "torch.library",
+)
 
 
 @cache
@@ -71,17 +77,17 @@ def of_frames(
         module, function = frames.module_of(line), line.f_code.co_name
         if not frames.is_in(line, ["torch", "gpumagic.transfers"]):
             break
-        if module == "torch._tensor_str":
+        if module == torch_private.PRINTING_MODULE:
             cause = "print"
         elif module == "torch.serialization" and function in ("save", "load"):
             cause, subject = f"torch.{function}", frames.local_variables(line).get("obj")
         elif module == "torch.storage":
             cause = (
                 "pickle"
-                if function in ("__reduce__", "_load_from_bytes")
+                if function in ("__reduce__", torch_private.STORAGE_FROM_BYTES)
                 else f"storage.{function}"
             )
-        elif module == "torch._tensor" and function == "__reduce_ex__":
+        elif module == torch_private.TENSOR_MODULE and function == "__reduce_ex__":
             cause, subject = "pickle", frames.local_variables(line).get("self")
     if cause is not None:
         return cause, found if subject is None else subject
@@ -122,13 +128,15 @@ def _name_of_expression(
         called_name(node),
         ast.unparse(node.func),
     )  # of a chain over several lines it is the last call alone
-    if name in _BY_METHODS or name == torch._C._get_privateuse1_backend_name():
+    if name in _BY_METHODS or name == torch.device("privateuseone").type:
         return f".{name}"
     if name == "copy_" or name in FROM_HOST:
         return name
     if isinstance(node.func, ast.Name):
         return f"{name}()" if name in _CONVERSIONS else "print" if name in _PRINTS else None
     is_path = (
-        path.startswith("torch.") and path != f"torch.{name}" and not path.startswith("torch._C.")
+        path.startswith("torch.")
+        and path != f"torch.{name}"
+        and not path.startswith(torch_private.PRIVATE_FUNCTIONS)
     )
     return path if is_path else None if path.startswith("math.") else name.strip("_")

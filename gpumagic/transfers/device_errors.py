@@ -15,6 +15,8 @@ from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
+from gpumagic._compat import torch_private
+from gpumagic.heap import kinds
 from gpumagic.heap.branches import stored_attribute
 from gpumagic.memory import allocator
 from gpumagic.report.units import LARGE, size
@@ -239,8 +241,8 @@ def _describe(code: str, value: Any, owner: Any, is_index: bool) -> Operand | No
         is_unregistered=kind_of(owner) == "module"
         and not any(
             value is each
-            for kept in (owner._parameters, owner._buffers, owner._modules)
-            for each in kept.values()
+            for kind_of_part in torch_private.REGISTERED
+            for _, each in kinds.registered(owner, kind_of_part)
         ),
         is_index=is_index,
         requires_grad=kind == "tensor" and bool(value.requires_grad) and torch.is_grad_enabled(),

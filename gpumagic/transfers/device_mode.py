@@ -17,47 +17,57 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._C import _len_torch_function_stack
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
-from torch.utils import _device as device_state
-from torch.utils._device import DeviceContext, _device_constructors
+from torch.overrides import TorchFunctionMode
 
+from gpumagic._compat import torch_private
 from gpumagic.transfers.recorder import Function, Recorder, device_contexts, is_real
 
+_DeviceContext: Any = torch_private.DEVICE_CONTEXT.get()
 
-class _NestingContext(DeviceContext):  # type: ignore[misc, unused-ignore]
+
+class _NestingContext(_DeviceContext):  # type: ignore[misc, unused-ignore]
     """Torch's device context before 2.11: it replaces the one at the bottom of the modes, and restores it on exit."""
 
     prev_mode: TorchFunctionMode | None = None
     old_device: Any = None
 
     def __enter__(self) -> _NestingContext:  # noqa: PYI034  # as torch's own
-        self.old_device, device_state.CURRENT_DEVICE = device_state.CURRENT_DEVICE, self.device
-        above = _pop_all()
-        if above and isinstance(above[-1], device_state.DeviceContext):
-            self.prev_mode = above.pop()
-        _push_all([*above, self])
+        state = torch_private.DEVICE_STATE.get()
+        self.old_device = state.CURRENT_DEVICE
+        state.CURRENT_DEVICE = self.device
+        modes = _pop_all()
+        if modes and isinstance(modes[-1], _DeviceContext):
+            self.prev_mode = modes.pop()
+        _push_all([*modes, self])
         return self
 
     def __exit__(self, *error: object) -> None:
-        device_state.CURRENT_DEVICE = self.old_device
-        modes = [self.prev_mode if each is self else each for each in _pop_all()]
-        _push_all([each for each in modes if each is not None])
+        torch_private.DEVICE_STATE.get().CURRENT_DEVICE = self.old_device
+        modes = _pop_all()
+        if self in modes:
+            place = modes.index(self)
+            modes[place : place + 1] = [] if self.prev_mode is None else [self.prev_mode]
+        _push_all(modes)
 
 
-def _pop_all() -> list[TorchFunctionMode]:
+def _pop_all() -> list[Any]:
     """Pop all function modes, the innermost first."""
-    return [_pop_mode() for _ in range(_len_torch_function_stack())]
+    pop, number = torch_private.POP_MODE.get(), torch_private.FUNCTION_MODES.get()()
+    return [pop() for _ in range(number)]
 
 
-def _push_all(modes: list[TorchFunctionMode]) -> None:
-    for each in reversed(modes):
-        _push_mode(each)
+def _push_all(modes: list[Any]) -> None:
+    push = torch_private.PUSH_MODE.get()
+    for mode in reversed(modes):
+        push(mode)
 
 
-NestingContext: type[DeviceContext] = (
-    DeviceContext if hasattr(DeviceContext("cpu"), "prev_mode") else _NestingContext
-)
+def _nesting_context() -> Any:
+    """Return torch's device context if it can be entered within another, and ours if not."""
+    return _DeviceContext if hasattr(_DeviceContext("cpu"), "prev_mode") else _NestingContext
+
+
+NestingContext: Any = _nesting_context()
 
 
 _entered: list[RecordingContext] = []
@@ -69,7 +79,7 @@ class RecordingContext(NestingContext):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder.device)
         self.recorder = recorder
-        self.prev_mode: DeviceContext | None = None
+        self.prev_mode: Any = None
         self.old_device: Any = None
         self._handlers = handlers()
         self._outer: list[tuple[Any, ...]] = []
@@ -110,7 +120,7 @@ class RecordingContext(NestingContext):
             later.prev_mode, later.old_device = self.prev_mode, self.old_device
         self.old_device, self.prev_mode = self._outer.pop()
 
-    def _entered_later(self) -> DeviceContext | None:
+    def _entered_later(self) -> Any:
         """Return the device context that was entered after this one and is still in force."""
         for mode in device_contexts():
             if getattr(mode, "prev_mode", None) is self:
@@ -169,7 +179,7 @@ _METHOD_CREATORS = (
 def handlers() -> dict[Function, Handler]:
     """Return the handler of each function that the mode has to know."""
     return {
-        **dict.fromkeys(_device_constructors(), construct),
+        **dict.fromkeys(torch_private.DEVICE_CONSTRUCTORS.get()(), construct),
         **dict.fromkeys((getattr(torch, name) for name in _CREATORS), create),
         **dict.fromkeys((getattr(torch.Tensor, name) for name in _METHOD_CREATORS), create),
     }

@@ -11,10 +11,11 @@ import contextlib
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gpumagic._compat import torch_private
 from gpumagic.heap import kinds, storages
 from gpumagic.heap.storages import nbytes_of
 from gpumagic.memory.devices import Device
@@ -65,6 +66,7 @@ class TransferHistory:
     """Versions by place and view; a storage is known by its number, which no other gets."""
     _full: int = _MANY
     _tensor: Any = field(default_factory=lambda: sys.modules["torch"].Tensor)
+    _version_of: Callable[[Any], int | None] = field(default_factory=torch_private.VERSION.get)
 
     def is_repeat(self, place: int, subject: Any) -> bool:
         """Return whether the same part of a storage, unchanged, was transferred at this place before."""
@@ -75,9 +77,11 @@ class TransferHistory:
         try:
             number = storages.number_of(subject.untyped_storage())
             key = (place, number, subject.storage_offset(), subject.shape)
-            version = subject._version
+            version = self._version_of(subject)
         except (NotImplementedError, RuntimeError, ValueError):
             return False  # it has no storage
+        if version is None:
+            return False
         known = self._before.get(key)
         self._before[key] = version
         if known is None and len(self._before) > self._full:
@@ -232,13 +236,11 @@ def kind_of(value: Any) -> Any:
 
 def bytes_by_device(value: Any, kind: str) -> Counter[str]:
     """Return the bytes by device of the tensors that a value of a kind holds, each tensor once."""
-    import torch
-
     totals: Counter[str] = Counter()
     if kind == "generator":
         totals[str(value.device)] = 0
         return totals
-    with torch._C.DisableTorchFunction():
+    with torch_private.DISABLE_TORCH_FUNCTION.get()():
         for tensor in {id(each): each for each in tensors_in(value, kind)}.values():
             totals[str(tensor.device)] += nbytes_of(tensor)
     return totals
@@ -252,7 +254,10 @@ def tensors_in(value: Any, kind: str) -> Iterator[Any]:
         yield from () if torch.nn.parameter.is_lazy(value) else (value,)
     elif kind == "module":
         for _, part in kinds.modules_in(value):
-            kept = [*kinds.registered(part, "_parameters"), *kinds.registered(part, "_buffers")]
+            kept = [
+                *kinds.registered(part, torch_private.PARAMETERS),
+                *kinds.registered(part, torch_private.BUFFERS),
+            ]
             yield from (each for _, each in kept if not torch.nn.parameter.is_lazy(each))
     elif kind == "optimizer":
         value = kinds.unwrapped(value)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from typing import Any
 
 from gpumagic import notebook
+from gpumagic._compat import torch_private
 from gpumagic.errors import GpuMagicError, OptionError, nearest
 from gpumagic.heap import branches, kinds
 from gpumagic.heap.storages import nbytes_of
@@ -183,7 +184,7 @@ def _slots_of(module: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Yield the parameters and buffers of a module and its submodules: the dict that has it, the key, the tensor."""
     for _, part in kinds.modules_in(module):
         own = branches.attributes_of(part)
-        for kept in (own.get("_parameters"), own.get("_buffers")):
+        for kept in (own.get(torch_private.PARAMETERS), own.get(torch_private.BUFFERS)):
             if isinstance(kept, dict):
                 yield from (
                     (kept, key, tensor)
@@ -281,20 +282,16 @@ class _Moves:
 def _flat(value: Any) -> tuple[list[Any], Any]:
     """Return what torch finds in containers, and their shape; a packed sequence has a `to` of its own."""
     from torch.nn.utils.rnn import PackedSequence
-    from torch.utils import _pytree
 
-    found: tuple[list[Any], Any] = _pytree.tree_flatten(
-        value, lambda each: type(each) is PackedSequence
-    )
+    flatten = torch_private.TREE_FLATTEN.get()
+    found: tuple[list[Any], Any] = flatten(value, lambda each: type(each) is PackedSequence)
     return found
 
 
 def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a container with what is in it changed; itself if nothing differs."""
-    from torch.utils import _pytree
-
     leaves, shape = _flat(value)
     changed = [change(each) for each in leaves]
-    return (
-        value if all(map(operator.is_, changed, leaves)) else _pytree.tree_unflatten(changed, shape)
-    )
+    if all(map(operator.is_, changed, leaves)):
+        return value
+    return torch_private.TREE_UNFLATTEN.get()(changed, shape)

@@ -16,7 +16,8 @@ which every call passes on its way to a backend.
 
 Other threads may call torch meanwhile, and torch has no lock for that: one that waits to enter a kernel in Python
 enters it also when it is gone from the dispatcher. So kernels that are taken away are kept for a while; before 2.9,
-where nothing can keep them, they stay under a cover that lets calls pass. Torch's own kernels need no such care.
+where nothing can keep them, they stay, and kernels that let calls fall through are put over them. Torch's own kernels
+need no such care.
 Imports torch at its top, so it is imported only when a cell runs on a device.
 """
 
@@ -31,161 +32,174 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet, _get_tracing_state
-from torch._C._dynamo import eval_frame
 from torch.library import Library
 
+from gpumagic._compat import torch_private
 from gpumagic.transfers import causes
 from gpumagic.transfers.recorder import current_recorder
 
-set_eval_frame = eval_frame.set_eval_frame
-_set_tracing_state: Callable[[object], None] = torch._C._set_tracing_state  # type: ignore[attr-defined, unused-ignore]
+_set_eval_frame: Callable[[object], Any] = torch_private.SET_EVAL_FRAME.get()
+_tracing_state: Callable[[], Any] = torch_private.TRACING_STATE.get()
+_set_tracing_state: Callable[[object], None] = torch_private.SET_TRACING_STATE.get()
+_has_computed_kernel: Callable[[str, str], bool] = torch_private.HAS_COMPUTED_KERNEL.get()
+_destroy: Callable[[Library], None] = torch_private.DESTROY_LIBRARY.get()
+_DispatchKey: Any = torch_private.DISPATCH_KEY.get()
+_CAN_CALL_TORCHS = torch_private.COMPUTED_KERNEL.is_there()
+"""Whether a kernel can be put in front of torch's own and call it, as it can since torch 2.9."""
+
 _aten, _Tensor = torch.ops.aten, torch.Tensor
-_VALUE = _aten._local_scalar_dense.default
+_VALUE = torch_private.READ_VALUE.get().default
 """The operator by which the host reads a value."""
-_FINDERS = (
-    _aten.nonzero.default,
-    _aten.masked_select.default,
-    _aten._unique2.default,
-    _aten.unique_dim.default,
-    _aten.unique_consecutive.default,
-    _aten.unique_dim_consecutive.default,
-    _aten._coalesce.default,
-)
-"""Operators whose kernels tell the host how many elements they have found."""
+_SPARSE = torch_private.COALESCE.get().default if torch_private.COALESCE.is_there() else None
+"""The one of the operators that are counted that works on sparse tensors."""
 _BACKENDS = ("CUDA", "XPU", "MPS", "PrivateUse1")
 _SELECT = "BackendSelect"
-_BELOW_SELECT = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
-_has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key
-_kernel_at: Any = getattr(
-    torch._C, "_dispatch_get_computed_kernel_for_dispatch_key", None
-)  # since torch 2.9
 FOUND_BYTES: int = torch.int32.itemsize
-"""The bytes of such a number."""
-
-Function = Callable[..., Any]
-
-_open: list[object] = []
-"""The runs for which copies are counted."""
-_library: Library | None = None
-_cover: Library | None = None
-"""What hides the kernels from the dispatcher while no run is open, in torch before 2.9."""
-_is_registered = False
-"""Whether all kernels are: an interrupt may come before."""
-_has_overridden = False
-_kernels: deque[object] = deque(maxlen=1000)
-"""The latest kernels, also those that are no longer registered: another thread may be about to call one."""
+"""The bytes of the number of elements that such a kernel tells."""
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 """What torch makes of the numbers of Python."""
 
-
-def watch(run: object) -> None:
-    """Count copies until `unwatch` is called with the same run."""
-    global _library, _cover, _is_registered  # noqa: PLW0603  the dispatcher is the process's
-    _open.append(run)
-    if _library is None:
-        _is_registered = False
-        _library = Library("aten", "IMPL")  # kept first, so that an interrupt finds it
-        _register(_library)
-        _is_registered = True
-    if _cover is not None:
-        _cover._destroy()
-        _cover = None
+Function = Callable[..., Any]
 
 
-def unwatch(run: object) -> None:
-    """Undo `watch`. Idempotent, so that it can be called after an interrupt anywhere."""
-    global _library, _cover  # noqa: PLW0603  as in `watch`
-    _open[:] = [each for each in _open if each is not run]
-    if _library is None or _open:
-        return
-    if _kernel_at is not None or not _is_registered:
-        _library._destroy()
-        _library = None
-    elif _cover is None:  # nothing else would keep the kernels
-        _cover = Library("aten", "IMPL")
-        for each in _counted():
-            _put(_cover, each, torch.library.fallthrough_kernel, _SELECT)
+class CountingKernels:
+    """The kernels that count, which stand in front of torch's own while a run is open.
+
+    The dispatcher is the process's, so there is one of these; whoever calls `watch` and `unwatch` lets no other thread
+    do so meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._runs: list[object] = []
+        """The runs for which copies are counted."""
+        self._library: Library | None = None
+        self._fallthrough_library: Library | None = None
+        """What hides the kernels from the dispatcher while no run is open, in torch before 2.9."""
+        self._is_complete = False
+        """Whether all kernels are registered: an interrupt may come before."""
+        self._has_overridden = False
+        self._latest: deque[object] = deque(maxlen=1000)
+        """The latest kernels, also those that are no longer registered: another thread may be about to call one."""
+
+    def watch(self, run: object) -> None:
+        """Count copies until `unwatch` is called with the same run."""
+        self._runs.append(run)
+        if self._library is None:
+            self._is_complete = False
+            self._library = Library("aten", "IMPL")  # kept first, so that an interrupt finds it
+            self._register(self._library)
+            self._is_complete = True
+        if self._fallthrough_library is not None:
+            _destroy(self._fallthrough_library)
+            self._fallthrough_library = None
+
+    def unwatch(self, run: object) -> None:
+        """Undo `watch`. Idempotent, so that it can be called after an interrupt anywhere."""
+        self._runs[:] = [each for each in self._runs if each is not run]
+        if self._library is None or self._runs:
+            return
+        if _CAN_CALL_TORCHS or not self._is_complete:
+            _destroy(self._library)
+            self._library = None
+        elif self._fallthrough_library is None:  # nothing else would keep the kernels
+            self._fallthrough_library = Library("aten", "IMPL")
+            for operator in _counted():
+                fallthrough = torch.library.fallthrough_kernel
+                self._put(self._fallthrough_library, operator, fallthrough, _SELECT)
+
+    def is_idle(self) -> bool:
+        """Return whether the dispatcher is as it was found."""
+        return self._library is None or self._fallthrough_library is not None
+
+    def _register(self, library: Library) -> None:
+        backends = [each for each in _BACKENDS if _has_computed_kernel(_VALUE.name(), each)]
+        for operator, count in _counted().items():
+            for place, kernel in _kernels_of(operator, backends):
+                self._put(library, operator, count(kernel), place)
+                if _CAN_CALL_TORCHS:
+                    self._latest.append(_computed_kernel(operator, place))
+
+    def _put(self, library: Library, operator: Any, function: Function, place: str) -> None:
+        """Register a kernel; `Library.impl` would forget in the end that other libraries have one there too."""
+        has_kernel = torch_private.HAS_KERNEL.get()
+        is_first = not self._has_overridden and has_kernel(operator.name(), place)
+        with _unwarned() if is_first else contextlib.nullcontext():
+            library.m.impl(operator.name().removeprefix("aten::"), place, function, True)
+        self._has_overridden |= is_first
 
 
-def is_idle() -> bool:
-    """Return whether the dispatcher is as it was found."""
-    return _library is None or _cover is not None
-
-
-def _register(library: Library) -> None:
-    backends = [each for each in _BACKENDS if _has_kernel(_VALUE.name(), each)]
-    for operator, count in _counted().items():
-        for place, kernel in _kernels_of(operator, backends):
-            _put(library, operator, count(kernel), place)
-            if _kernel_at is not None:
-                _kernels.append(_kernel_at(operator.name(), getattr(DispatchKey, place)))
+kernels = CountingKernels()
 
 
 def _counted() -> dict[Any, Callable[[Function], Function]]:
     """Return the operators, and what makes for each a kernel that counts out of one that works."""
-    return {
-        _aten.copy_.default: _copying,
-        **{each: functools.partial(_reading, each) for each in (_VALUE, *_FINDERS)},
-    }
+    found: dict[Any, Callable[[Function], Function]] = {_aten.copy_.default: _copying}
+    for operator, bytes_read in _readers().items():
+        found[operator] = functools.partial(_reading, operator, bytes_read)
+    return found
 
 
 def _kernels_of(operator: Any, backends: Iterable[str]) -> Iterator[tuple[str, Function]]:
     """Yield where an operator of a device is caught, and torch's kernel that is called from there."""
-    if _kernel_at is None:
-        redispatch = operator._handle.redispatch_boxed  # not `redispatch`, which is slower
-        yield _SELECT, lambda keyset, *args: redispatch(keyset & _BELOW_SELECT, *args)
+    if not _CAN_CALL_TORCHS:
+        yield _SELECT, _next_kernel(operator)
         return
     for backend in backends:
-        place = f"Sparse{backend}" if operator is _aten._coalesce.default else backend
-        if _has_kernel(operator.name(), place):
-            # By a library in Python; of one in C++ torch does not tell.
-            is_replaced = f"{operator.name().replace('::', '/')}/{place}" in torch.library._impls
-            yield (
-                place,
-                (_find_kernel.__wrapped__ if is_replaced else _find_kernel)(operator, place),
-            )
+        place = f"Sparse{backend}" if operator is _SPARSE else backend
+        if not _has_computed_kernel(operator.name(), place):
+            continue
+        if _is_replaced(operator, place):
+            yield place, _computed_kernel(operator, place).call_boxed
+        else:
+            yield place, _torchs_kernel(operator, place)
+
+
+def _next_kernel(operator: Any) -> Function:
+    """Return what passes a call on from `BackendSelect`, in torch before 2.9."""
+    handle = getattr(operator, torch_private.REDISPATCH)
+    redispatch = handle.redispatch_boxed  # not `redispatch`, which is slower
+    below = torch_private.KEYS_AFTER.get()(_DispatchKey.BackendSelect)
+    return lambda keyset, *args: redispatch(keyset & below, *args)
+
+
+def _is_replaced(operator: Any, place: str) -> bool:
+    """Return whether a library in Python has a kernel in the place of torch's; of one in C++ torch does not tell."""
+    if not torch_private.LIBRARY_KERNELS.is_there():
+        return True
+    key = f"{operator.name().replace('::', '/')}/{place}"
+    return key in torch_private.LIBRARY_KERNELS.get()
 
 
 @functools.cache
-def _find_kernel(operator: Any, place: str) -> Function:
+def _torchs_kernel(operator: Any, place: str) -> Function:
     """Return torch's own kernel; it is looked for once, since torch keeps 48 bytes of each look for good."""
-    kernel: Function = _kernel_at(operator.name(), getattr(DispatchKey, place)).call_boxed
+    kernel: Function = _computed_kernel(operator, place).call_boxed
     return kernel
 
 
-def _put(library: Library, operator: Any, function: Function, place: str) -> None:
-    """Register a kernel; not by `Library.impl`, which forgets in the end that other libraries have one there too."""
-    is_first = (
-        torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), place)
-        and not _has_overridden
-    )
-    with _unwarned() if is_first else contextlib.nullcontext():
-        library.m.impl(operator.name().removeprefix("aten::"), place, function, True)
+def _computed_kernel(operator: Any, place: str) -> Any:
+    """Return what torch calls at a place of the dispatcher."""
+    return torch_private.COMPUTED_KERNEL.get()(operator.name(), getattr(_DispatchKey, place))
 
 
 @contextlib.contextmanager
 def _unwarned() -> Iterator[None]:
     """Hide torch's warning of the first kernel that a process puts in the place of another."""
-    global _has_overridden  # noqa: PLW0603  as in `watch`
     # Once, since it has Python show again what it shows once a place.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-    _has_overridden = True
 
 
 def _copying(kernel: Function) -> Function:
-    def copy_(keyset: DispatchKeySet, target: Any, source: Any, non_blocking: bool = False) -> Any:
+    def copy_(keyset: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
         __tracebackhide__ = True
-        if not isinstance(
-            source, _Tensor
-        ):  # a number, which the dispatcher hands to Python as such
+        if not isinstance(source, _Tensor):  # a number: the dispatcher hands it to Python as such
             source = torch.scalar_tensor(source, dtype=_DTYPES[type(source)], device="cpu")
         here, there = source.device, target.device
         if here == there:
             return kernel(keyset, target, source, non_blocking)
-        compiling, tracing = set_eval_frame(None), _get_tracing_state()
+        compiling, tracing = _set_eval_frame(None), _tracing_state()
         recorder, outer = None, None
         try:
             if tracing is not None:
@@ -206,22 +220,26 @@ def _copying(kernel: Function) -> Function:
             if recorder is not None:
                 recorder.copied = outer
             if tracing is not None or compiling is not None:
-                _count_no_more(compiling, tracing)
+                _restore_compilers(compiling, tracing)
 
     return copy_
 
 
-def _reading(operator: Any, kernel: Function) -> Function:
-    name = operator._opname
+BytesRead = Callable[[torch.Tensor, tuple[Any, ...]], int]
+"""Takes what an operator is called with; returns the bytes that its kernel tells the host."""
+
+
+def _reading(operator: Any, bytes_read: BytesRead, kernel: Function) -> Function:
+    name = operator.name().partition("::")[2]
     asks = causes.READ if operator is _VALUE else f".{name.strip('_2')}"
 
-    def read(keyset: DispatchKeySet, tensor: Any, *args: Any) -> Any:
+    def read(keyset: Any, tensor: Any, *args: Any) -> Any:
         __tracebackhide__ = True
         if not isinstance(tensor, _Tensor):
             return tensor if operator is _VALUE else kernel(keyset, tensor, *args)
         if tensor.is_cpu or tensor.is_meta:
             return kernel(keyset, tensor, *args)
-        compiling, tracing = set_eval_frame(None), _get_tracing_state()
+        compiling, tracing = _set_eval_frame(None), _tracing_state()
         try:
             if tracing is not None:
                 _set_tracing_state(None)
@@ -230,35 +248,63 @@ def _reading(operator: Any, kernel: Function) -> Function:
             result = kernel(keyset, tensor, *args)
             seconds = perf_counter() - start
             if recorder is not None and recorder.counted == before:
-                recorder.add_read(tensor, _bytes_read(name, tensor, args), seconds, asks)
+                recorder.add_read(tensor, bytes_read(tensor, args), seconds, asks)
             return result
         finally:
             if tracing is not None or compiling is not None:
-                _count_no_more(compiling, tracing)
+                _restore_compilers(compiling, tracing)
 
     return read
 
 
-def _count_no_more(compiling: Any, tracing: Any) -> None:
+def _restore_compilers(compiling: Any, tracing: Any) -> None:
     """Let torch trace and compile again what it did before: nothing of what counting does is."""
     if tracing is not None:
         _set_tracing_state(tracing)
     if compiling is not None:
-        set_eval_frame(compiling)
+        _set_eval_frame(compiling)
 
 
-def _bytes_read(operator: str, tensor: torch.Tensor, options: tuple[Any, ...]) -> int:
-    """Return the bytes of a value that the host reads, or those in which CUDA tells it how many elements are found.
+# ---- The operators that read, and how many bytes: those of a value; of how many elements are found, on CUDA an int32,
+# but an int64 of `unique`, unless it looks at truth values or compares the slices of a dimension
 
-    That is an int32, but an int64 of `unique`, unless it looks at truth values or compares the slices of a dimension.
-    """
-    if operator == "_local_scalar_dense":
-        return int(tensor.element_size())
-    if operator == "_coalesce":
-        return FOUND_BYTES if tensor._nnz() > 1 else 0
-    in_slices = "_dim" in operator or (
-        operator == "unique_consecutive" and options[2:] not in ((), (None,))
-    )
-    if "unique" not in operator or in_slices or tensor.dtype == torch.bool:
+
+def _readers() -> dict[Any, BytesRead]:
+    """Return the operator by which the host reads a value, and those whose kernels tell it how many they have found."""
+    found: dict[Any, BytesRead] = {
+        _VALUE: _bytes_of_value,
+        _aten.nonzero.default: _bytes_of_count,
+        _aten.masked_select.default: _bytes_of_count,
+        _aten.unique_dim.default: _bytes_of_count,
+        _aten.unique_consecutive.default: _bytes_of_unique_consecutive,
+        _aten.unique_dim_consecutive.default: _bytes_of_count,
+    }
+    if torch_private.UNIQUE.is_there():
+        found[torch_private.UNIQUE.get().default] = _bytes_of_unique
+    if _SPARSE is not None:
+        found[_SPARSE] = _bytes_of_coalesced
+    return found
+
+
+def _bytes_of_value(tensor: torch.Tensor, _: tuple[Any, ...]) -> int:
+    return int(tensor.element_size())
+
+
+def _bytes_of_count(_: torch.Tensor, __: tuple[Any, ...]) -> int:
+    return FOUND_BYTES
+
+
+def _bytes_of_unique(tensor: torch.Tensor, _: tuple[Any, ...]) -> int:
+    if tensor.dtype == torch.bool:
         return FOUND_BYTES
     return 2 * FOUND_BYTES if tensor.numel() else 0
+
+
+def _bytes_of_unique_consecutive(tensor: torch.Tensor, options: tuple[Any, ...]) -> int:
+    has_dimension = options[2:] not in ((), (None,))
+    return FOUND_BYTES if has_dimension else _bytes_of_unique(tensor, options)
+
+
+def _bytes_of_coalesced(tensor: torch.Tensor, _: tuple[Any, ...]) -> int:
+    stored: int = getattr(tensor, torch_private.STORED_ELEMENTS)()
+    return FOUND_BYTES if stored > 1 else 0

@@ -14,9 +14,8 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch._C import _get_function_stack_at, _len_torch_function_stack
-from torch.utils._device import DeviceContext
 
+from gpumagic._compat import torch_private
 from gpumagic.heap import storages
 from gpumagic.source import frames
 from gpumagic.transfers import causes
@@ -87,12 +86,17 @@ class Recorder:
 
 
 _HOST = torch.device("cpu")
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_is_wrapped: Callable[[torch.Tensor], bool] = torch_private.IS_WRAPPED.get()
+_unwrap: Callable[[torch.Tensor], torch.Tensor] = torch_private.UNWRAPPED.get()
+_graph_task: Callable[[], int] = torch_private.GRAPH_TASK.get()
+_count_modes: Callable[[], int] = torch_private.FUNCTION_MODES.get()
+_mode_at: Callable[[int], Any] = torch_private.FUNCTION_MODE_AT.get()
+_DeviceContext: Any = torch_private.DEVICE_CONTEXT.get()
 
 
 def is_real(value: object) -> bool:
     """Return whether a value is a tensor with memory of its own, and not a fake one of a compiler's."""
-    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    fakes = sys.modules.get(torch_private.FAKE_TENSORS)
     return isinstance(value, torch.Tensor) and not (
         fakes is not None and isinstance(value, fakes.FakeTensor)
     )
@@ -101,7 +105,7 @@ def is_real(value: object) -> bool:
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor of all examples where `vmap` shows a function a single one."""
     while _is_wrapped(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+        tensor = _unwrap(tensor)
     return tensor
 
 
@@ -148,7 +152,7 @@ def _recorder_of_worker() -> Recorder | None:
     if calling is None and len({run.thread for run in running}) != 1:
         return None
     run, thread = calling or running[-1], get_ident()
-    is_autograd = torch._C._current_graph_task_id() != -1
+    is_autograd = _graph_task() != -1
     if thread in run.earlier_threads and not (is_autograd or calling):
         return None
     if thread not in run.by_thread:
@@ -159,10 +163,10 @@ def _recorder_of_worker() -> Recorder | None:
     return run.by_thread[thread]
 
 
-def device_contexts() -> Iterator[DeviceContext]:
+def device_contexts() -> Iterator[Any]:
     """Yield this thread's device contexts from the one in force outward: those on the stack, and those they replace."""
-    for depth in reversed(range(_len_torch_function_stack())):
-        mode = _get_function_stack_at(depth)
-        while isinstance(mode, DeviceContext):
+    for depth in reversed(range(_count_modes())):
+        mode = _mode_at(depth)
+        while isinstance(mode, _DeviceContext):
             yield mode
             mode = getattr(mode, "prev_mode", None)  # since torch 2.11; before, ours alone have it

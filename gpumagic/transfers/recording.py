@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from gpumagic import _compat
+from gpumagic._compat import torch_private
 from gpumagic.memory import allocator
 from gpumagic.source import frames
 from gpumagic.transfers import device_mode, lines, operators, tracing
@@ -55,7 +56,7 @@ class Recording:
         try:
             recorders.begin(self.recorder)
             with _exclusive():
-                operators.watch(self)
+                operators.kernels.watch(self)
                 watch_waits(self, self.recorder.device.type)
                 watch_tracebacks()
             self._context = RecordingContext(
@@ -75,10 +76,14 @@ class Recording:
                 with _exclusive():
                     unwatch_waits(self)
                     unwatch_tracebacks()
-                    operators.unwatch(self)
+                    operators.kernels.unwatch(self)
             finally:
                 recorders.end(self.recorder)
                 self.recorder.finish()
+
+    def drop_own_frames(self, error: BaseException | None) -> None:
+        """Leave the frames between a line and torch out of an error's traceback."""
+        drop_own_frames(error)
 
     def _leave_context(self) -> None:
         context = self._context
@@ -89,7 +94,7 @@ class Recording:
 
 def is_idle() -> bool:
     """Return whether torch is as it was found: no run is open."""
-    return not recorders.open_runs and operators.is_idle() and not _patches
+    return not recorders.open_runs and operators.kernels.is_idle() and not _patches
 
 
 # ---- Calls by which a line waits for a device, a stream or an event. Their names are bound to wrappers while a run is
@@ -151,7 +156,7 @@ def _wrap(function: Function) -> Function:
 _BETWEEN = frozenset(
     f"gpumagic.transfers.{each}" for each in ("device_mode", "operators", "recording")
 )
-_CALLED_BY_THESE = frozenset({"torch._ops", "torch.utils._device"})
+_CALLED_BY_THESE = frozenset({torch_private.OPERATORS_MODULE, torch_private.DEVICE_MODULE})
 _SHOW = "showtraceback"
 _shells: list[Any] = []
 

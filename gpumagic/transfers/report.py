@@ -168,3 +168,5 @@ class TransferReport(Report[TransferRow]):
     origin: Origin = field(default_factory=Origin)
     by_line: LineReport | None = None
     """With ``--trace``, what each line took: a report of its own, with rows and `to_pandas()`."""
+    unrecorded: str = ""
+    """Why nothing that the cell created, copied or waited for was recorded; empty where it was."""

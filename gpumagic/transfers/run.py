@@ -11,6 +11,8 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from gpumagic import _compat
+from gpumagic._compat import torch_private
+from gpumagic._compat.private_names import MissingName
 from gpumagic.errors import OptionError
 from gpumagic.heap import storages
 from gpumagic.memory import allocator
@@ -26,7 +28,6 @@ from gpumagic.transfers.report import TransferReport
 from gpumagic.transfers.sites import CallSites
 
 if TYPE_CHECKING:
-    from gpumagic.transfers.recording import Recording
     from gpumagic.transfers.tracing import Trace
 
 
@@ -48,6 +49,41 @@ class RunOnDevice(Protocol[Given, Result_co]):
         instance: object,
         owner: type | None = None,
     ) -> Callable[Rest, Result]: ...
+
+
+class DefaultDevice(Protocol):
+    """What makes a device the default of a thread, and mostly records what is created and copied meanwhile."""
+
+    def open(self) -> None:
+        """Make the device the default."""
+
+    def close(self) -> None:
+        """Undo it; again after an interrupt anywhere."""
+
+    def drop_own_frames(self, error: BaseException | None) -> None:
+        """Leave the frames of what records out of an error's traceback."""
+
+
+class Unrecorded:
+    """A device that is the default by torch's own means, where what records cannot be set up."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self._device: Any = torch.device(device)
+        self._is_entered = False
+
+    def open(self) -> None:
+        self._device.__enter__()
+        self._is_entered = True
+
+    def close(self) -> None:
+        if self._is_entered:
+            self._is_entered = False
+            self._device.__exit__(None, None, None)
+
+    def drop_own_frames(self, error: BaseException | None) -> None:
+        """Leave the traceback as it is: there are no such frames."""
 
 
 class DeviceRun:
@@ -94,17 +130,17 @@ class DeviceRun:
         self._block: CodeType | None = None
         self._frame: FrameType | None = None
         self._opens = False
+        self._recording: DefaultDevice | None = None
+        self._unrecorded = ""
+        """Why nothing is recorded."""
         self._previous: str | None = None
 
     def open(self) -> None:
         """Make the device the default and the current one, and start recording."""
-        from gpumagic.transfers.recording import Recording
-
         self._clock = _Clock()
         self._sites = CallSites(self._namespace, self._filename)
         self._sites.start()
         self._log = log.TransferLog(self._sites)
-        self._recording: Recording = Recording(self.device, self._log)
         self._opens = True
         backend = Device.parse(self.device).backend
         module = allocator.device_module(backend)
@@ -114,29 +150,41 @@ class DeviceRun:
         try:
             if self._previous is not None:
                 _make_current(self.device)
-            self._recording.open()
+            self._start_recording()
             if self._move:
                 move.relocate(self._move, self._namespace, self.device, self._sites)
             if self._trace:
                 from gpumagic.transfers.tracing import Trace
 
                 self._traced = Trace(
-                    self._recording.recorder, self._code, self._block, self._functions
+                    self.device, self._sites, self._code, self._block, self._functions
                 )
                 self._traced.start()
         except BaseException:  # Ctrl-C: what did not open is not closed
             self.restore()
             raise
 
+    def _start_recording(self) -> None:
+        """Make the device the default, and record if that can be set up: the block runs on the device in any case."""
+        try:
+            from gpumagic.transfers.recording import Recording
+
+            self._recording = Recording(self.device, self._log)  # kept first, for an interrupt
+            self._recording.open()
+        except Exception as fault:
+            what = "" if isinstance(fault, MissingName) else f"{type(fault).__name__}: "
+            self._unrecorded = f"{what}{fault}"
+            self._recording = Unrecorded(self.device)
+            self._recording.open()
+
     def close(self, error: BaseException | None) -> None:
         """Restore the default and the current device, and build the report."""
-        from gpumagic.transfers.recording import drop_own_frames
-
         try:
             self._clock.stop()
         finally:
             self.restore()
-        drop_own_frames(error)
+        if self._recording is not None:
+            self._recording.drop_own_frames(error)
         self.report = self._report(error)
         if self._store is not None:
             self._store(self.report)
@@ -173,6 +221,8 @@ class DeviceRun:
             error=type(error).__name__ if error is not None else None,
             explanation=explanation,
             lines=lines,
+            notes=tuple(torch_private.lacking(self.name)),
+            unrecorded=self._unrecorded,
             origin=base.current_origin(),
             by_line=None
             if self._traced is None
@@ -247,10 +297,13 @@ class DeviceRun:
             return
         if self._traced is not None:
             self._traced.stop()
+        recording = self._recording
         try:
-            self._recording.close()
+            if recording is not None:
+                recording.close()
         except BaseException:  # Ctrl-C: a `with` block has no next cell that would do the rest
-            self._recording.close()
+            if recording is not None:
+                recording.close()
             raise
         finally:
             if self._previous is not None:

@@ -20,21 +20,24 @@ from typing import Any
 
 import numpy as np
 
+from gpumagic._compat import torch_private
+from gpumagic._compat.private_names import MissingName
 from gpumagic.memory import allocator
 from gpumagic.memory.allocator import MIN_BLOCK, AllocatorStats
 from gpumagic.memory.devices import Device
 from gpumagic.source import frames
 from gpumagic.source.frames import WatchedCode
 from gpumagic.transfers.lines import Events, LineLog, Place
-from gpumagic.transfers.recorder import Recorder
 from gpumagic.transfers.report import LineReport, LineRow
+from gpumagic.transfers.sites import CallSites
 
 
 class Trace:
     """Follows the lines of a cell or block and of functions, and the memory of the run's device.
 
     Args:
-        recorder: counts transfers and syncs, for the device whose memory is followed.
+        device: the one whose memory is followed.
+        sites: tells which lines are the cell's.
         code: the cell or block.
         block: the code that a block stands in; None for a cell.
         named: the functions that are followed too, by the names that they were asked for.
@@ -42,14 +45,15 @@ class Trace:
 
     def __init__(
         self,
-        recorder: Recorder,
+        device: str,
+        sites: CallSites,
         code: WatchedCode,
         block: CodeType | None,
         named: Mapping[str, CodeType],
     ) -> None:
-        self._device = str(recorder.device)
+        self._device = device
         self._history = AllocatorHistory(self._device)
-        self._sites = recorder.log.sites
+        self._sites = sites
         self._code = code
         self._named = {name: tuple(frames.code_objects(each)) for name, each in named.items()}
         self._block = _ids(() if block is None else frames.code_objects(block))
@@ -205,6 +209,8 @@ class AllocatorHistory:
         self._backend, self._index = Device.parse(device)
         self._module: Any = allocator.device_module(self._backend)
         self._is_on = self._is_ours = False
+        self._record_history: Callable[..., object] = lambda _: None
+        self._read_history: Callable[[], Any] = lambda: None
         self.begin_turn: Callable[[str], object] = lambda _: None
         self._earlier_metadata = ""
 
@@ -221,18 +227,22 @@ class AllocatorHistory:
         self.before = allocator.device_stats(self._device) or _NOTHING
 
     def _start_cuda(self) -> None:
-        import torch
-
         try:
-            self._is_ours = not torch._C._cuda_isHistoryEnabled()
+            self._read_history = torch_private.SNAPSHOT.get()
+            self._record_history = torch_private.RECORD_HISTORY.get()
+            self._is_ours = not torch_private.HISTORY_IS_ON.get()()
             self._is_on = True
             if self._is_ours:
-                torch.cuda.memory._record_memory_history(context=None, max_entries=MAX_ENTRIES)
-        except RuntimeError:  # cudaMallocAsync keeps no history
+                self._record_history(context=None, max_entries=MAX_ENTRIES)
+        except (RuntimeError, MissingName):  # cudaMallocAsync keeps no history
             self._is_on = self._is_ours = False
-        if self._is_on and hasattr(torch._C, "_cuda_setMemoryMetadata"):  # since torch 2.10
-            self._earlier_metadata = torch._C._cuda_getMemoryMetadata()  # type: ignore[attr-defined, unused-ignore]
-            self.begin_turn = torch._C._cuda_setMemoryMetadata
+        if (
+            self._is_on
+            and torch_private.METADATA.is_there()
+            and torch_private.SET_METADATA.is_there()
+        ):
+            self._earlier_metadata = torch_private.METADATA.get()()
+            self.begin_turn = torch_private.SET_METADATA.get()
 
     def stop(self) -> None:
         """Keep the history, and end the recording if this has begun it; idempotent."""
@@ -250,12 +260,12 @@ class AllocatorHistory:
             if self._backend == "cuda":
                 self.begin_turn(self._earlier_metadata)
                 if self._is_ours:
-                    self._module.memory._record_memory_history(None)
+                    self._record_history(None)
             elif not _recording:
                 self._module.record_history(False)
 
     def _read_cuda(self) -> tuple[Any, Any]:
-        traces = self._module.memory._snapshot()["device_traces"]
+        traces = self._read_history()["device_traces"]
         trace = [each for each in traces[self._index] if each["action"] in _SIGNS]
         sign = np.array([_SIGNS[each["action"]] for each in trace], np.int64)
         size = np.array([each["size"] for each in trace], np.int64)
