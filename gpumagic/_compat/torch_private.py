@@ -244,41 +244,41 @@ SET_METADATA = PrivateName(
 
 # ---- Function modes and the default device: without any of them `%%ondevice` runs the cell, and records nothing
 
-_UNRECORDED = "what the cell creates and copies is not recorded"
+UNRECORDED = "what the cell creates and copies is not recorded"
 DEVICE_STATE = PrivateName(
     "torch.utils._device",
     use="notes the default device as `with torch.device(...)` does",
-    without=_UNRECORDED,
+    without=UNRECORDED,
 )
 DEVICE_CONTEXT = PrivateName(
     "torch.utils._device.DeviceContext",
     use="the context that `with torch.device(...)` enters, of which the recording one is a kind",
-    without=_UNRECORDED,
+    without=UNRECORDED,
 )
 DEVICE_CONSTRUCTORS = PrivateName(
     "torch.utils._device._device_constructors",
     use="the functions that a default device is for",
-    without=_UNRECORDED,
+    without=UNRECORDED,
 )
 FUNCTION_MODES = PrivateName(
     "torch._C._len_torch_function_stack",
     use="how many function modes the thread has",
-    without=_UNRECORDED,
+    without=UNRECORDED,
 )
 FUNCTION_MODE_AT = PrivateName(
     "torch._C._get_function_stack_at",
     use="finds the device context among the function modes",
-    without=_UNRECORDED,
+    without=UNRECORDED,
 )
 PUSH_MODE = PrivateName(
     "torch.overrides._push_mode",
     use="nests device contexts in torch before 2.11",
-    without=_UNRECORDED,
+    without=UNRECORDED,
 )
 POP_MODE = PrivateName(
     "torch.overrides._pop_mode",
     use="nests device contexts in torch before 2.11",
-    without=_UNRECORDED,
+    without=UNRECORDED,
 )
 
 # ---- The dispatcher, where copies are counted: the same
@@ -286,12 +286,12 @@ POP_MODE = PrivateName(
 DISPATCH_KEY = PrivateName(
     "torch._C.DispatchKey",
     use="names the place of a kernel",
-    without=_UNRECORDED,
+    without=UNRECORDED,
 )
 HAS_COMPUTED_KERNEL = PrivateName(
     "torch._C._dispatch_has_computed_kernel_for_dispatch_key",
     use="tells which backends torch has kernels for",
-    without=_UNRECORDED,
+    without=UNRECORDED,
 )
 HAS_KERNEL = PrivateName(
     "torch._C._dispatch_has_kernel_for_dispatch_key",
@@ -308,7 +308,7 @@ COMPUTED_KERNEL = PrivateName(
 KEYS_AFTER = PrivateName(
     "torch._C._dispatch_keyset_full_after",
     use="where calls go on from `BackendSelect`, in torch before 2.9",
-    without=_UNRECORDED,
+    without=UNRECORDED,
 )
 LIBRARY_KERNELS = PrivateName(
     "torch.library._impls",
@@ -318,14 +318,14 @@ LIBRARY_KERNELS = PrivateName(
 DESTROY_LIBRARY = PrivateName(
     "torch.library.Library._destroy",
     use="takes kernels away again",
-    without=_UNRECORDED,
+    without=UNRECORDED,
 )
 REDISPATCH: Final = "_handle"
 """Where an operator has what passes a call on to torch's next kernel, in torch before 2.9."""
 READ_VALUE = PrivateName(
     "torch.ops.aten._local_scalar_dense",
     use="the operator by which the host reads a value",
-    without=_UNRECORDED,
+    without=UNRECORDED,
 )
 UNIQUE = PrivateName(
     "torch.ops.aten._unique2",
@@ -345,17 +345,17 @@ COALESCE = PrivateName(
 TRACING_STATE = PrivateName(
     "torch._C._get_tracing_state",
     use="keeps what counting does out of a trace of `torch.jit`",
-    without=_UNRECORDED,
+    without=UNRECORDED,
 )
 SET_TRACING_STATE = PrivateName(
     "torch._C._set_tracing_state",
     use="keeps what counting does out of a trace of `torch.jit`",
-    without=_UNRECORDED,
+    without=UNRECORDED,
 )
 SET_EVAL_FRAME = PrivateName(
     "torch._C._dynamo.eval_frame.set_eval_frame",
     use="keeps `torch.compile` from compiling what counting does",
-    without=_UNRECORDED,
+    without=UNRECORDED,
 )
 SKIP_CODE = PrivateName(
     "torch._C._dynamo.eval_frame.skip_code",
@@ -383,30 +383,44 @@ FRAME_ACTION = PrivateName(
 IS_WRAPPED = PrivateName(
     "torch._C._functorch.is_functorch_wrapped_tensor",
     use="tells a tensor that `vmap` shows as one example",
-    without=_UNRECORDED,
+    without=UNRECORDED,
 )
 UNWRAPPED = PrivateName(
     "torch._C._functorch.get_unwrapped",
     use="the tensor of all examples",
-    without=_UNRECORDED,
+    without=UNRECORDED,
 )
 GRAPH_TASK = PrivateName(
     "torch._C._current_graph_task_id",
     use="tells whether a thread runs backward",
-    without=_UNRECORDED,
+    without=UNRECORDED,
 )
 TREE_FLATTEN = PrivateName(
     "torch.utils._pytree.tree_flatten",
     use="what a container of any kind holds, for `--move`",
     without="`--move` moves no containers",
-    instead=lambda value, *_: ([value], None),
 )
 TREE_UNFLATTEN = PrivateName(
     "torch.utils._pytree.tree_unflatten",
     use="makes a container of the same kind around what moved",
     without="`--move` moves no containers",
-    instead=lambda leaves, _: leaves[0],
 )
+
+
+class Containers(NamedTuple):
+    """How containers are taken apart and put together again."""
+
+    flatten: Callable[..., tuple[list[Any], Any]]
+    unflatten: Callable[[list[Any], Any], Any]
+
+
+@cache
+def containers() -> Containers:
+    """Return torch's own functions for that; where one is missing, what takes nothing for a container."""
+    if TREE_FLATTEN.is_there() and TREE_UNFLATTEN.is_there():
+        return Containers(TREE_FLATTEN.get(), TREE_UNFLATTEN.get())
+    return Containers(lambda value, *_: ([value], None), lambda leaves, _: leaves[0])
+
 
 # ---- Functions and modules of torch by which its frames are recognised; a frame of another name tells nothing
 

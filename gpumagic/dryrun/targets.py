@@ -205,9 +205,8 @@ def with_engine(target: Target) -> Target:
     import torch
 
     if not torch_private.BACKENDS_IN_PYTHON.is_there():
-        raise DryRunUnavailable(
-            f"a dry run needs torch 2.10 or newer, and this is {torch.__version__}"
-        )
+        needs = f"a dry run needs torch {torch_private.BACKENDS_IN_PYTHON.since} or newer"
+        raise DryRunUnavailable(f"{needs}: {torch_private.BACKENDS_IN_PYTHON.missing()}")
     if target.backend != "cuda" or torch.version.cuda is None or os.environ.get(VARIABLE) == FAKE:
         return target
     reason = _unavailable()

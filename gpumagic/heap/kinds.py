@@ -278,7 +278,9 @@ class Graphs:
     def _handles_of(self, node: Any) -> Iterator[Any]:
         kind = type(node)
         if kind not in self._handles:
-            self._handles[kind] = [name for name in dir(kind) if name.startswith(torch_private.SAVED)]
+            self._handles[kind] = [
+                name for name in dir(kind) if name.startswith(torch_private.SAVED)
+            ]
         for name in self._handles[kind]:
             handle: Any = ()
             with contextlib.suppress(Exception):  # freed by backward

@@ -247,7 +247,7 @@ class StorageTable:
         tensor = local_of(tensor)
         try:
             storage = self._base.untyped_storage(tensor)
-            key = torch_private.STORAGE_IDENTITY.get()(storage)
+            key = self._identity(storage)
         except Exception:  # sparse, opaque, batched, functional: whatever refuses to show a storage
             return self._without_storage(tensor)
         entry = self.storages.get(key)

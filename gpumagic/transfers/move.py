@@ -283,7 +283,7 @@ def _flat(value: Any) -> tuple[list[Any], Any]:
     """Return what torch finds in containers, and their shape; a packed sequence has a `to` of its own."""
     from torch.nn.utils.rnn import PackedSequence
 
-    flatten = torch_private.TREE_FLATTEN.get()
+    flatten = torch_private.containers().flatten
     found: tuple[list[Any], Any] = flatten(value, lambda each: type(each) is PackedSequence)
     return found
 
@@ -294,4 +294,4 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     changed = [change(each) for each in leaves]
     if all(map(operator.is_, changed, leaves)):
         return value
-    return torch_private.TREE_UNFLATTEN.get()(changed, shape)
+    return torch_private.containers().unflatten(changed, shape)

@@ -43,7 +43,7 @@ def _headline(report: TransferReport) -> str:
         fix = f" Fix: {found.fix}" if found.fix else ""
         return f"{found.place.capitalize()[:1]}{found.place[1:]}{found.what}{fix}"
     if report.unrecorded:
-        first = f"Ran on {report.device}, not recorded: what it created, copied and waited for ({report.unrecorded})"
+        first = f"Ran on {report.device}; what it created and copied was not recorded: {report.unrecorded}"
         return f"{first}; ended by {report.error}" if report.error else first
     first = (
         str(report.advice[0])
