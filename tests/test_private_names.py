@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import gpumagic
-from gpumagic._compat import torch_private
+from gpumagic._compat import torch_frames, torch_private
 
 PACKAGE = Path(gpumagic.__file__).parent
 MAY_NAME_THEM = {"_compat", "worker"}
@@ -33,12 +33,12 @@ def is_private(name: str) -> bool:
 
 @functools.cache
 def torchs_own() -> set[str]:
-    """Return every private part of the names in `torch_private`."""
+    """Return every private part of the names of torch that `_compat` has."""
     found: set[str] = set()
-    tree = ast.parse(inspect.getsource(torch_private))
-    for text in texts(tree):
-        if re.fullmatch(r"[\w.()]+", text):
-            found.update(part for part in re.split(r"[.()]", text) if is_private(part))
+    for module in (torch_private, torch_frames):
+        for text in texts(ast.parse(inspect.getsource(module))):
+            if re.fullmatch(r"[\w.()]+", text):
+                found.update(part for part in re.split(r"[.()]", text) if is_private(part))
     return found
 
 

@@ -5,7 +5,7 @@ needs it, and what stands in for a missing one is said here. Where nothing does,
 `lacking`. Loading this module imports no torch.
 
 What torch keeps under a private name in its objects (`Module._parameters`) can be asked for only where there is an
-object: the names of such attributes are constants, as are those of torch's functions by which a frame is recognised.
+object: the names of such attributes are constants.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ SPARSE_VALUES: Final = "_values"
 STORED_ELEMENTS: Final = "_nnz"
 """The method of a sparse tensor that returns how many elements it has, before they are coalesced as well."""
 LOCAL_TENSOR: Final = "_local_tensor"
-"""Where a `DTensor` has the tensor that this process has of it: `to_local` would make an operation of it."""
+"""Where a `DTensor` has the tensor that this process has of it: ``to_local`` is an operation of autograd."""
 TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Where a tensor has its hooks."""
 
@@ -180,6 +180,19 @@ def loader_of(iterator: Any) -> Loader | None:
 
 # ---- The devices
 
+
+def _out_of_tree_backend() -> str:
+    import torch
+
+    return str(torch.device("privateuseone").type)
+
+
+OUT_OF_TREE_BACKEND = PrivateName(
+    "torch._C._get_privateuse1_backend_name",
+    use="the name of the out-of-tree backend, without function modes of the user's",
+    without="a device is asked for its type, which such modes see",
+    instead=_out_of_tree_backend,
+)
 DEVICE_STATS = PrivateName(
     "torch._C._accelerator_getDeviceStats",
     use="the figures of an out-of-tree backend's allocator, nested, which is faster to read",
@@ -421,31 +434,6 @@ def containers() -> Containers:
         return Containers(TREE_FLATTEN.get(), TREE_UNFLATTEN.get())
     return Containers(lambda value, *_: ([value], None), lambda leaves, _: leaves[0])
 
-
-# ---- Functions and modules of torch by which its frames are recognised; a frame of another name tells nothing
-
-IN_BACKWARD: Final = "_engine_run_backward"
-IN_LOADING: Final = "_load"
-IN_MODULE_MOVE: Final = "_apply"
-IN_MODULE_CALL: Final = "_call_impl"
-IN_PIN_THREAD: Final = "_pin_memory_loop"
-IN_OPTIMIZER_STEP: Final = (
-    "_multi_tensor_",
-    "_single_tensor_",
-    "_fused_adam",
-    "_fused_sgd",
-    "_init_group",
-)
-"""How the names of these functions begin."""
-IN_FOREACH_ADAM: Final = "_multi_tensor_adam"
-STORAGE_FROM_BYTES: Final = "_load_from_bytes"
-PRINTING_MODULE: Final = "torch._tensor_str"
-TENSOR_MODULE: Final = "torch._tensor"
-OPERATORS_MODULE: Final = "torch._ops"
-DEVICE_MODULE: Final = "torch.utils._device"
-FAKE_TENSORS: Final = "torch._subclasses.fake_tensor"
-INDUCTOR: Final = "torch._inductor."
-PRIVATE_FUNCTIONS: Final = "torch._C."
 
 NAMES = tuple(name for name in list(globals().values()) if isinstance(name, PrivateName))
 """All names that can be looked up."""

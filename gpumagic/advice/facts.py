@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from gpumagic._compat import StrEnum, torch_private
+from gpumagic._compat import StrEnum, torch_frames
 from gpumagic.memory.allocator import segment_size
 from gpumagic.report.units import LARGE
 
@@ -103,10 +103,10 @@ class Stage(StrEnum):
 
 
 _STAGE_FUNCTIONS = {
-    Stage.BACKWARD: frozenset({torch_private.IN_BACKWARD}),
-    Stage.LOAD: frozenset({torch_private.IN_LOADING, "load_tensor", "persistent_load"}),
-    Stage.MOVE: frozenset({torch_private.IN_MODULE_MOVE}),
-    Stage.FORWARD: frozenset({"forward", torch_private.IN_MODULE_CALL}),
+    Stage.BACKWARD: frozenset({torch_frames.IN_BACKWARD}),
+    Stage.LOAD: frozenset({torch_frames.IN_LOADING, "load_tensor", "persistent_load"}),
+    Stage.MOVE: frozenset({torch_frames.IN_MODULE_MOVE}),
+    Stage.FORWARD: frozenset({"forward", torch_frames.IN_MODULE_CALL}),
 }
 """Functions that run in each of the other stages; the first that is found counts."""
 _TRAINER_FUNCTIONS = frozenset({"_fit_impl", "_inner_training_loop"})
@@ -305,7 +305,7 @@ class Frames:
     @property
     def stage(self) -> Stage:
         """What was going on, by the functions on the stack."""
-        if any(name.startswith(torch_private.IN_OPTIMIZER_STEP) for name in self.functions):
+        if any(name.startswith(torch_frames.IN_OPTIMIZER_STEP) for name in self.functions):
             return Stage.STEP
         for stage, functions in _STAGE_FUNCTIONS.items():
             if self.functions & functions:

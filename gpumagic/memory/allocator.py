@@ -206,7 +206,7 @@ def device_module(backend: str) -> ModuleType | None:
 def _backends() -> tuple[str, ...]:
     import torch
 
-    out_of_tree = torch.device("privateuseone").type  # by the name that it has been given
+    out_of_tree = torch_private.OUT_OF_TREE_BACKEND.get()()
     if isinstance(getattr(torch, out_of_tree, None), ModuleType):
         return (out_of_tree, *BACKENDS)
     return BACKENDS

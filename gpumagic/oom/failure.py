@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from gpumagic._compat import torch_private
+from gpumagic._compat import torch_frames
 from gpumagic.advice.facts import Event, Frames, Kind, Memory
 from gpumagic.heap.holders import Identities
 from gpumagic.memory import allocator, devices
@@ -162,7 +162,7 @@ def _was_pinning(found: Recognition, frames: Frames) -> bool:
     """Return whether memory of the host was to be pinned; a copy back to it that does not wait does so as well."""
     if found.signature.kind is not Kind.CUDA_RUNTIME:
         return False
-    if frames.functions & {"pin_memory", torch_private.IN_PIN_THREAD}:
+    if frames.functions & {"pin_memory", torch_frames.IN_PIN_THREAD}:
         return True
     return re.search("pin_memory|non_blocking", frames.code or "") is not None
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from gpumagic._compat import torch_private
+from gpumagic._compat import torch_frames, torch_private
 from gpumagic.advice.facts import Collection, Frames, Member, TensorFact
 from gpumagic.heap.branches import attributes_of, class_attribute, dict_of, stored_attribute
 from gpumagic.oom import ownership
@@ -208,7 +208,7 @@ def _moved_nbytes(stack: list[FrameLine]) -> int:
     import torch
 
     for frame, _ in stack:
-        if frame.f_code.co_name == torch_private.IN_MODULE_MOVE:
+        if frame.f_code.co_name == torch_frames.IN_MODULE_MOVE:
             module: Any = frame.f_locals.get("self")
             if issubclass(type(module), torch.nn.Module):
                 weights = module.parameters()

@@ -19,14 +19,14 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-from gpumagic._compat import torch_private
+from gpumagic._compat import torch_frames, torch_private
 from gpumagic.dryrun import effects
 from gpumagic.memory import allocator
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.source import frames
 from gpumagic.source.frames import CellLineFinder
 
-_FILLS_CACHES = ("huggingface_hub.", "torch.hub", torch_private.INDUCTOR, "triton.")
+_FILLS_CACHES = ("huggingface_hub.", "torch.hub", torch_frames.INDUCTOR, "triton.")
 """Modules that fetch or compile what a dry run finds in a cache."""
 _SHARES = ("multiprocessing.", "torch.multiprocessing.")
 """Modules whose connections lead to processes of the cell's own."""

@@ -44,7 +44,7 @@ def register() -> None:
         SimgpuUnavailable: as `load`, or another backend is there already.
     """
     global native  # noqa: PLW0603  there is one for the life of the process
-    taken = torch.device("privateuseone").type  # by the name that it has been given
+    taken = torch_private.OUT_OF_TREE_BACKEND.get()()
     if taken not in {"privateuseone", BACKEND}:
         raise SimgpuUnavailable(
             f"torch has one slot for an out-of-tree device and {taken!r} holds it; "

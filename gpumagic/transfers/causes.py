@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 
 import torch
 
-from gpumagic._compat import torch_private
+from gpumagic._compat import torch_frames, torch_private
 from gpumagic.source import frames
 from gpumagic.source.text import called_name, expression_at, span_at
 from gpumagic.transfers.advice import MASK
@@ -40,8 +40,8 @@ _BY_INSTRUCTIONS = {
 """What is asked for by operators, by how the names of their instructions begin."""
 _OURS = (
     "gpumagic.transfers.",
-    torch_private.DEVICE_MODULE,
-    torch_private.OPERATORS_MODULE,
+    torch_frames.DEVICE_MODULE,
+    torch_frames.OPERATORS_MODULE,
     "torch.library",
 )
 
@@ -77,17 +77,17 @@ def of_frames(
         module, function = frames.module_of(line), line.f_code.co_name
         if not frames.is_in(line, ["torch", "gpumagic.transfers"]):
             break
-        if module == torch_private.PRINTING_MODULE:
+        if module == torch_frames.PRINTING_MODULE:
             cause = "print"
         elif module == "torch.serialization" and function in ("save", "load"):
             cause, subject = f"torch.{function}", frames.local_variables(line).get("obj")
         elif module == "torch.storage":
             cause = (
                 "pickle"
-                if function in ("__reduce__", torch_private.STORAGE_FROM_BYTES)
+                if function in ("__reduce__", torch_frames.STORAGE_FROM_BYTES)
                 else f"storage.{function}"
             )
-        elif module == torch_private.TENSOR_MODULE and function == "__reduce_ex__":
+        elif module == torch_frames.TENSOR_MODULE and function == "__reduce_ex__":
             cause, subject = "pickle", frames.local_variables(line).get("self")
     if cause is not None:
         return cause, found if subject is None else subject
@@ -128,7 +128,7 @@ def _name_of_expression(
         called_name(node),
         ast.unparse(node.func),
     )  # of a chain over several lines it is the last call alone
-    if name in _BY_METHODS or name == torch.device("privateuseone").type:
+    if name in _BY_METHODS or name == torch_private.OUT_OF_TREE_BACKEND.get()():
         return f".{name}"
     if name == "copy_" or name in FROM_HOST:
         return name
@@ -137,6 +137,6 @@ def _name_of_expression(
     is_path = (
         path.startswith("torch.")
         and path != f"torch.{name}"
-        and not path.startswith(torch_private.PRIVATE_FUNCTIONS)
+        and not path.startswith(torch_frames.PRIVATE_FUNCTIONS)
     )
     return path if is_path else None if path.startswith("math.") else name.strip("_")

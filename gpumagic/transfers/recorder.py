@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gpumagic._compat import torch_private
+from gpumagic._compat import torch_frames, torch_private
 from gpumagic.heap import storages
 from gpumagic.source import frames
 from gpumagic.transfers import causes
@@ -96,7 +96,7 @@ _DeviceContext: Any = torch_private.DEVICE_CONTEXT.get()
 
 def is_real(value: object) -> bool:
     """Return whether a value is a tensor with memory of its own, and not a fake one of a compiler's."""
-    fakes = sys.modules.get(torch_private.FAKE_TENSORS)
+    fakes = sys.modules.get(torch_frames.FAKE_TENSORS)
     return isinstance(value, torch.Tensor) and not (
         fakes is not None and isinstance(value, fakes.FakeTensor)
     )

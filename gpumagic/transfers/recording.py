@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from gpumagic import _compat
-from gpumagic._compat import torch_private
+from gpumagic._compat import torch_frames
 from gpumagic.memory import allocator
 from gpumagic.source import frames
 from gpumagic.transfers import device_mode, lines, operators, tracing
@@ -156,7 +156,7 @@ def _wrap(function: Function) -> Function:
 _BETWEEN = frozenset(
     f"gpumagic.transfers.{each}" for each in ("device_mode", "operators", "recording")
 )
-_CALLED_BY_THESE = frozenset({torch_private.OPERATORS_MODULE, torch_private.DEVICE_MODULE})
+_CALLED_BY_THESE = frozenset({torch_frames.OPERATORS_MODULE, torch_frames.DEVICE_MODULE})
 _SHOW = "showtraceback"
 _shells: list[Any] = []
 

@@ -16,7 +16,7 @@ from threading import get_ident
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-from gpumagic._compat import torch_private
+from gpumagic._compat import torch_frames
 from gpumagic.source import frames
 from gpumagic.source.frames import cell_file, lines_above, lines_of
 from gpumagic.source.text import called_name, expression_at, names_in
@@ -176,7 +176,7 @@ class CallSites:
     def _through_a_library(
         self, innermost: FrameType | None, is_called: bool, asks: str, found: object
     ) -> tuple[Site, object, str | None]:
-        if innermost is None or innermost.f_code.co_name == torch_private.IN_BACKWARD:
+        if innermost is None or innermost.f_code.co_name == torch_frames.IN_BACKWARD:
             cause, subject = self._causes.BACKWARD, found
         else:
             cause, subject = self._causes.of_frames(innermost, is_called, asks, found)

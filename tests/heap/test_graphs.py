@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from gpumagic._compat import torch_private
 from gpumagic.heap import kinds
 from gpumagic.memory import allocator, devices
 from gpumagic.tensors.scan import scan
@@ -263,7 +264,7 @@ def test_a_node_that_hides_what_it_saved_is_named_in_a_note(model) -> None:
 
 
 def test_a_torch_without_handles_says_so(model, monkeypatch) -> None:
-    monkeypatch.setattr(kinds, "_SAVED", "_none_such")
+    monkeypatch.setattr(torch_private, "SAVED", "_none_such")
     monkeypatch.setattr(kinds.Graphs, "_handles_of", lambda *_: [object()])
     report = scan({"model": model, "loss": model(batch()).sum()})
     assert named(report, "loss").graph_nbytes is None

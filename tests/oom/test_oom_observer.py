@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import gpumagic
+from gpumagic._compat import torch_private
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.oom import watch
+from tests import looked_up
 
 FIGURES = AllocatorStats(5, 7, 9)
 TEXT = "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 2 has a total capacity of 2.00 GiB of which 0 bytes free."
@@ -17,9 +19,7 @@ TEXT = "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 2 has a total capaci
 def observers(monkeypatch):
     """The observers that torch was given, with CUDA as good as up."""
     given: list = []
-    monkeypatch.setattr(
-        torch._C, "_cuda_attach_out_of_memory_observer", given.append, raising=False
-    )
+    looked_up.replace(monkeypatch, torch_private.OUT_OF_MEMORY_OBSERVER, given.append)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(watch, "_hooks", [watch._hook])
@@ -68,7 +68,7 @@ def test_where_it_cannot_be_attached_nothing_is_tried(observers, monkeypatch, mi
     if missing == "cuda":
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     elif missing == "entry":
-        monkeypatch.delattr(torch._C, "_cuda_attach_out_of_memory_observer")
+        looked_up.lose(monkeypatch, torch_private.OUT_OF_MEMORY_OBSERVER)
     else:
         monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "cudaMallocAsync")
     gate = watch.CellWatch({})

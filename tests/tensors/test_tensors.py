@@ -20,9 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
+from gpumagic._compat import torch_private
 from gpumagic.heap import storages
 from gpumagic.tensors import scan as scans
 from gpumagic.tensors.scan import scan
+from tests.looked_up import lose
 from tests.stages import examples
 
 pytestmark = pytest.mark.usefixtures("few_objects")
@@ -401,7 +403,7 @@ def test_gradients_are_listed_without_becoming_objects_and_two_reports_agree() -
 
 def test_a_torch_that_cannot_show_unseen_gradients_says_so(monkeypatch) -> None:
     model, _, _ = trained()
-    monkeypatch.delattr(torch._C, "_jit_interpret_graph")
+    lose(monkeypatch, torch_private.INTERPRET_GRAPH)
     report = scan({"model": model})
     assert any("gradients" in note for note in report.notes)
     assert all(

@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from gpumagic._compat import torch_private
+from gpumagic._compat import torch_frames
 from gpumagic.advice.facts import Facts, Model, Optimizer, Stage
 from gpumagic.advice.records import Advice
 from gpumagic.advice.rules import loops
@@ -50,7 +50,7 @@ def one_by_one(facts: Facts) -> Iterator[Advice]:
 
 
 def _fails_in_copies(facts: Facts) -> bool:
-    return any(name.startswith(torch_private.IN_FOREACH_ADAM) for name in facts.frames.functions)
+    return any(name.startswith(torch_frames.IN_FOREACH_ADAM) for name in facts.frames.functions)
 
 
 def _switched(facts: Facts, name: str, value: str) -> Edit:
