@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from gpumagic.advice.facts import Trainer
-from gpumagic.advice.rules.proposal import calls
+from gpumagic.advice.rules.regions import calls
 from gpumagic.heap.branches import attributes_of, dict_of, mro_of, name_of_type
 from gpumagic.source import text as texts
 from gpumagic.source.text import CellText, names_in

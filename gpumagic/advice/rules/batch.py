@@ -6,12 +6,19 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from gpumagic.advice.facts import Facts, Memory, Stage
 from gpumagic.advice.rules import loops
 from gpumagic.advice.rules.proposal import (
     Choice,
     Edit,
+    merge_edits,
+    numbered,
+    prepare,
+    replace_numbers,
+)
+from gpumagic.advice.rules.regions import (
     Region,
     bound_in,
     called_models,
@@ -19,11 +26,7 @@ from gpumagic.advice.rules.proposal import (
     failed,
     find,
     loop_around,
-    numbered,
-    prepare,
     read_tensors,
-    together,
-    written,
 )
 from gpumagic.report.units import count, size
 from gpumagic.source.cell_code import BatchSize, ints_named, is_batch_name
@@ -35,130 +38,152 @@ MOST_PARTS = 64
 
 def smaller(facts: Facts) -> Iterator[Choice]:
     """Lower the batch the cell works with."""
-    if (
-        not facts.notebook.batch_sizes
-        or not facts.may_take_less
-        or (facts.notebook.trainer and facts.notebook.trainer.library == "transformers")
-    ):
-        return  # of a trainer of transformers `loops.batch` knows what else its arguments say
-    found = facts.notebook.batch_sizes[0]
-    if (
-        facts.frames.stage not in (Stage.FORWARD, Stage.BACKWARD)
-        and not facts.frames.trains
-        and not _goes_with(facts, found)
-    ):
+    trainer = facts.notebook.trainer
+    if trainer is not None and trainer.library == "transformers":
+        return  # `loops.batch` knows what else its arguments say
+    if not facts.notebook.batch_sizes or not facts.may_take_less:
         return
-    where = f"line {found.line}{f' of {found.cell}' if found.cell else ''}"
-    said = (
-        f"the cell uses {found.name}, which is "
-        if found.line is None
-        else f"{where} says {found.name}="
-    )
-    said = f"{found.name} is a DataLoader of batches of " if found.loader else said
+    batch = facts.notebook.batch_sizes[0]
+    is_in_pass = facts.frames.stage in (Stage.FORWARD, Stage.BACKWARD) or facts.frames.trains
+    if not is_in_pass and not _goes_with(facts, batch):
+        return
 
     def edit(value: int, steps: int) -> Edit:
-        lower, passes = (
-            _edit(facts, found, value),
-            loops.accumulating(facts, found, steps) if steps > 1 else {},
-        )
-        return together(lower, passes) if passes or steps == 1 else {}
+        lower = _with_batch_size(facts, batch, value)
+        if steps == 1:
+            return merge_edits(lower)
+        accumulate = loops.accumulating(facts, batch, steps)
+        return merge_edits(lower, accumulate) if accumulate else {}
 
     yield loops.lowered(
         facts,
-        found.name,
-        found.value,
-        f"{found.name}'s batch_size" if found.loader else found.name,
-        f"{said}{found.value}",
+        batch.name,
+        batch.value,
+        f"{batch.name}'s batch_size" if batch.loader else batch.name,
+        f"{_origin(batch)}{batch.value}",
         edit,
-        is_setting=not found.loader and not found.cell,
-        least=found.value // MOST_PARTS,
+        is_setting=not batch.loader and not batch.cell,
+        least=batch.value // MOST_PARTS,
     )
 
 
-def _goes_with(facts: Facts, found: BatchSize) -> bool:
+def _origin(batch: BatchSize) -> str:
+    """Return where a batch size is set, up to the number."""
+    if batch.loader:
+        return f"{batch.name} is a DataLoader of batches of "
+    if batch.line is None:
+        return f"the cell uses {batch.name}, which is "
+    cell = f" of {batch.cell}" if batch.cell else ""
+    return f"line {batch.line}{cell} says {batch.name}="
+
+
+def _goes_with(facts: Facts, batch: BatchSize) -> bool:
     """Return whether the line that failed, or its loop, names a batch size or something that is so long."""
     names: set[str] = set()
     for text, statement in failed(facts):
-        loop = loop_around(text, statement.lineno)
         names = names_in(statement.iter if isinstance(statement, ast.For) else statement)
-        names |= names_in(loop.iter) if isinstance(loop, ast.For) else set()
-    at_work = [*(facts.frames.tensors.get(name) for name in names), *facts.frames.operands.values()]
-    lengths = {fact.shape[0] for fact in at_work if fact is not None and fact.shape}
-    return found.name.partition(".")[0] in names or bool(
-        lengths & {found.value, 2 * found.value}
-    )  # two views of each
+        loop = loop_around(text, statement.lineno)
+        if isinstance(loop, ast.For):
+            names |= names_in(loop.iter)
+    if batch.name.partition(".")[0] in names:
+        return True
+    lengths = {fact.shape[0] for fact in facts.frames.operands.values() if fact.shape}
+    for name in names:
+        fact = facts.frames.tensors.get(name)
+        if fact is not None and fact.shape:
+            lengths.add(fact.shape[0])
+    return batch.value in lengths or 2 * batch.value in lengths  # two views of each
 
 
-def _edit(facts: Facts, found: BatchSize, value: int) -> Edit:
-    if found.loader:
-        return {"first": f"{found.name}.batch_sampler.batch_size = {value}"}
-    for text in (each for each in facts.frames.texts if each.cell == found.cell):
-        numbers = [
-            each
-            for name, each in ints_named(text.tree)
-            if (name, each.value) == (found.name, found.value)
-        ]
+def _with_batch_size(facts: Facts, batch: BatchSize, value: int) -> Edit:
+    """Return the edit that sets another batch size: where it stands in a text, else before the cell."""
+    if batch.loader:
+        return {"first": f"{batch.name}.batch_sampler.batch_size = {value}"}
+    for text in facts.frames.texts:
+        if text.cell != batch.cell:
+            continue
+        numbers = []
+        for name, literal in ints_named(text.tree):
+            if name == batch.name and literal.value == batch.value:
+                numbers.append(literal)
         if numbers:
-            return written(text, numbers)(value)
-    code = f"{found.name} = {value}"
-    owner, dot, _ = found.name.partition(".")
+            return replace_numbers(text, numbers)(value)
+    code = f"{batch.name} = {value}"
+    owner, dot, _ = batch.name.partition(".")
     return prepare(facts, owner, code) if dot else {"first": code}
 
 
-IMAGE, CHANNELS = 3, (1, 3, 4)
-"""How many dimensions one image has, and how long its first may be: no rows."""
+IMAGE = 3
+"""How many dimensions one image has."""
+CHANNELS = (1, 3, 4)
+"""How long the first dimension of an image may be: no rows."""
 _MADE_UP = ("randn", "rand", "ones", "zeros", "empty", "full")
 
 
 def unnamed(facts: Facts) -> Iterator[Choice]:
     """Lower the number of rows where the cell has written it into each call that makes a tensor."""
     text = facts.frames.text
-    if (
-        facts.notebook.batch_sizes
-        or text is None
-        or not facts.may_take_less
-        or not (facts.frames.trains or facts.frames.stage is Stage.FORWARD)
-    ):
+    if text is None or facts.notebook.batch_sizes or not facts.may_take_less:
         return
-    at_work = {
-        each.shape[0]
-        for each in (*facts.frames.tensors.values(), *facts.frames.operands.values())
-        if each.shape
-    }
-    found = [
-        (call, *each) for _, call in calls([text], *_MADE_UP, "randint") for each in _rows(call)
-    ]
-    times = Counter(rows for _, rows, _ in found if rows in at_work)
-    now = max(times, key=lambda rows: (times[rows], rows), default=1)
+    if not facts.frames.trains and facts.frames.stage is not Stage.FORWARD:
+        return
+    rows = _rows_in_calls(text)
+    at_work = _first_lengths(facts)
+    times = Counter(row.number for row in rows if row.number in at_work)
+    now = max(times, key=lambda number: (times[number], number), default=1)
     if now < 2:
         return
-    literals = [literal for _, rows, literal in found if rows == now]
-    lines = sorted({each.lineno for each in literals})
-    where = f"lines {', '.join(map(str, lines))} make" if lines[1:] else f"line {lines[0]} makes"
-    makes_up = any(rows == now and called_name(call) in _MADE_UP for call, rows, _ in found)
+    rows = [row for row in rows if row.number == now]
+    lines = sorted({row.literal.lineno for row in rows})
+    if len(lines) > 1:
+        where = f"lines {', '.join(map(str, lines))} make"
+    else:
+        where = f"line {lines[0]} makes"
+    # Of data that the cell makes up nothing is lost by making less
+    is_made_up = any(called_name(row.call) in _MADE_UP for row in rows)
+    trains = facts.frames.trains
     yield numbered(
         "batch",
         now,
         "Lower the batch",
-        written(text, literals),
+        replace_numbers(text, [row.literal for row in rows]),
         evidence=f"{where} tensors of {now} rows",
-        cost="a different gradient"
-        if facts.frames.trains
-        else "fewer rows, or more passes by hand",
-        changes_result=facts.frames.trains
-        and not makes_up,  # of data that the cell makes up nothing is lost by making less
+        cost="a different gradient" if trains else "fewer rows, or more passes by hand",
+        changes_result=trains and not is_made_up,
         least=now // MOST_PARTS,
     )
 
 
-def _rows(call: ast.Call) -> Iterator[tuple[int, ast.expr]]:
-    """Yield the number of rows in a call that makes a tensor: its first number, or the first of its shape."""
-    shapes = [each.elts for each in call.args if isinstance(each, ast.Tuple | ast.List)]
-    sizes = shapes[0] if shapes else call.args if called_name(call) != "randint" else []
-    first = sizes[0].value if sizes and isinstance(sizes[0], ast.Constant) else None
-    is_image = len(sizes) == IMAGE and first in CHANNELS
-    if isinstance(first, int) and not is_image:
-        yield first, sizes[0]
+class _RowsLiteral(NamedTuple):
+    """The number of rows in a call that makes a tensor."""
+
+    call: ast.Call
+    number: int
+    literal: ast.expr
+
+
+def _rows_in_calls(text: CellText) -> list[_RowsLiteral]:
+    """Return the number of rows in each call that makes a tensor: its first number, or the first of its shape."""
+    rows: list[_RowsLiteral] = []
+    for _, call in calls([text], *_MADE_UP, "randint"):
+        shapes = [part.elts for part in call.args if isinstance(part, ast.Tuple | ast.List)]
+        if shapes:
+            sizes = shapes[0]
+        elif called_name(call) != "randint":
+            sizes = call.args
+        else:
+            continue
+        first = sizes[0].value if sizes and isinstance(sizes[0], ast.Constant) else None
+        is_image = len(sizes) == IMAGE and first in CHANNELS
+        if isinstance(first, int) and not is_image:
+            rows.append(_RowsLiteral(call, first, sizes[0]))
+    return rows
+
+
+def _first_lengths(facts: Facts) -> set[int]:
+    """Return the first dimensions of the tensors at work."""
+    at_work = (*facts.frames.tensors.values(), *facts.frames.operands.values())
+    return {fact.shape[0] for fact in at_work if fact.shape}
 
 
 MOST_DOUBLINGS = 6
@@ -167,58 +192,77 @@ MOST_DOUBLINGS = 6
 
 def accumulate(facts: Facts) -> Iterator[Choice]:
     """Train on parts of the data and let their gradients add up."""
-    if (
-        facts.notebook.batch_sizes
-        or not facts.frames.trains
-        or facts.frames.stage not in (Stage.FORWARD, Stage.BACKWARD, Stage.OTHER)
-    ):
+    if facts.notebook.batch_sizes or not facts.frames.trains:
+        return
+    if facts.frames.stage not in (Stage.FORWARD, Stage.BACKWARD, Stage.OTHER):
         return
     region = find(facts)
     if region is None or region.backward is None:
         return
-    statements = [
-        part
-        for each in region.through_backward
-        for part in (each.body if isinstance(each, ast.With | ast.For) else [each])
-    ]
-    cleared = [
-        each
-        for each in statements
-        if isinstance(each, ast.Expr) and called_name(each.value) == "zero_grad"
-    ]
-    rest = [each for each in statements if each not in cleared]
-    if not all(isinstance(each, ast.Assign) or each is region.backward for each in rest):
-        return  # a sum or a step in between would be made once for each part
-    names, made = _divisible(facts, region), set[str]().union(*map(bound_in, rest))
-    if not names or made & {each.id for each in read_tensors(region)} - set(names):
-        return  # a hidden state, from which the next part would go on
-    is_whole = not any(_is_of_some(node, names) for each in rest for node in ast.walk(each))
-    if not is_whole or not _loop(facts, region, names, 2, cleared):
+    names = _divisible(facts, region)
+    computing, clearing = _separated(region)
+    if not names or not _can_be_repeated(region, computing, names):
         return
+    if not _in_parts(facts, region, names, 2, clearing):
+        return
+    made = set[str]().union(*map(bound_in, computing))
     rows = facts.frames.tensors[names[0]].shape[0]
-    # Batch norm takes no single row
-    least = 1 + any(
-        "batch norm" in each.uneven_layers for each in facts.notebook.models if each.training
-    )
+    least = 2 if _has_batch_norm(facts) else 1  # which takes no single row
     most = 1 << min(MOST_DOUBLINGS, (rows // least).bit_length() - 1)
+
+    def title(left: int) -> str:
+        return f"Train on {2 * most >> left} parts of {', '.join(names)}, one after the other"
+
+    def edit(left: int) -> Edit:
+        changes = _in_parts(facts, region, names, 2 * most >> left, clearing)
+        return {"text": region.text, "changes": changes}
+
+    same = f"the same gradient{loops.uneven_layers_note(facts.notebook.models)}"
     yield numbered(
         "halvings to spare",
         most.bit_length(),
-        lambda left: (
-            f"Train on {2 * most >> left} parts of {', '.join(names)}, one after the other"
-        ),
-        lambda left: {
-            "text": region.text,
-            "changes": _loop(facts, region, names, 2 * most >> left, cleared),
-        },
+        title,
+        edit,
         evidence=f"{names[0]} has {count(rows, 'row')}, all in one step",
-        cost=f"the same gradient{loops.but(facts.notebook.models)}; {', '.join(sorted(made))} of the last part is left",
+        cost=f"{same}; {', '.join(sorted(made))} of the last part is left",
         guess=most.bit_length() - 1,
         is_rounded=False,
     )
 
 
-def _is_of_some(node: ast.AST, names: Sequence[str]) -> bool:
+def _separated(region: Region) -> tuple[list[ast.stmt], list[ast.stmt]]:
+    """Return the statements of a region that compute, those in its blocks included, and those that clear gradients."""
+    computing: list[ast.stmt] = []
+    clearing: list[ast.stmt] = []
+    for outer in region.through_backward:
+        for statement in outer.body if isinstance(outer, ast.With | ast.For) else [outer]:
+            call = statement.value if isinstance(statement, ast.Expr) else None
+            if call is not None and called_name(call) == "zero_grad":
+                clearing.append(statement)
+            else:
+                computing.append(statement)
+    return computing, clearing
+
+
+def _can_be_repeated(region: Region, computing: Sequence[ast.stmt], names: Sequence[str]) -> bool:
+    """Return whether statements of a region compute the same, run once for each part of the data of these names."""
+    made: set[str] = set()
+    for statement in computing:
+        if not isinstance(statement, ast.Assign) and statement is not region.backward:
+            return False  # a sum or a step would be made once for each part
+        if any(_takes_some_rows(node, names) for node in ast.walk(statement)):
+            return False
+        made |= bound_in(statement)
+    read = {use.id for use in read_tensors(region)}
+    return not made & read - set(names)  # else a hidden state, from which the next part would go on
+
+
+def _has_batch_norm(facts: Facts) -> bool:
+    training = (model for model in facts.notebook.models if model.training)
+    return any("batch norm" in model.uneven_layers for model in training)
+
+
+def _takes_some_rows(node: ast.AST, names: Sequence[str]) -> bool:
     """Return whether code takes some of the rows of a tensor."""
     if not isinstance(node, ast.Subscript) or getattr(node.value, "id", "") not in names:
         return False
@@ -228,52 +272,53 @@ def _is_of_some(node: ast.AST, names: Sequence[str]) -> bool:
 
 def _divisible(facts: Facts, region: Region) -> list[str]:
     """Return the tensors that the region reads and that have the data's length, the first one it reads first."""
-    called = [call for each in region.forward for call in called_models(facts, each)]
-    found = {
-        node.id: facts.frames.tensors[node.id]
-        for node in read_tensors(region)
-        if node.id in facts.frames.tensors
-    }
-    length = next((fact.shape[0] for fact in found.values() if fact.shape), 0)
-    data = {name: fact for name, fact in found.items() if fact.shape and fact.shape[0] == length}
-    given = [
-        found[name]
-        for call in called
-        for each in call.args
-        for name in names_in(each)
-        if name in found
-    ]
-    has_edges = any(
-        "int" in fact.dtype and fact.shape and fact.shape[0] != length for fact in given
-    )  # of a graph
-    if (
-        not called
-        or has_edges
-        or length < 2
-        or any(fact.requires_grad or fact.has_graph for fact in data.values())
-    ):
+    read = {}
+    for use in read_tensors(region):
+        if use.id in facts.frames.tensors:
+            read[use.id] = facts.frames.tensors[use.id]
+    length = next((fact.shape[0] for fact in read.values() if fact.shape), 0)
+    if length < 2:
         return []
-    return list(data)
+    calls_a_model = False
+    for statement in region.forward:
+        for call in called_models(facts, statement):
+            calls_a_model = True
+            for name in set[str]().union(*map(names_in, call.args)) & set(read):
+                fact = read[name]
+                if "int" in fact.dtype and fact.shape and fact.shape[0] != length:
+                    return []  # the edges of a graph
+    if not calls_a_model:
+        return []
+    data = [name for name, fact in read.items() if fact.shape and fact.shape[0] == length]
+    if any(read[name].requires_grad or read[name].has_graph for name in data):
+        return []
+    return data
 
 
-def _loop(
-    facts: Facts, region: Region, names: list[str], parts: int, cleared: Sequence[ast.stmt]
+def _in_parts(
+    facts: Facts, region: Region, names: list[str], parts: int, clearing: Sequence[ast.stmt]
 ) -> list[Change]:
     """Return the changes that put the region into a loop over parts of these names, after what clears gradients."""
     text = region.text
     targets = ", ".join(f"{name}_part" for name in names)
     chunks = ", ".join(f"{name}.chunk({parts})" for name in names)
     source = f"zip({chunks})" if len(names) > 1 else chunks
-    wrapped = text.wrap(region.through_backward, f"for {targets} in {source}:", removed=cleared)
-    if not wrapped or not all(map(text.stands_alone, cleared)):
+    wrapped = text.wrap(region.through_backward, f"for {targets} in {source}:", removed=clearing)
+    if not wrapped or not all(map(text.stands_alone, clearing)):
         return []
-    before = [new for each in cleared for new in text.insert(region.forward[0], text.code(each))]
-    used = [text.append(node, "_part") for node in read_tensors(region) if node.id in names]
     assert region.backward is not None
     scaled = loops.divided(facts, text, region.backward, region.through_backward, parts)
     if scaled is None:
         return []
-    return [*before, *wrapped, *map(text.remove, cleared), *used, *scaled]
+    changes: list[Change] = []
+    for statement in clearing:
+        changes += text.insert(region.forward[0], text.code(statement))
+    changes += wrapped
+    changes += map(text.remove, clearing)
+    for use in read_tensors(region):
+        if use.id in names:
+            changes.append(text.append(use, "_part"))
+    return [*changes, *scaled]
 
 
 _DEPTH = re.compile(
@@ -285,61 +330,66 @@ LEAST_LENGTH = 16
 
 def numbers(facts: Facts) -> Iterator[Choice]:
     """Lower a number written under a name: of layers where a model does not fit, else of what tensors are long."""
-    moving = (
-        facts.frames.texts if facts.frames.stage is Stage.MOVE and facts.frames.moved_nbytes else ()
-    )
-    for text, name, literal in (
-        (each, *named) for each in moving for named in ints_named(each.tree)
-    ):
-        if _DEPTH.match(name) and literal.value > 1:
-            yield numbered(
-                name,
-                literal.value,
-                f"Make the model smaller: {name}",
-                written(text, [literal]),
-                evidence=f"its parameters take {size(facts.frames.moved_nbytes)}",
-                is_rounded=False,
-                cost="a smaller model; training it takes its size again for gradients, and twice for Adam",
-            )
-            return
-    if (
-        facts.event.memory is not Memory.DEVICE
-        or facts.notebook.trainer is not None
-        or facts.frames.text is None
-    ):
+    fewer_layers = _fewer_layers(facts)
+    if fewer_layers is not None:
+        yield fewer_layers
         return
-    lengths = {
-        length
-        for each in (*facts.frames.tensors.values(), *facts.frames.operands.values())
-        for length in each.shape
-    }
-    lengths |= {
-        each for each in facts.frames.numbers.values() if type(each) is int
-    }  # of what was about to be made
-    named = dict(ints_named(facts.frames.text.tree))
+    text = facts.frames.text
+    if facts.event.memory is not Memory.DEVICE or facts.notebook.trainer or text is None:
+        return
+    lengths = _lengths(facts)
+    named = dict(ints_named(text.tree))
     for name, literal in named.items():
         now = literal.value
-        if now >= LEAST_LENGTH and now in lengths and not is_batch_name(name):
-            # The same number without a name is most likely a bound of what is looked up there
-            unnamed = [
-                each
-                for each in facts.frames.text.nodes()
-                if isinstance(each, ast.Constant)
-                and each.value == now
-                and type(each.value) is int
-                and each not in named.values()
-            ]
-            yield numbered(
-                name,
-                now,
-                f"Lower {name}",
-                written(facts.frames.text, [literal, *unnamed]),
-                cost="another result",
-                evidence=f"tensors at work are {now} long",
-                changes_result=True,
-                is_setting=not unnamed,
-                least=now // 8,
-            )
+        if now < LEAST_LENGTH or now not in lengths or is_batch_name(name):
+            continue
+        # The same number without a name is most likely a bound of what is looked up there
+        bounds = [node for node in _same_number(text, now) if node not in named.values()]
+        yield numbered(
+            name,
+            now,
+            f"Lower {name}",
+            replace_numbers(text, [literal, *bounds]),
+            cost="another result",
+            evidence=f"tensors at work are {now} long",
+            changes_result=True,
+            is_setting=not bounds,
+            least=now // 8,
+        )
+
+
+def _fewer_layers(facts: Facts) -> Choice | None:
+    """Return the choice of a model of fewer layers, where moving it failed."""
+    nbytes = facts.frames.moved_nbytes
+    if facts.frames.stage is not Stage.MOVE or not nbytes:
+        return None
+    for text in facts.frames.texts:
+        for name, literal in ints_named(text.tree):
+            if _DEPTH.match(name) and literal.value > 1:
+                return numbered(
+                    name,
+                    literal.value,
+                    f"Make the model smaller: {name}",
+                    replace_numbers(text, [literal]),
+                    evidence=f"its parameters take {size(nbytes)}",
+                    is_rounded=False,
+                    cost="a smaller model; training it takes its size again for gradients, and twice for Adam",
+                )
+    return None
+
+
+def _lengths(facts: Facts) -> set[int]:
+    """Return the lengths of the tensors at work, and the numbers of what was about to be made."""
+    lengths = {number for number in facts.frames.numbers.values() if type(number) is int}
+    for fact in (*facts.frames.tensors.values(), *facts.frames.operands.values()):
+        lengths.update(fact.shape)
+    return lengths
+
+
+def _same_number(text: CellText, number: int) -> Iterator[ast.Constant]:
+    for node in text.nodes():
+        if isinstance(node, ast.Constant) and type(node.value) is int and node.value == number:
+            yield node
 
 
 VMAP = frozenset({"vmap_impl", "_flat_vmap"})
@@ -348,47 +398,50 @@ VMAP = frozenset({"vmap_impl", "_flat_vmap"})
 
 def mapped(facts: Facts) -> Iterator[Choice]:
     """Have `vmap` map over some of the rows at a time."""
-    for text, call in calls(facts.frames.texts) if facts.frames.functions & VMAP else ():
+    if not facts.frames.functions & VMAP:
+        return
+    for text, call in calls(facts.frames.texts):
         made = call.func
-        if (
-            not isinstance(made, ast.Call)
-            or called_name(made) != "vmap"
-            or keyword(made, "chunk_size") is not None
-        ):
+        if not isinstance(made, ast.Call) or called_name(made) != "vmap":
             continue
-        in_dims = keyword(made, "in_dims")
-        dims = (
-            in_dims.value.elts
-            if in_dims is not None and isinstance(in_dims.value, ast.Tuple)
-            else []
-        )
-        told = [each for each, dim in zip(call.args, dims, strict=False) if text.code(dim) == "0"]
-        names = [text.code(each) for each in (told if dims else call.args)]
-        rows = next(
-            (facts.frames.tensors[name].shape[0] for name in names if name in facts.frames.tensors),
-            0,
-        )
+        if keyword(made, "chunk_size") is not None:
+            continue
+        rows = _mapped_rows(facts, text, call, made)
         if rows > 1:
             yield _in_chunks(facts, text, made, rows)
             return
 
 
-def _in_chunks(facts: Facts, text: CellText, call: ast.Call, rows: int) -> Choice:
-    statement = text.statement_at(call.lineno)
-    # What vmap differentiates has graphs of its own
-    without = (
-        text.wrap([statement], "with torch.no_grad():")
-        if statement is not None and not facts.frames.trains
-        else ()
-    )
+def _mapped_rows(facts: Facts, text: CellText, call: ast.Call, vmap: ast.Call) -> int:
+    """Return over how many rows a call of what `vmap` returned maps; 0 where that is not known."""
+    arguments = list(call.args)
+    in_dims = keyword(vmap, "in_dims")
+    if in_dims is not None and isinstance(in_dims.value, ast.Tuple) and in_dims.value.elts:
+        pairs = zip(call.args, in_dims.value.elts, strict=False)
+        arguments = [argument for argument, dim in pairs if text.code(dim) == "0"]
+    for argument in arguments:
+        fact = facts.frames.tensors.get(text.code(argument))
+        if fact is not None:
+            return fact.shape[0]
+    return 0
+
+
+def _in_chunks(facts: Facts, text: CellText, vmap: ast.Call, rows: int) -> Choice:
+    statement = text.statement_at(vmap.lineno)
+    without_graph: Sequence[Change] = ()
+    if statement is not None and not facts.frames.trains:
+        # What vmap differentiates has graphs of its own
+        without_graph = text.wrap([statement], "with torch.no_grad():")
+
+    def edit(number: int) -> Edit:
+        argument = text.add_argument(vmap, f"chunk_size={number}")
+        return {"text": text, "changes": [argument, *without_graph]}
+
     return numbered(
         "chunk_size",
         rows,
         lambda number: f"Map over {count(number, 'row')} at a time",
-        lambda number: {
-            "text": text,
-            "changes": [text.add_argument(call, f"chunk_size={number}"), *without],
-        },
+        edit,
         evidence=f"vmap has all {count(rows, 'row')} in memory at once",
-        cost=f"a little time{'; its results have no autograd graph' if without else ''}",
+        cost="a little time" + ("; its results have no autograd graph" if without_graph else ""),
     )

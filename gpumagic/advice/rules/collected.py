@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from gpumagic.advice.facts import Collection, Facts
 from gpumagic.advice.records import Advice
 from gpumagic.advice.rules.expressions import match
-from gpumagic.advice.rules.proposal import (
+from gpumagic.advice.rules.proposal import propose
+from gpumagic.advice.rules.regions import (
     bound_in,
     bracketed,
     called_models,
     does,
     failed,
     loop_around,
-    propose,
 )
 from gpumagic.report.units import LARGE, count, size
 from gpumagic.source.text import CellText, Change, called_name, names_in

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.records import Advice
-from gpumagic.advice.rules.proposal import bracketed, calls, failed, in_a_row, propose, substituted
+from gpumagic.advice.rules.proposal import propose
+from gpumagic.advice.rules.regions import bracketed, calls, failed, in_a_row, substituted
 from gpumagic.report.units import size
 from gpumagic.source import text as texts
 from gpumagic.source.text import CellText, Change, apply_changes, called_name, keyword, names_in

@@ -8,15 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from gpumagic.advice.facts import Facts, Ownership, Stage
 from gpumagic.advice.records import Advice
-from gpumagic.advice.rules.proposal import (
-    Remedy,
-    bound_in,
-    failed,
-    in_a_row,
-    loop_around,
-    prepare,
-    propose,
-)
+from gpumagic.advice.rules.proposal import Remedy, prepare, propose
+from gpumagic.advice.rules.regions import bound_in, failed, in_a_row, loop_around
 from gpumagic.report.units import LARGE, count, size
 from gpumagic.source.text import CellText, Change, called_name, names_in
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,7 +13,8 @@ from gpumagic.advice.records import Advice
 from gpumagic.advice.rules.batch import MOST_DOUBLINGS, VMAP
 from gpumagic.advice.rules.expressions import FUNCTIONS, UNARY, Joined, joined_in
 from gpumagic.advice.rules.kept import WITHOUT_GRAPH
-from gpumagic.advice.rules.proposal import Choice, calls, does, failed, numbered, propose, written
+from gpumagic.advice.rules.proposal import Choice, Edit, numbered, propose, replace_numbers
+from gpumagic.advice.rules.regions import calls, does, failed
 from gpumagic.report.units import count, size
 from gpumagic.source.cell_code import ints_named
 from gpumagic.source.text import INDENT, CellText, Change, called_name, keyword, names_in
@@ -71,7 +72,9 @@ def _smaller_parts(
             if isinstance(each, ast.BinOp) and each.lineno >= call.lineno
         ]
         places += [each for each in added if isinstance(each, ast.Constant) and each.value == now]
-    put = written(text, places) if places else lambda value: {"first": f"{name} = {value}"}
+    put: Callable[[int], Edit] = (
+        replace_numbers(text, places) if places else lambda value: {"first": f"{name} = {value}"}
+    )
     line = f"line {number.lineno}{f' of {text.cell}' if text.cell else ''}"
     most = 1 << MOST_DOUBLINGS if is_count else now
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import re
 from collections.abc import Iterator
 
@@ -14,18 +13,13 @@ from gpumagic.advice.rules import loops
 from gpumagic.advice.rules.proposal import (
     Edit,
     Remedy,
-    argued,
     backend,
-    calls,
-    does,
-    failed,
-    find,
-    in_a_pass,
-    loop_around,
+    merge_edits,
     prepare,
     propose,
-    together,
+    with_keywords,
 )
+from gpumagic.advice.rules.regions import calls, does, failed, find, in_a_pass, loop_around
 from gpumagic.report.units import LARGE, size
 from gpumagic.source.text import CellText, keyword
 
@@ -35,113 +29,138 @@ SHARED = ("lr", "weight_decay")
 
 
 def one_by_one(facts: Facts) -> Iterator[Advice]:
-    """Update one parameter at a time, or fused, where the batched form of Adam makes copies of all parameters."""
-    fused = backend(facts) == "cuda"
-    edit = _switched(facts, "fused" if fused else "foreach", "True" if fused else "False")
-    if edit and (_fails_in_copies(facts) or (facts.frames.trains and in_a_pass(facts))):
-        yield propose(
-            "Let the optimizer update in place, fused"
-            if fused
-            else "Let the optimizer update one parameter at a time",
-            evidence="its step makes copies of all parameters at once",
-            cost="none" if fused else "a step of many small parameters takes longer",
-            **edit,
-        )
+    """Update one parameter at a time, or fused, where the batched form of Adam makes copies of all parameters.
+
+    Fused where the cell makes the optimizer on a GPU of CUDA's. One that has taken steps keeps the number of each in
+    the host's memory, where the fused form does not take it, so it is told to update one parameter at a time.
+    """
+    if not _fails_in_copies(facts) and not (facts.frames.trains and in_a_pass(facts)):
+        return
+    optimizer = next(
+        (known for known in facts.notebook.optimizers if known.kind in ADAMS and not known.fused),
+        None,
+    )
+    kinds = [optimizer.kind] if optimizer is not None else ADAMS
+    text, call = next(calls(facts.frames.texts, *kinds), (None, None))
+    if text is not None and call is not None:
+        edit = _constructed_in_place(facts, text, call)
+    elif optimizer is not None and not optimizer.local:
+        groups = f"for group in {optimizer.name}.param_groups:"
+        edit = {"first": f'{groups}\n    group["foreach"] = False'}
+    elif optimizer is not None or _fails_in_copies(facts):
+        edit = {"edit": "fused=True" if backend(facts) == "cuda" else "foreach=False"}
+    else:
+        return
+    if not edit:
+        return
+    is_fused = backend(facts) == "cuda" and "first" not in edit
+    if is_fused:
+        title = "Let the optimizer update in place, fused"
+        cost = "none"
+    else:
+        title = "Let the optimizer update one parameter at a time"
+        cost = "a step of many small parameters takes longer"
+    evidence = "its step makes copies of all parameters at once"
+    yield propose(title, evidence=evidence, cost=cost, **edit)
 
 
 def _fails_in_copies(facts: Facts) -> bool:
     return any(name.startswith(torch_frames.IN_FOREACH_ADAM) for name in facts.frames.functions)
 
 
-def _switched(facts: Facts, name: str, value: str) -> Edit:
-    """Return the edit that gives Adam's constructor an argument, or sets it on the optimizer that is there."""
-    found = next(
-        (each for each in facts.notebook.optimizers if each.kind in ADAMS and not each.fused), None
-    )
-    for text, call in calls(facts.frames.texts, *([found.kind] if found is not None else ADAMS)):
-        flag = keyword(call, name)
-        if flag is not None and text.code(flag.value) == value:
-            return {}
-        other = (
-            {"foreach": "False"} if name == "fused" and keyword(call, "foreach") is not None else {}
-        )
-        return {"text": text, "changes": argued(text, call, **{name: value}, **other)}
-    if found is not None and not found.local:
-        return {"first": f'for group in {found.name}.param_groups:\n    group["foreach"] = False'}
-    return {"edit": f"{name}={value}"} if found is not None or _fails_in_copies(facts) else {}
+def _constructed_in_place(facts: Facts, text: CellText, call: ast.Call) -> Edit:
+    """Return the edit of Adam's construction, fused on CUDA; nothing where it says so already."""
+    if backend(facts) == "cuda":
+        arguments = {"fused": "True"}
+        if keyword(call, "foreach") is not None:
+            arguments["foreach"] = "False"
+        name = "fused"
+    else:
+        arguments = {"foreach": "False"}
+        name = "foreach"
+    given = keyword(call, name)
+    if given is not None and text.code(given.value) == arguments[name]:
+        return {}
+    return {"text": text, "changes": with_keywords(text, call, **arguments)}
 
 
 def leaner(facts: Facts) -> Iterator[Advice]:
     """Use an optimizer with less state, where Adam's is what does not fit: the least intrusive first."""
-    if facts.notebook.trainer is not None and facts.notebook.trainer.library == "transformers":
+    trainer = facts.notebook.trainer
+    if trainer is not None and trainer.library == "transformers":
         edit = loops.argument(facts, "adafactor")
-        title, cost = (
-            "Replace AdamW by Adafactor",
-            "another optimizer: tune the learning rate again",
-        )
-        yield from [propose(title, cost=cost, **edit)] if edit else []
+        if edit:
+            cost = "another optimizer: tune the learning rate again"
+            yield propose("Replace AdamW by Adafactor", cost=cost, **edit)
         return
-    found = next((each for each in facts.notebook.optimizers if each.kind in ADAMS), None)
-    if (
-        found is None
-        or 2 * found.nbytes < LARGE
-        or not (facts.frames.stage is Stage.STEP or in_a_pass(facts))
-    ):
+    adam = next((known for known in facts.notebook.optimizers if known.kind in ADAMS), None)
+    if adam is None or 2 * adam.nbytes < LARGE:
         return
-    there = (
-        f"{size(found.state_nbytes)} of it is there"
-        if found.state_nbytes
-        else "none is allocated yet"
-    )
-    for name, what in (
-        ("Adafactor", "another optimizer"),
-        ("SGD", "no state at all, and slower to converge"),
-    ):
-        edit = _constructed(facts, found, f"torch.optim.{name}")
+    if facts.frames.stage is not Stage.STEP and not in_a_pass(facts):
+        return
+    if adam.state_nbytes:
+        there = f"{size(adam.state_nbytes)} of it is there"
+    else:
+        there = "none is allocated yet"
+    replacements = {
+        "Adafactor": "another optimizer",
+        "SGD": "no state at all, and slower to converge",
+    }
+    for name, loss in replacements.items():
+        edit = _replaced(facts, adam, f"torch.optim.{name}")
         if edit:
             yield propose(
-                f"Replace {found.kind} by {name}",
-                cost=f"{what}: tune the learning rate again",
+                f"Replace {adam.kind} by {name}",
+                cost=f"{loss}: tune the learning rate again",
                 **edit,
-                evidence=f"{found.name}'s state takes {size(2 * found.nbytes)}, twice the parameters; {there}",
+                evidence=f"{adam.name}'s state takes {size(2 * adam.nbytes)}, twice the parameters; {there}",
             )
-    edit = _sparse(facts, found)
+    edit = _with_sparse_embeddings(facts, adam)
     if edit:
         yield propose(
-            f"Replace {found.kind} by SGD, with sparse gradients of embeddings",
+            f"Replace {adam.kind} by SGD, with sparse gradients of embeddings",
             **edit,
             cost="no state at all, and slower to converge: tune the learning rate again",
             evidence="a step changes only the rows that it looks up, and the gradient has all of the table's",
         )
 
 
-def _constructed(facts: Facts, found: Optimizer, constructor: str) -> Edit:
+def _replaced(facts: Facts, old: Optimizer, constructor: str) -> Edit:
     """Return the edit that makes another optimizer where the cell makes this one, else before it."""
-    for text, call in calls(facts.frames.texts, found.kind):
-        shared = [
-            f"{each.arg}={text.code(each.value)}" for each in call.keywords if each.arg in SHARED
-        ]
-        given = ", ".join(filter(None, (*map(text.code, call.args), *shared)))
-        changes = [text.replace(call, f"{constructor}({given})")]
-        return {"text": text, "changes": changes} if len(call.args) == 1 else {}
+    text, call = next(calls(facts.frames.texts, old.kind), (None, None))
+    if text is not None and call is not None:
+        if len(call.args) != 1:
+            return {}
+        shared = [argument for argument in call.keywords if argument.arg in SHARED]
+        settings = [f"{argument.arg}={text.code(argument.value)}" for argument in shared]
+        new = f"{constructor}({', '.join([text.code(call.args[0]), *settings])})"
+        return {"text": text, "changes": [text.replace(call, new)]}
     models = [
-        each for each in facts.frames.models_alive if each.nbytes == found.nbytes and not each.local
+        model
+        for model in facts.frames.models_alive
+        if model.nbytes == old.nbytes and not model.local
     ]
-    if len(models) != 1 or found.local:
+    if len(models) != 1 or old.local:
         return {}
-    return {"first": f"{found.name} = {constructor}({models[0].name}.parameters())"}
+    return {"first": f"{old.name} = {constructor}({models[0].name}.parameters())"}
 
 
-def _sparse(facts: Facts, found: Optimizer) -> Edit:
+def _with_sparse_embeddings(facts: Facts, old: Optimizer) -> Edit:
     """Return the edit by which large embeddings have sparse gradients, with an optimizer that takes them."""
-    edit = _constructed(facts, found, "torch.optim.SGD")
-    told = [
-        prepare(facts, model.name, "\n".join(f"{each}.sparse = True" for each in model.embeddings))
-        for model in facts.notebook.models
-        if model.embeddings and model.name in found.models and not model.local
-    ]
-    cells = {each["text"].cell for each in (edit, *told) if "text" in each}
-    return together(*told, edit) if edit and told and len(cells) < 2 else {}
+    optimizer = _replaced(facts, old, "torch.optim.SGD")
+    if not optimizer:
+        return {}
+    edits: list[Edit] = []
+    for model in facts.notebook.models:
+        if model.embeddings and model.name in old.models and not model.local:
+            settings = "\n".join(f"{embedding}.sparse = True" for embedding in model.embeddings)
+            edits.append(prepare(facts, model.name, settings))
+    if not edits:
+        return {}
+    edits.append(optimizer)
+    texts = (edit.get("text") for edit in edits)
+    cells = {text.cell for text in texts if text is not None}
+    return merge_edits(*edits) if len(cells) < 2 else {}
 
 
 def _autocast(facts: Facts) -> str:
@@ -150,35 +169,40 @@ def _autocast(facts: Facts) -> str:
 
 def mixed(facts: Facts) -> Iterator[Advice]:
     """Run the forward pass in bfloat16 where the model is float32 and nothing else says so."""
-    title, cost = (
-        "Compute the forward pass in bfloat16",
-        "three digits of precision in the products",
-    )
+    title = "Compute the forward pass in bfloat16"
+    cost = "three digits of precision in the products"
     if facts.notebook.trainer is not None:
         edit = loops.argument(facts, "bfloat16")
-        yield from [propose(title, cost=cost, **edit)] if edit else []
+        if edit:
+            yield propose(title, cost=cost, **edit)
         return
-    full = [model for model in facts.notebook.models if 2 * model.float32_nbytes > model.nbytes]
-    is_on = (
-        facts.frames.cell is None or facts.frames.cell.autocasts or facts.frames.mentions_autocast
-    )
-    if is_on or facts.frames.stage not in (Stage.FORWARD, Stage.BACKWARD, Stage.OTHER):
+    frames = facts.frames
+    if frames.cell is None or frames.cell.autocasts or frames.mentions_autocast:
         return
-    if full and in_a_pass(facts):
+    if frames.stage not in (Stage.FORWARD, Stage.BACKWARD, Stage.OTHER):
+        return
+    wide = [model for model in facts.notebook.models if 2 * model.float32_nbytes > model.nbytes]
+    if not wide:
+        yield from _mixed_product(facts)
+    elif in_a_pass(facts):
+        edit = {"edit": _autocast(facts)}
         region = find(facts)
-        changes = region.text.wrap(region.computed, _autocast(facts)) if region is not None else ()
+        if region is not None:
+            changes = region.text.wrap(region.computed, _autocast(facts))
+            if changes:
+                edit = {"text": region.text, "changes": changes}
+        parameters = f"{wide[0].name} has {size(wide[0].float32_nbytes)} of float32 parameters"
         yield propose(
             title,
             cost=cost,
-            **(
-                {"text": region.text, "changes": changes}
-                if region and changes
-                else {"edit": _autocast(facts)}
-            ),
-            evidence=f"{full[0].name} has {size(full[0].float32_nbytes)} of float32 parameters, the cell uses no "
-            "autocast; activations shrink, parameters do not",
+            **edit,
+            evidence=f"{parameters}, the cell uses no autocast; activations shrink, parameters do not",
         )
-    for text, statement in failed(facts) if not full else ():
+
+
+def _mixed_product(facts: Facts) -> Iterator[Advice]:
+    """Compute the product that failed in bfloat16."""
+    for text, statement in failed(facts):
         product = statement.value if isinstance(statement, ast.Assign) else None
         if isinstance(product, ast.BinOp) and isinstance(product.op, ast.MatMult):
             yield propose(
@@ -214,29 +238,30 @@ smaller_parameters = Remedy(
 )
 
 
-def _wide(facts: Facts, call: ast.Call) -> str:
-    """Return what a call moves of float64 on the host, if anything."""
-    wide = {
-        name
-        for name, fact in facts.frames.tensors.items()
-        if (fact.dtype, fact.device) == ("float64", "cpu")
-    }
-    return next(
-        (each.id for each in ast.walk(call) if isinstance(each, ast.Name) and each.id in wide), ""
-    )
+def _float64_name(facts: Facts, call: ast.Call) -> str:
+    """Return the name of what a call moves of float64 on the host, if anything."""
+    for node in ast.walk(call):
+        if isinstance(node, ast.Name):
+            fact = facts.frames.tensors.get(node.id)
+            if fact is not None and fact.dtype == "float64" and fact.device == "cpu":
+                return node.id
+    return ""
+
+
+def _float64_evidence(facts: Facts, _: CellText, call: ast.Call, __: str) -> str:
+    name = _float64_name(facts, call)
+    nbytes = facts.frames.tensors[name].nbytes
+    return f"{name} is float64, numpy's default, {size(nbytes)}"
 
 
 single = Remedy(
-    lambda facts, _, call, *__: f"Keep {_wide(facts, call)} in float32 on the device",
+    lambda facts, _, call, *__: f"Keep {_float64_name(facts, call)} in float32 on the device",
     lambda facts: facts.frames.tensors,
-    lambda facts, _, call, *__: (
-        f"{_wide(facts, call)} is float64, numpy's default, "
-        f"{size(facts.frames.tensors[_wide(facts, call)].nbytes)}"
-    ),
+    _float64_evidence,
     "seven digits instead of sixteen; models are float32 anyway",
     argument="dtype=torch.float32",
     calls=_MOVES,
-    of=lambda facts, text, call, _: _wide(facts, call) and _says_no_dtype(text, call),
+    of=lambda facts, text, call, _: _float64_name(facts, call) and _says_no_dtype(text, call),
 )
 
 
@@ -249,27 +274,28 @@ for b in {blocks}:
 
 def checkpoint(facts: Facts) -> Iterator[Advice]:
     """Recompute activations in backward, where a training cell spends its memory on them."""
-    edit = loops.argument(facts, "recompute")
-    if (
-        not edit
-        and facts.frames.trains
-        and in_a_pass(facts)
-        and "checkpoint" not in facts.frames.functions
-    ):
-        models = [model for model in facts.notebook.models if not model.checkpoints]
-        edit = next(filter(None, (_switch(facts, model) for model in models)), {})
-        held = f"{size(facts.transient)} of what was in use was held by graphs and frames only"
-        edit = {"evidence": held, **edit} if edit else {}
-    if edit:
-        is_counted = any(
-            "batch norm" in model.uneven_layers for model in facts.notebook.models if model.training
-        )
-        cost = "a step takes about a fifth longer" + (
-            "; batch norm counts each pass twice" if is_counted else ""
-        )
-        yield propose(
-            "Recompute activations in backward instead of keeping them", cost=cost, **edit
-        )
+    edit = loops.argument(facts, "recompute") or _recomputing(facts)
+    if not edit:
+        return
+    cost = "a step takes about a fifth longer"
+    for model in facts.notebook.models:
+        if model.training and "batch norm" in model.uneven_layers:
+            cost = "a step takes about a fifth longer; batch norm counts each pass twice"
+    yield propose("Recompute activations in backward instead of keeping them", cost=cost, **edit)
+
+
+def _recomputing(facts: Facts) -> Edit:
+    """Return the edit that has the first model recompute that can be told to."""
+    if not facts.frames.trains or not in_a_pass(facts):
+        return {}
+    if "checkpoint" in facts.frames.functions:
+        return {}
+    for model in facts.notebook.models:
+        edit = _switch(facts, model) if not model.checkpoints else {}
+        if edit:
+            held = f"{size(facts.transient)} of what was in use was held by graphs and frames only"
+            return {"evidence": held, **edit}
+    return {}
 
 
 def on_the_host(facts: Facts) -> Iterator[Advice]:
@@ -297,39 +323,34 @@ _SETTINGS = (
 
 def settings(facts: Facts) -> Iterator[Advice]:
     """Tell an object of a library to take less memory."""
-    for model, (method, title, code, why, cost) in itertools.product(
-        facts.notebook.models, _SETTINGS
-    ):
-        if method in model.saving_methods and not facts.frames.trains:
-            told = prepare(facts, model.name, code.format(name=model.name))
-            yield propose(title.format(name=model.name), cost=cost, evidence=why, **told)
+    if facts.frames.trains:
+        return
+    for model in facts.notebook.models:
+        for method, title, code, why, cost in _SETTINGS:
+            if method in model.saving_methods:
+                edit = prepare(facts, model.name, code.format(name=model.name))
+                yield propose(title.format(name=model.name), cost=cost, evidence=why, **edit)
 
 
 def _switch(facts: Facts, model: Model) -> Edit:
     """Return the edit that has a model recompute its activations, or a large part of them."""
-    methods = [each for each in model.saving_methods if "checkpointing" in each]
+    methods = [method for method in model.saving_methods if "checkpointing" in method]
     if model.checkpoints is False and methods:
         return prepare(facts, model.name, f"{model.name}.{methods[0]}()")
     if model.blocks is not None:
         return prepare(facts, model.name, _WRAP.format(blocks=model.blocks))
     for text, call in calls(facts.frames.texts, model.name):
-        loop, inner = (
-            loop_around(text, call.lineno),
-            text.code(call)[len(text.code(call.func)) + 1 : -1],
-        )
+        loop = loop_around(text, call.lineno)
+        inner = text.code(call)[len(text.code(call.func)) + 1 : -1]
         if model.sequential and len(call.args) == 1:
             run = f"checkpoint_sequential({model.name}, min(4, len({model.name})), {inner}"
-        elif loop is not None and not any(
-            does(each, "backward") for each in loop.body
-        ):  # of several one at a time
-            run = f"checkpoint({model.name}, {inner}"
+        elif loop is not None and not any(does(part, "backward") for part in loop.body):
+            run = f"checkpoint({model.name}, {inner}"  # of several one at a time
         else:
             continue
         changes = [text.replace(call, f"torch.utils.checkpoint.{run}, use_reentrant=False)")]
-        first = (
-            f"for each in {model.name}.modules():\n    each.inplace = False\n"
-            if model.writes_in_place
-            else ""
-        )
-        return {"text": text, "changes": changes, "first": f"{first}import torch.utils.checkpoint"}
+        first = "import torch.utils.checkpoint"
+        if model.writes_in_place:
+            first = f"for each in {model.name}.modules():\n    each.inplace = False\n{first}"
+        return {"text": text, "changes": changes, "first": first}
     return {}

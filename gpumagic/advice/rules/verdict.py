@@ -56,7 +56,7 @@ def _mistaken_sizes(facts: Facts) -> Iterator[Verdict]:
             Cause.SIZE_BUG,
             "A bug, not a shortage: torch was asked for more than 1 EB, which is a negative or overflowed size.",
         )
-    product = limits.outer(facts)
+    product = limits.accidental_outer_product(facts)
     if product is not None:
         n = product.length
         yield Verdict(
