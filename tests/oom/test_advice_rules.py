@@ -357,6 +357,26 @@ def test_the_foreach_form_of_adam_is_named_by_the_function_that_failed() -> None
     assert not list(training.one_by_one(TRAINING))
 
 
+@pytest.mark.parametrize("device", ["cuda:0", "mps:0"])
+def test_an_optimizer_of_an_earlier_cell_is_told_to_update_one_parameter_at_a_time_and_so_it_says(
+    device: str,
+) -> None:
+    """It has counted its steps on the host, where Adam's fused form refuses them."""
+    adam = Optimizer("opt", "AdamW", nbytes=1 << 30)
+    stepping = changed(
+        TRAINING,
+        device=device,
+        functions=frozenset({"_multi_tensor_adamw"}),
+        optimizers=(adam,),
+        cell=cell_code.read_cell("opt.step()"),
+        source="opt.step()",
+    )
+    advice = one(training.one_by_one, stepping)
+    assert "fused" not in advice.title
+    assert "one parameter at a time" in advice.title
+    assert advice.first == 'for group in opt.param_groups:\n    group["foreach"] = False'
+
+
 EMBEDDING = changed(
     TRAINING, cell=cell_code.read_cell("opt = torch.optim.Adam(net.parameters(), lr=0.1)\nnet(x).backward()"), line=2,
     models=(replace(TRAINING.notebook.models[0], embeddings=("net.users", "net.films")),),
