@@ -20,7 +20,7 @@ from gpumagic.dryrun.report import DryRunReport, Search, Trial, peak_of, shortco
 from gpumagic.options import PER_NODE, Ranks, number_of_ranks
 from gpumagic.report import progress
 from gpumagic.report.units import count
-from gpumagic.source import cell_code
+from gpumagic.source import settings
 
 if TYPE_CHECKING:
     from gpumagic.dryrun.script import Script
@@ -60,9 +60,9 @@ def largest(
         )
     names = dict(namespace)
     if script.source is None:
-        setting = cell_code.find_in_arguments(name, names, "fit")
+        setting = settings.find_in_arguments(name, names, "fit")
     else:
-        setting = cell_code.find_in_cell(script.source, name, names, "--fit")
+        setting = settings.find_in_cell(script.source, name, names, "--fit")
 
     def dry_run(value: int, only: wire.Scenario | None = None) -> DryRunReport:
         text, values = setting.with_value(value)

@@ -18,7 +18,7 @@ from gpumagic.dryrun.targets import Target
 from gpumagic.dryrun.wire import DeviceOutcome, Ended, Ending, Failure, Outcome, Rank, Scenario
 from gpumagic.errors import DryRunUnavailable
 from gpumagic.options import Ranks, number_of_ranks
-from gpumagic.source.cell_code import sizes_in
+from gpumagic.source.settings import sizes_in
 
 TIME_LIMIT = 60.0
 NCCL = (16 * targets.MIB, 1500 * targets.MIB)

@@ -32,7 +32,7 @@ from gpumagic.notebook import guards
 from gpumagic.notebook.guards import BodyOutcome, Guard, Outcome
 from gpumagic.oom.guard import Function, OomGuard, raise_alone
 from gpumagic.oom.report import Try
-from gpumagic.source import cell_code
+from gpumagic.source import cell_code, settings
 from gpumagic.transfers.run import DeviceRun
 
 
@@ -80,11 +80,11 @@ class Rerun(guards.BodyRuns):
     def begin(self, source: str) -> str:
         """Find the setting and remember the state; raises `OptionError` where there is no such int."""
         name, self._source = self._plan.shrink, source
-        self._setting: cell_code.Setting | None = None
+        self._setting: settings.Setting | None = None
         if name is not None and self._function is not None:
-            self._setting = cell_code.find_in_arguments(name, self._namespace, "--shrink")
+            self._setting = settings.find_in_arguments(name, self._namespace, "--shrink")
         elif name is not None:
-            self._setting = cell_code.find_in_cell(source, name, self._namespace, "--shrink")
+            self._setting = settings.find_in_cell(source, name, self._namespace, "--shrink")
         self._size = self._setting.value if self._setting is not None else None
         self._rollback = Rollback(self._namespace, source, self._shell)
         return source

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpumagic.source.text import called_name, names_in
+from gpumagic.source.text import called_name, last_line, names_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,9 @@ def words_for_ipython(call: ast.Call) -> set[str]:
             words.update(_WORD.findall(argument.value))
     return words
 
+
+_With = ast.With | ast.AsyncWith
+_Block = ast.For | ast.AsyncFor | _With
 
 _WORD = re.compile(r"[^\W\d]\w*")
 
@@ -99,7 +102,7 @@ class _Uses(ast.NodeVisitor):
         self._binding = outside
 
     @contextlib.contextmanager
-    def _in_block(self, node: ast.For | ast.AsyncFor | ast.With | ast.AsyncWith) -> Iterator[None]:
+    def _in_block(self, node: _Block) -> Iterator[None]:
         """Visit the body of a block of which only a run can show that it is run to its end."""
         outside = self._binding, self._block
         if self._binding is _Use.CERTAIN_BINDING:
@@ -209,12 +212,12 @@ class _Uses(ast.NodeVisitor):
 
     visit_For = visit_AsyncFor = _visit_for  # noqa: N815
 
-    def _visit_with(self, node: ast.With | ast.AsyncWith) -> None:
+    def _visit_with(self, node: _With) -> None:
         self._visit_items(node.items, node)
 
     visit_With = visit_AsyncWith = _visit_with  # noqa: N815
 
-    def _visit_items(self, items: Sequence[ast.withitem], node: ast.With | ast.AsyncWith) -> None:
+    def _visit_items(self, items: Sequence[ast.withitem], node: _With) -> None:
         """Visit context managers, each of which may suppress what those behind it and the body raise."""
         if not items:
             self._visit_statements(node.body)
@@ -252,15 +255,15 @@ class _Uses(ast.NodeVisitor):
         self._visit_statements(node.body)
 
 
-def _lines_of_body(node: ast.For | ast.AsyncFor | ast.With | ast.AsyncWith) -> range:
+def _lines_of_body(node: _Block) -> range:
     """Return the lines of a block's body, without one that it shares with its head."""
     if isinstance(node, ast.For | ast.AsyncFor):
         head = node.iter
     else:
-        head = node.items[-1].optional_vars or node.items[-1].context_expr
-    first = max(node.body[0].lineno, (head.end_lineno or head.lineno) + 1)
-    last = node.body[-1].end_lineno or node.body[-1].lineno
-    return range(first, last + 1)
+        item = node.items[-1]
+        head = item.optional_vars or item.context_expr
+    first = max(node.body[0].lineno, last_line(head) + 1)
+    return range(first, last_line(node.body[-1]) + 1)
 
 
 _NEVER_SUPPRESS = frozenset({

@@ -21,15 +21,15 @@ import os
 import re
 import sys
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpumagic import _compat
-from gpumagic.source.text import first_line, parse_lines
+from gpumagic.source.text import first_line, last_line, parse_lines
 
 MISSING = object()
 
@@ -39,11 +39,17 @@ def resolve_names(frame: FrameType, names: set[str]) -> dict[str, Any]:
 
     The snapshot of a function's locals is released: see `local_variables`.
     """
-    mine = local_variables(frame) if is_function_frame(frame) else frame.f_locals
-    found = {
-        name: mine[name] if name in mine else frame.f_globals.get(name, MISSING) for name in names
-    }
-    return {name: value for name, value in found.items() if value is not MISSING}
+    if is_function_frame(frame):
+        variables: Mapping[str, Any] = local_variables(frame)
+    else:
+        variables = frame.f_locals
+    bound = {}
+    for name in names:
+        if name in variables:
+            bound[name] = variables[name]
+        elif name in frame.f_globals:
+            bound[name] = frame.f_globals[name]
+    return bound
 
 
 def local_variables(frame: FrameType) -> dict[str, Any]:
@@ -55,12 +61,11 @@ def local_variables(frame: FrameType) -> dict[str, Any]:
     if not is_function_frame(frame):
         return _compat.inlined_variables(frame)
     snapshot: Any = frame.f_locals
-    found = dict(snapshot)
-    if (
-        _compat.FRAMES_KEEP_SNAPSHOTS and sys.getrefcount(snapshot) <= 3
-    ):  # the frame's, ours, and the argument's
+    variables = dict(snapshot)
+    # Three references are the frame's, ours, and that of `getrefcount`'s argument.
+    if _compat.FRAMES_KEEP_SNAPSHOTS and sys.getrefcount(snapshot) <= 3:
         snapshot.clear()
-    return found
+    return variables
 
 
 def module_of(frame: FrameType) -> str:
@@ -72,25 +77,25 @@ def module_of(frame: FrameType) -> str:
 def is_in(frame: FrameType, modules: Iterable[str]) -> bool:
     """Return whether a frame runs code of one of these modules or packages."""
     module = module_of(frame)
-    return any(module == each or module.startswith(f"{each}.") for each in modules)
+    return any(module == name or module.startswith(f"{name}.") for name in modules)
 
 
 def code_objects(code: CodeType) -> Iterator[CodeType]:
     """Yield some code, and that of the functions, classes, lambdas and comprehensions in it."""
     yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from code_objects(each)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from code_objects(constant)
 
 
 def names_looked_up(code: CodeType) -> Iterator[str]:
     """Yield every name that code and the functions in it may look up outside of themselves."""
-    for each in code_objects(code):  # `co_names` has attributes too
-        yield from {
-            step.argval
-            for step in dis.get_instructions(each)
-            if "GLOBAL" in step.opname or "NAME" in step.opname
-        }
+    for part in code_objects(code):
+        names = set()
+        for instruction in dis.get_instructions(part):  # `co_names` has attributes too
+            if "GLOBAL" in instruction.opname or "NAME" in instruction.opname:
+                names.add(instruction.argval)
+        yield from names
 
 
 def is_user_code(frame: FrameType) -> bool:
@@ -111,11 +116,9 @@ def is_library(module: str, file: str) -> bool:
         file: its file; empty where it has none. It decides alone for ``__main__``, which may be a library's command.
     """
     top = "" if module in _NAMELESS else module.partition(".")[0]
-    if (
-        top in _LIBRARIES
-        or file.startswith(_OWN_FOLDERS)
-        or (top in sys.stdlib_module_names and not file)
-    ):
+    if top in _LIBRARIES or file.startswith(_OWN_FOLDERS):
+        return True
+    if not file and top in sys.stdlib_module_names:
         return True
     return not _INSTALLED.isdisjoint(Path(file).parts)
 
@@ -164,23 +167,19 @@ def related_exceptions(
             continue
         seen.add(id(current))
         yield current
+        linked = [current.__cause__, current.__context__]
         members = getattr(current, "exceptions", ())
-        linked = [
-            current.__cause__,
-            current.__context__,
-            *(members if isinstance(members, tuple | list) else ()),
-        ]
-        waiting.extend(each for each in linked if isinstance(each, BaseException))
+        if isinstance(members, tuple | list):
+            linked += members
+        waiting.extend(link for link in linked if isinstance(link, BaseException))
 
 
 def handled_exception_ids() -> frozenset[int]:
     """Return the ids of the exceptions being handled: the context of what is raised next."""
     current = sys.exc_info()[1]
-    return (
-        frozenset()
-        if current is None
-        else frozenset(id(each) for each in related_exceptions(current))
-    )
+    if current is None:
+        return frozenset()
+    return frozenset(map(id, related_exceptions(current)))
 
 
 def frames_in(
@@ -188,8 +187,8 @@ def frames_in(
 ) -> Iterator[tuple[FrameType, int]]:
     """Yield each frame the error's whole graph holds with the line it stood on, callers before callees."""
     seen: set[int] = set()
-    for each in related_exceptions(error, outside):
-        for step in traceback_steps(each.__traceback__):
+    for related in related_exceptions(error, outside):
+        for step in traceback_steps(related.__traceback__):
             if id(step.tb_frame) not in seen:
                 seen.add(id(step.tb_frame))
                 yield step.tb_frame, step.tb_lineno
@@ -234,35 +233,42 @@ def as_typed(source: str) -> tuple[str, ...]:
         return tuple(lines)
     typed: list[str] = []
     for place, line in enumerate(lines):
-        is_last = place == len(lines) - 1
-        typed += _typed(
-            line, is_first=all(each.startswith("%%") for each in typed), is_last=is_last
-        )
+        is_first = all(above.startswith("%%") for above in typed)
+        typed += _typed(line, is_first=is_first, is_last=place == len(lines) - 1)
     return tuple(typed)
 
 
 def _typed(line: str, *, is_first: bool, is_last: bool) -> list[str]:
+    """Return a line as it was typed, and behind a cell magic the lines of its body.
+
+    Args:
+        line: a line as Python gets it.
+        is_first: whether nothing stands above it but cell magics.
+        is_last: whether nothing stands below it; a cell magic's call does not.
+    """
     match = _CALL.fullmatch(line)
+    if match is None:
+        return [line]
+    before, method = match[1], match[2]
     try:
-        arguments: tuple[str, ...] = ast.literal_eval(f"({match[3]},)") if match is not None else ()
+        arguments: tuple[str, ...] = ast.literal_eval(f"({match[3]},)")
     except (SyntaxError, ValueError):
         return [line]
-    before, method = match.groups()[:2] if match is not None else ("", "")
-    body: list[str] = []
     typed = line
-    if method == "run_cell_magic" and len(arguments) == 3:
-        typed = f"{before}%%{arguments[0]} {arguments[1]}".rstrip()
-        body = arguments[2].rstrip("\n").split("\n") if is_last and not before else []
-    elif method == "run_line_magic" and len(arguments) == 2:
-        name, rest = arguments
-        head = "%%" if is_first and name in _PROMOTED else "%"
-        typed = (
-            before + rest + _HELP[name]
-            if name in _HELP
-            else f"{before}{head}{name} {rest}".rstrip()
-        )
-    elif method in ("system", "getoutput") and len(arguments) == 1:
-        typed = f"{before}{'!' if before.strip() or method == 'system' else '!!'}{arguments[0]}"
+    body: list[str] = []
+    match (method, arguments):
+        case ("run_cell_magic", (name, rest, text)):
+            typed = f"{before}%%{name} {rest}".rstrip()
+            if is_last and not before:
+                body = text.rstrip("\n").split("\n")
+        case ("run_line_magic", (name, rest)) if name in _HELP:
+            typed = before + rest + _HELP[name]
+        case ("run_line_magic", (name, rest)):
+            mark = "%%" if is_first and name in _PROMOTED else "%"
+            typed = f"{before}{mark}{name} {rest}".rstrip()
+        case ("system" | "getoutput", (command,)):
+            mark = "!" if before.strip() or method == "system" else "!!"
+            typed = f"{before}{mark}{command}"
     return [typed, *body]
 
 
@@ -290,34 +296,51 @@ def lines_above(frame: FrameType, filename: str | None) -> int | None:
     outer = lines_above(caller, filename)
     if outer is None:
         return None
-    above, typed = outer + caller.f_lineno, lines_of(filename)
+    own_file = frame.f_code.co_filename
+    typed = lines_of(filename)
+    above = outer + caller.f_lineno
     body = str(local_variables(magic)["cell"]).rstrip("\n").split("\n")
-    if typed[above:] != tuple(body) or frame.f_code.co_filename != outermost.f_code.co_filename:
+    if typed[above:] != tuple(body) or own_file != outermost.f_code.co_filename:
         return None
-    own = lines_of(frame.f_code.co_filename)
+    own = lines_of(own_file)
     if own:  # it ends where the body does, whatever stands above
         above += len(body) - len(own)
     else:  # IPython drops the blank lines that a body begins with
-        above += next(place for place, line in enumerate([*body, "end"]) if line.strip())
-    return above if frame is outermost or _is_defined(frame, typed[above:]) else None
+        above += _count_blank(body)
+    if frame is outermost or _is_defined(frame, typed[above:]):
+        return above
+    return None
+
+
+def _count_blank(lines: Sequence[str]) -> int:
+    """Return with how many blank lines some lines begin."""
+    for place, line in enumerate(lines):
+        if line.strip():
+            return place
+    return len(lines)
 
 
 def _enclosing(frame: FrameType) -> tuple[FrameType | None, FrameType]:
     """Return the call of the innermost cell magic that a frame runs in, and the outermost of its frames in there."""
     outermost = frame
-    for each in stack(frame):
-        if each.f_code.co_name == "run_cell_magic" and "cell" in each.f_code.co_varnames:
-            return each, outermost
-        if each.f_globals is frame.f_globals:
-            outermost = each
+    for caller in stack(frame):
+        code = caller.f_code
+        if code.co_name == "run_cell_magic" and "cell" in code.co_varnames:
+            return caller, outermost
+        if caller.f_globals is frame.f_globals:
+            outermost = caller
     return None, outermost
 
 
 def _is_defined(frame: FrameType, lines: tuple[str, ...]) -> bool:
     """Return whether lines define the function that a frame runs: those of earlier cells have files of that name."""
-    first, name = frame.f_code.co_firstlineno, frame.f_code.co_name.strip("<>")
-    head = "\n".join(lines[first - 1 : first + 9])  # with its decorators
-    return is_function_frame(frame) and (name in head or name.endswith(("expr", "comp")))
+    if not is_function_frame(frame):
+        return False
+    name = frame.f_code.co_name.strip("<>")
+    if name.endswith(("expr", "comp")):  # a generator expression or a comprehension
+        return True
+    first = frame.f_code.co_firstlineno
+    return name in "\n".join(lines[first - 1 : first + 9])  # with its decorators
 
 
 class CellLineFinder:
@@ -330,27 +353,34 @@ class CellLineFinder:
 
     def __init__(self, namespace: Mapping[str, object], *, is_running: bool) -> None:
         self._namespace = namespace
-        self._below = max(0, len(self._found(sys._getframe(1))) - is_running)
+        running = len(self._module_frames(sys._getframe(1)))
+        self._below = max(0, running - is_running)
+        """How many frames of the same kind are outside of the cell, as where a cell runs another one."""
         self.filename: str | None = None
         """The file of the code, once it has been seen to run."""
 
     def line(self, innermost: FrameType | None) -> int | None:
         """Return the line of the cell that a stack is in, or None where the cell is not on it."""
-        found = self._found(innermost)
-        if len(found) <= self._below:
+        running = self._module_frames(innermost)
+        of_cell = running[: len(running) - self._below]
+        if not of_cell:
             return None
-        frame = found[-1 - self._below]
-        self.filename = frame.f_code.co_filename
+        self.filename = of_cell[-1].f_code.co_filename
         # In the body of a cell magic that the cell consists of, the line of the body.
-        within = (
-            (each, lines_above(each, self.filename)) for each in found[: len(found) - self._below]
-        )
-        return next(each.f_lineno + above for each, above in within if above is not None)
+        for frame in of_cell:
+            above = lines_above(frame, self.filename)
+            if above is not None:
+                return frame.f_lineno + above
+        return None
 
-    def _found(self, frame: FrameType | None) -> list[FrameType]:
+    def _module_frames(self, innermost: FrameType | None) -> list[FrameType]:
         """Return the frames, innermost first; not by name, as IPython 7.34 calls a cell's "<cell line: 1>"."""
-        over = (each for each in stack(frame) if each.f_globals is self._namespace)
-        return [each for each in over if not is_function_frame(each)]
+        # Called for every copy of a cell under `%%ondevice`: a comprehension is faster than a loop.
+        return [
+            frame
+            for frame in stack(innermost)
+            if frame.f_globals is self._namespace and not is_function_frame(frame)
+        ]
 
 
 @dataclass
@@ -370,51 +400,69 @@ class WatchedCode:
     def lines(self) -> tuple[tuple[int, str], ...]:
         """Return the code's numbered lines, without their common indentation."""
         text = lines_of(self.filename)
-        _, first, last = _read(text, self.line)
-        numbered = [(number, text[number - 1].rstrip()) for number in range(first, last + 1)]
-        indent = min(
-            (len(code) - len(code.lstrip()) for _, code in numbered if code.strip()), default=0
-        )
-        return tuple((number, code[indent:]) for number, code in numbered)
+        block = _read(text, self.line)
+        code = [line.rstrip() for line in text[block.first - 1 : block.last]]
+        indents = [len(line) - len(line.lstrip()) for line in code if line]
+        indent = min(indents, default=0)
+        dedented = [line[indent:] for line in code]
+        return tuple(enumerate(dedented, block.first))
 
     def names(self) -> tuple[str, ...]:
         """Return the variables that the code names, in order of appearance."""
-        return _read(lines_of(self.filename), self.line)[0]
+        return _read(lines_of(self.filename), self.line).names
 
     def variables(self, frame: FrameType | None = None) -> Mapping[str, Any]:
         """Return what the names are bound to, in the frame of a `with` block in a function too."""
         names = self.names()
-        found = {name: self.namespace[name] for name in names if name in self.namespace}
-        if frame is not None and is_function_frame(frame) and frame.f_globals is self.namespace:
-            found.update(resolve_names(frame, set(names)))
-        return found
+        bound = {name: self.namespace[name] for name in names if name in self.namespace}
+        if frame is None or frame.f_globals is not self.namespace:
+            return bound
+        if is_function_frame(frame):
+            bound.update(resolve_names(frame, set(names)))
+        return bound
+
+
+class _BlockOfCode(NamedTuple):
+    """A cell, a `with` statement or a function: the variables that its body names, and its first and last line."""
+
+    names: tuple[str, ...] = ()
+    first: int = 1
+    last: int = 0
 
 
 @lru_cache(maxsize=32)
-def _read(lines: tuple[str, ...], line: int | None) -> tuple[tuple[str, ...], int, int]:
-    """Return the names in a block, its first and its last line; cached, since a `with` in a loop comes here often."""
-    tree: Any = parse_lines(dict(enumerate(lines, 1)))
-    block = tree if tree is None or line is None else _at(tree, line)
-    names = [
-        node.id
-        for statement in (block.body if block is not None else ())
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Name)
-    ]
+def _read(lines: tuple[str, ...], line: int | None) -> _BlockOfCode:
+    """Return a cell's lines as a block, or the block in them that begins on a line; one without lines if there is none.
+
+    The answer is cached, since a `with` in a loop comes here often.
+    """
+    tree = parse_lines(dict(enumerate(lines, 1)))
     if line is None:
-        first, last = 1, len(lines)
-    else:
-        first, last = (1, 0) if block is None else (first_line(block), block.end_lineno)
-    return tuple(dict.fromkeys(names)), first, last
+        names = () if tree is None else _names(tree.body)
+        return _BlockOfCode(names, 1, len(lines))
+    block = None if tree is None else _block_at(tree, line)
+    if block is None:
+        return _BlockOfCode()
+    return _BlockOfCode(_names(block.body), first_line(block), last_line(block))
 
 
-def _at(tree: ast.AST, line: int) -> Any:
+def _names(statements: Iterable[ast.stmt]) -> tuple[str, ...]:
+    names: dict[str, None] = {}
+    for statement in statements:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name):
+                names[node.id] = None
+    return tuple(names)
+
+
+def _block_at(tree: ast.AST, line: int) -> ast.With | ast.AsyncWith | ast.FunctionDef | None:
     """Return the innermost `with` whose head is on the line, or the function that begins there."""
-    found: ast.AST | None = None
+    innermost: ast.With | ast.AsyncWith | ast.FunctionDef | None = None
     for node in ast.walk(tree):
         if isinstance(node, ast.With | ast.AsyncWith):
-            if node.lineno <= line <= max(item.context_expr.end_lineno or 0 for item in node.items):
-                found = node
+            end_of_head = max(last_line(item.context_expr) for item in node.items)
+            if node.lineno <= line <= end_of_head:
+                innermost = node
         elif isinstance(node, ast.FunctionDef) and first_line(node) == line:
-            found = node
-    return found
+            innermost = node
+    return innermost

@@ -57,27 +57,41 @@ def apply_changes(changes: Iterable[Change], source: str, cell: str = "") -> str
         ValueError: the text is not the one that the changes were made for.
     """
     starts = _line_starts(source)
-    # From the last to the first, so that the places of the others still hold.
-    ordered = sorted(changes, key=_order)
+    ordered = sorted((change for change in changes if change.cell == cell), key=_order)
     below: Change | None = None
-    for change in [each for each in ordered if each.cell == cell][::-1]:
+    for change in reversed(ordered):  # so that the places of those above still hold
         at = starts[min(change.line, len(starts)) - 1] + change.column
         if not source.startswith(change.old, at):
             raise ValueError(f"line {change.line} does not read {change.old!r} any more")
-        is_around = below is not None and below.line == change.line and below.new.endswith(_HEADER)
-        inner = INDENT if is_around and change.new.endswith(_HEADER) else ""
-        source, below = source[:at] + change.new + inner + source[at + len(change.old) :], change
+        new = change.new
+        if below is not None and _is_around(change, below):
+            new += INDENT
+        source = source[:at] + new + source[at + len(change.old) :]
+        below = change
     return source
+
+
+def _is_around(change: Change, below: Change) -> bool:
+    """Return whether a change is a header such as ``with x:`` that another header on the same line stands under."""
+    is_same_line = below.line == change.line
+    return is_same_line and below.new.endswith(_HEADER) and change.new.endswith(_HEADER)
 
 
 def _order(change: Change) -> tuple[int, int, int]:
     """Order changes by their places: at one place whole lines come first, then what indents, then other code."""
-    is_line = not change.old and change.new.endswith("\n")
-    return change.line, change.column, 0 if is_line else 1 if change.new == INDENT else 2
+    if not change.old and change.new.endswith("\n"):
+        kind = 0
+    elif change.new == INDENT:
+        kind = 1
+    else:
+        kind = 2
+    return change.line, change.column, kind
 
 
 def _line_starts(source: str) -> list[int]:
-    return [0, *itertools.accumulate(len(line) + 1 for line in source.split("\n"))]
+    """Return the places in a text at which its lines begin, and that behind its last one."""
+    lengths = (len(line) + 1 for line in source.split("\n"))
+    return list(itertools.accumulate(lengths, initial=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,58 +121,56 @@ class CellText:
         """Return the text of a node."""
         return ast.get_source_segment(self.source, node) or ""
 
+    def _insertion(self, line: int, column: int, new: str) -> Change:
+        return Change(line, column, "", new, self.cell)
+
     def replace(self, node: ast.expr | ast.stmt, new: str) -> Change:
         """Return the change that puts other code in the place of an expression or a statement."""
-        return Change(
-            node.lineno, self._column(node.lineno, node.col_offset), self.code(node), new, self.cell
-        )
+        column = self._column(node.lineno, node.col_offset)
+        return Change(node.lineno, column, self.code(node), new, self.cell)
 
     def append(self, node: ast.expr, new: str) -> Change:
         """Return the change that writes code right behind an expression."""
-        assert node.end_lineno is not None
-        assert node.end_col_offset is not None
-        return Change(
-            node.end_lineno, self._column(node.end_lineno, node.end_col_offset), "", new, self.cell
-        )
+        return self._insertion(last_line(node), self._end_column(node), new)
 
     def add_argument(self, call: ast.Call, argument: str) -> Change:
         """Return the change that gives a call one more keyword argument, the last."""
-        arguments: list[ast.expr] = [*call.args, *(keyword.value for keyword in call.keywords)]
+        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
         if arguments:
-            last = max(arguments, key=lambda each: (each.end_lineno or 0, each.end_col_offset or 0))
-            behind = self.source[self._span(last)[1] : self._span(call)[1]]
-            if re.fullmatch(
-                r"[\s,]*\)", behind
-            ):  # else a comment stands there, or a bracket around the argument
+            last = max(arguments, key=_end)
+            behind = self.source[self._end_offset(last) : self._end_offset(call)]
+            # Else a comment stands there, or a bracket around the argument.
+            if re.fullmatch(r"[\s,]*\)", behind):
                 return self.append(last, f", {argument}")
-        assert call.end_lineno is not None
-        assert call.end_col_offset is not None
         has_comma = self.code(call).rstrip(") \t\n").endswith(",")
-        comma = ", " if arguments and not has_comma else ""
-        column = self._column(call.end_lineno, call.end_col_offset) - 1
-        return Change(call.end_lineno, column, "", comma + argument, self.cell)
+        if arguments and not has_comma:
+            argument = f", {argument}"
+        return self._insertion(last_line(call), self._end_column(call) - 1, argument)
 
     def insert(self, statement: ast.stmt, code: str) -> tuple[Change, ...]:
         """Return the change that puts lines before a statement, or none where it does not begin its line."""
         if not self.stands_alone(statement):
             return ()
-        line, indent = first_line(statement), self._indent(first_line(statement))
-        return (Change(line, 0, "", textwrap.indent(code, indent) + "\n", self.cell),)
+        line = first_line(statement)
+        indented = textwrap.indent(code, self._indent(line))
+        return (self._insertion(line, 0, f"{indented}\n"),)
 
     def insert_after(self, statement: ast.stmt, code: str) -> tuple[Change, ...]:
         """Return the change that puts lines behind a statement, or none where it does not end its line."""
         if not self.stands_alone(statement):
             return ()
-        assert statement.end_lineno is not None
-        line, lines = statement.end_lineno, self.source.split("\n")
-        new = "\n" + textwrap.indent(code, self._indent(first_line(statement)))
-        return (Change(line, len(lines[line - 1]), "", new, self.cell),)
+        line = last_line(statement)
+        end_of_line = len(self._line(line))
+        indented = textwrap.indent(code, self._indent(first_line(statement)))
+        return (self._insertion(line, end_of_line, f"\n{indented}"),)
 
     def remove(self, statement: ast.stmt) -> Change:
         """Return the change that takes away the lines of a statement that stands alone, and is not all of a block."""
-        first, end = first_line(statement), statement.end_lineno or 0
-        starts = [*_line_starts(self.source), len(self.source)]
-        return Change(first, 0, self.source[starts[first - 1] : starts[end]], "", self.cell)
+        first = first_line(statement)
+        starts = _line_starts(self.source)
+        begin = starts[first - 1]
+        end = starts[last_line(statement)]
+        return Change(first, 0, self.source[begin:end], "", self.cell)
 
     def wrap(
         self, statements: Sequence[ast.stmt], header: str, removed: Sequence[ast.stmt] = ()
@@ -169,94 +181,117 @@ class CellText:
         """
         if not statements or not all(map(self.stands_alone, statements)):
             return ()
-        first, last = first_line(statements[0]), statements[-1].end_lineno or 0
-        opening = Change(first, 0, "", f"{self._indent(first)}{header}\n", self.cell)
-        gone = {
-            line for each in removed for line in range(first_line(each), (each.end_lineno or 0) + 1)
-        }
-        starts = [
-            line for line in self._logical_lines() if first <= line <= last and line not in gone
-        ]
-        inner = [Change(line, len(self._indent(line)), "", INDENT, self.cell) for line in starts]
+        first = first_line(statements[0])
+        last = last_line(statements[-1])
+        gone: set[int] = set()
+        for statement in removed:
+            gone.update(range(first_line(statement), last_line(statement) + 1))
+        opening = self._insertion(first, 0, f"{self._indent(first)}{header}\n")
+        lines = set(self._logical_lines()).intersection(range(first, last + 1)) - gone
+        inner = [self._insertion(line, len(self._indent(line)), INDENT) for line in sorted(lines)]
         return (opening, *inner)
 
     def stands_alone(self, statement: ast.stmt) -> bool:
         """Return whether a statement shares its lines with no other code."""
-        line, end = first_line(statement), statement.end_lineno or 0
-        lines = self.source.split("\n")
-        is_decorated = bool(
-            getattr(statement, "decorator_list", None)
-        )  # then the `@` stands before its own code
-        before = "" if is_decorated else lines[line - 1][: self._column(line, statement.col_offset)]
-        after = lines[end - 1][self._column(end, statement.end_col_offset or 0) :].strip()
-        continued = line > 1 and lines[line - 2].endswith("\\")
-        return not before.strip() and (not after or after.startswith("#")) and not continued
+        line = first_line(statement)
+        last = last_line(statement)
+        if line > 1 and self._line(line - 1).endswith("\\"):
+            return False
+        before = self._line(line)[: self._column(line, statement.col_offset)]
+        # Before the code of a decorated one stands its own `@`.
+        is_decorated = bool(getattr(statement, "decorator_list", None))
+        if before.strip() and not is_decorated:
+            return False
+        after = self._line(last)[self._column(last, statement.end_col_offset or 0) :].strip()
+        return not after or after.startswith("#")
 
     def after(self, changes: Iterable[Change]) -> str:
         """Return the lines that the changes touch, as they read then."""
-        listed = [change for change in changes if change.cell == self.cell]
-        new = apply_changes(listed, self.source, self.cell).split("\n")
+        own = [change for change in changes if change.cell == self.cell]
+        new = apply_changes(own, self.source, self.cell).split("\n")
         old = self.source.split("\n")
-        same = next(
-            (i for i, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), 0
-        )
-        rest = list(zip(reversed(old[same:]), reversed(new[same:]), strict=False))
-        tail = next((i for i, pair in enumerate(rest) if pair[0] != pair[1]), len(rest))
-        return textwrap.dedent("\n".join(new[same : len(new) - tail]))
+        head = _first_difference(old, new) or 0
+        changed = new[head:]
+        old_reversed = old[head:][::-1]
+        tail = _first_difference(old_reversed, changed[::-1])
+        if tail is None:
+            tail = min(len(old_reversed), len(changed))
+        touched = changed[: len(changed) - tail]
+        return textwrap.dedent("\n".join(touched))
 
     def block_of(self, statement: ast.stmt) -> list[ast.stmt]:
         """Return the statements of the block that a statement stands in."""
-        return next(
-            (block for block in blocks(self.tree) if any(each is statement for each in block)), []
-        )
+        for block in blocks(self.tree):
+            if any(member is statement for member in block):
+                return block
+        return []
 
     def statement_at(self, line: int | None) -> ast.stmt | None:
         """Return the innermost statement that a line belongs to."""
-        found = None
-        for node in self.nodes():
-            if (
-                isinstance(node, ast.stmt)
-                and line is not None
-                and node.lineno <= line <= (node.end_lineno or 0)
-            ):
-                found = node if found is None or node.lineno >= found.lineno else found
-        return found
+        if line is None:
+            return None
+        innermost: ast.stmt | None = None
+        for statement in _statements_at(self.tree, line):
+            if innermost is None or statement.lineno >= innermost.lineno:
+                innermost = statement
+        return innermost
 
     def offset(self, node: ast.expr) -> int:
         """Return the place of an expression's first character in the source."""
-        return self._span(node)[0]
+        start = _line_starts(self.source)[node.lineno - 1]
+        return start + self._column(node.lineno, node.col_offset)
+
+    def _end_offset(self, node: ast.expr) -> int:
+        """Return the place in the source behind an expression's last character."""
+        return _line_starts(self.source)[last_line(node) - 1] + self._end_column(node)
 
     def indent_of(self, node: ast.expr) -> str:
         """Return the blanks before the line on which an expression begins."""
         return self._indent(node.lineno)
 
+    def _line(self, line: int) -> str:
+        return self.source.split("\n")[line - 1]
+
     def _column(self, line: int, offset: int) -> int:
         """Return the character that a UTF-8 offset of the tree points at."""
-        text = self.source.split("\n")[line - 1]
-        return offset if text.isascii() else len(text.encode()[:offset].decode(errors="replace"))
+        text = self._line(line)
+        if text.isascii():
+            return offset
+        return len(text.encode()[:offset].decode(errors="replace"))
+
+    def _end_column(self, node: ast.expr) -> int:
+        return self._column(last_line(node), node.end_col_offset or 0)
 
     def _indent(self, line: int) -> str:
-        text = self.source.split("\n")[line - 1]
+        text = self._line(line)
         return text[: len(text) - len(text.lstrip(" \t\f"))]
 
     def _logical_lines(self) -> list[int]:
-        starts, fresh = [], True
+        """Return the lines on which a statement or a comment begins, and none inside of a text or of brackets."""
+        starts = []
+        is_new = True
         for token in tokenize.generate_tokens(io.StringIO(self.source).readline):
+            line, column = token.start
             if token.type == tokenize.NEWLINE:
-                fresh = True
-            elif token.type == tokenize.COMMENT and not token.line[: token.start[1]].strip():
-                starts.append(token.start[0])
-            elif fresh and token.type not in _SKIPPED:
-                starts.append(token.start[0])
-                fresh = False
+                is_new = True
+            elif token.type == tokenize.COMMENT and not token.line[:column].strip():
+                starts.append(line)
+            elif is_new and token.type not in _SKIPPED:
+                starts.append(line)
+                is_new = False
         return starts
 
-    def _span(self, node: ast.expr) -> tuple[int, int]:
-        starts = _line_starts(self.source)
-        ends = (node.end_lineno or 0, node.end_col_offset or 0)
-        first: int = starts[node.lineno - 1] + self._column(node.lineno, node.col_offset)
-        last: int = starts[ends[0] - 1] + self._column(*ends)
-        return first, last
+
+def _first_difference(old: Sequence[str], new: Sequence[str]) -> int | None:
+    """Return the place of the first line that differs; None if one of the texts is how the other begins."""
+    for place, (before, after) in enumerate(zip(old, new, strict=False)):
+        if before != after:
+            return place
+    return None
+
+
+def _end(node: ast.expr) -> tuple[int, int]:
+    return last_line(node), node.end_col_offset or 0
 
 
 def parse(source: str, cell: str = "", line: int | None = None) -> CellText | None:
@@ -264,7 +299,9 @@ def parse(source: str, cell: str = "", line: int | None = None) -> CellText | No
     if "\r" in source or "\f" in source:
         return None
     tree = parse_tree(source)
-    return None if tree is None else CellText(source, cell, line, tree)
+    if tree is None:
+        return None
+    return CellText(source, cell, line, tree)
 
 
 def parse_tree(source: str) -> ast.Module | None:
@@ -286,11 +323,11 @@ def parse_lines(lines: Mapping[int, str]) -> ast.Module | None:
     """Return the syntax tree of numbered lines, with their numbers and without magics; None if it cannot be parsed."""
     if not lines:
         return None
-    numbers = range(min(lines), max(lines) + 1)
-    code = [lines.get(number, "") for number in numbers]
-    tree = parse_tree("\n".join(_MAGIC.sub(_as_python, line) for line in code))
+    first = min(lines)
+    code = [_MAGIC.sub(_as_python, lines.get(line, "")) for line in range(first, max(lines) + 1)]
+    tree = parse_tree("\n".join(code))
     if tree is not None:
-        ast.increment_lineno(tree, numbers[0] - 1)
+        ast.increment_lineno(tree, first - 1)
     return tree
 
 
@@ -299,9 +336,10 @@ _MAGIC = re.compile(r"^(\s*)([\w.,\s]+=\s*)?(?:[%!].*|[%\w.*]+\?+)$")
 
 def _as_python(match: re.Match[str]) -> str:
     """Return a statement in the place of a magic, a command or a question for help; none where a block needs none."""
-    if match[2]:
-        return f"{match[1]}{match[2]}None"
-    return f"{match[1]}pass" if match[1] else ""
+    indent, target = match[1], match[2]
+    if target:
+        return f"{indent}{target}None"
+    return f"{indent}pass" if indent else ""
 
 
 def blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
@@ -316,7 +354,20 @@ def blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
 def first_line(statement: ast.stmt) -> int:
     """Return the line on which a statement begins, its decorators included."""
     decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
-    return min([int(statement.lineno), *(int(each.lineno) for each in decorators)])
+    lines = [decorator.lineno for decorator in decorators]
+    return min([statement.lineno, *lines])
+
+
+def last_line(node: ast.expr | ast.stmt) -> int:
+    """Return the line on which code ends."""
+    return node.end_lineno or node.lineno
+
+
+def _statements_at(tree: ast.AST, line: int) -> Iterator[ast.stmt]:
+    """Yield the statements that a line belongs to, outer ones first."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt) and node.lineno <= line <= last_line(node):
+            yield node
 
 
 def called_name(node: ast.AST) -> str:
@@ -329,12 +380,15 @@ def called_name(node: ast.AST) -> str:
 
 def keyword(call: ast.Call, name: str) -> ast.keyword | None:
     """Return a call's keyword argument of a name."""
-    return next((each for each in call.keywords if each.arg == name), None)
+    for argument in call.keywords:
+        if argument.arg == name:
+            return argument
+    return None
 
 
 def names_in(node: ast.AST) -> set[str]:
     """Return every variable that code mentions."""
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
 
 
 Span = tuple[int, int, int, int]
@@ -352,32 +406,27 @@ def failing_node(step: TracebackType, lines: Sequence[str] = ()) -> ast.expr | a
     if tree is None:
         return None
     span = span_at(frame.f_code, step.tb_lasti)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)]
-    if span is not None:
-        for node in nodes:
-            if (
-                node.lineno,
-                node.end_lineno or 0,
-                node.col_offset,
-                node.end_col_offset or 0,
-            ) == span:
-                return node
-    statements = (node for node in nodes if isinstance(node, ast.stmt))
-    around = [
-        node
-        for node in statements
-        if node.lineno <= step.tb_lineno <= (node.end_lineno or node.lineno)
-    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.expr | ast.stmt) and _span(node) == span:
+            return node
+    around = list(_statements_at(tree, step.tb_lineno))
     if not around:
         return None
-    statement: Any = max(around, key=lambda node: node.lineno)
-    # The body of a compound statement are statements of their own: what it evaluates itself is its head.
-    heads = (
-        [getattr(statement, name, None) for name in ("test", "iter")]
-        if hasattr(statement, "body")
-        else []
-    )
-    return next((head for head in heads if isinstance(head, ast.expr)), statement)
+    return _evaluated_itself(max(around, key=lambda statement: statement.lineno))
+
+
+def _span(node: ast.expr | ast.stmt) -> Span:
+    return node.lineno, last_line(node), node.col_offset, node.end_col_offset or 0
+
+
+def _evaluated_itself(statement: ast.stmt) -> ast.expr | ast.stmt:
+    """Return the head of an ``if`` or a loop, whose body are statements of their own; any other statement as it is."""
+    if hasattr(statement, "body"):
+        for name in ("test", "iter"):
+            head = getattr(statement, name, None)
+            if isinstance(head, ast.expr):
+                return head
+    return statement
 
 
 def expression_at(
@@ -392,11 +441,11 @@ def expression_at(
     by its name. ``source`` has the lines of code whose file cannot be read.
     """
     span = span_at(code, instruction)
-    read = linecache.getlines(code.co_filename) if source is None else source
+    all_lines = linecache.getlines(code.co_filename) if source is None else source
     if span is None:
-        return _only_call(code, instruction, read, likely)
+        return _only_call(code, instruction, all_lines, likely)
     first, last, start, end = span
-    lines = [line.rstrip("\n").encode() for line in read[first - 1 : last]]
+    lines = [line.rstrip("\n").encode() for line in all_lines[first - 1 : last]]
     if not lines:
         return None
     lines[-1] = lines[-1][:end]
@@ -410,20 +459,31 @@ def expression_at(
 def _only_call(
     code: CodeType, instruction: int, lines: Sequence[str], likely: Collection[str]
 ) -> ast.expr | None:
-    line = next((line for start, end, line in code.co_lines() if start <= instruction < end), None)
-    tree = parse_tree(lines[line - 1].strip()) if line is not None and line <= len(lines) else None
-    found = (
-        []
-        if tree is None
-        else [each for each in ast.walk(tree) if isinstance(each, ast.Call | ast.Subscript)]
-    )
-    found = [each for each in found if called_name(each) in likely] or found
-    return found[0] if len(found) == 1 else None
+    line = _line_of(code, instruction)
+    if line is None or line > len(lines):
+        return None
+    tree = parse_tree(lines[line - 1].strip())
+    if tree is None:
+        return None
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call | ast.Subscript)]
+    likely_calls = [call for call in calls if called_name(call) in likely]
+    candidates = likely_calls or calls
+    return candidates[0] if len(candidates) == 1 else None
+
+
+def _line_of(code: CodeType, instruction: int) -> int | None:
+    for start, end, line in code.co_lines():
+        if start <= instruction < end:
+            return line
+    return None
 
 
 def span_at(code: CodeType, instruction: int) -> Span | None:
     """Return the code that an instruction was compiled from; None where Python does not say, as before 3.11."""
-    position: Any = next(
-        itertools.islice(_compat.instruction_positions(code), max(instruction, 0) // 2, None), None
-    )
-    return None if instruction < 0 or position is None or None in position else position
+    if instruction < 0:
+        return None
+    positions = _compat.instruction_positions(code)
+    position: Any = next(itertools.islice(positions, instruction // 2, None), None)
+    if position is None or None in position:
+        return None
+    return position  # type: ignore[no-any-return]

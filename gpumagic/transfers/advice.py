@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from gpumagic.report.base import grouped
 from gpumagic.report.units import LARGE, count, size
-from gpumagic.source import cell_code
-from gpumagic.source.cell_code import LoopCode
+from gpumagic.source import loop_code
+from gpumagic.source.loop_code import LoopCode
 from gpumagic.transfers.report import Suggestion, TransferRow
 
 MIN_REPEATS = 2
@@ -52,7 +52,7 @@ def suggestions(
 
     ``syncs`` is ``{line: count}``; ``has_loader`` tells whether the code names a loader, which could pin its batches.
     """
-    code = cell_code.read_loops(lines) if moves or syncs else LoopCode()
+    code = loop_code.read_loops(lines) if moves or syncs else LoopCode()
     found = (
         *_hoisted(moves, code),
         *_joined(moves, code),

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumagic.errors import OptionError
-from gpumagic.source import cell_code
+from gpumagic.source import settings
 
 
 def knob(source, name="batch_size", namespace=None):
-    return cell_code.find_in_cell(source, name, {} if namespace is None else namespace, "--shrink")
+    return settings.find_in_cell(source, name, {} if namespace is None else namespace, "--shrink")
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gpumagic.source import cell_code
-from gpumagic.source.cell_code import Creation
+from gpumagic.source import loop_code
+from gpumagic.source.loop_code import Creation
 from gpumagic.transfers import advice
 from gpumagic.transfers.report import TransferRow
 
@@ -227,7 +227,7 @@ def test_lines_in_loops_are_found_with_their_loop() -> None:
         "a = 1\nfor i in range(3):\n    b = i\n    while b > 0:\n        b -= 1\n"
         "c = [\n    x.item()\n    for x in y\n]\ndef f():\n    return 1"
     )
-    assert dict(cell_code.read_loops(code(text)).loops) == {
+    assert dict(loop_code.read_loops(code(text)).loops) == {
         3: 2,
         4: 4,
         5: 4,
@@ -240,9 +240,9 @@ def test_lines_in_loops_are_found_with_their_loop() -> None:
 
 def test_magics_and_lines_numbered_from_further_down_are_read() -> None:
     lines = ((10, "%%ondevice 0"), (11, "y = torch.zeros(3).to(1)"), (12, "!ls"))
-    assert cell_code.read_loops(lines).creations == (Creation(None, 11, 11),)
+    assert loop_code.read_loops(lines).creations == (Creation(None, 11, 11),)
 
 
 @pytest.mark.parametrize("text", ["", "for", "x = (", "\0"])
 def test_code_that_cannot_be_parsed_says_nothing(text: str) -> None:
-    assert cell_code.read_loops(code(text)) == cell_code.LoopCode()
+    assert loop_code.read_loops(code(text)) == loop_code.LoopCode()
