@@ -1,7 +1,8 @@
 """Where a caching allocator would put each block: segments, best fit, splitting, merging, giving up; and their ledger.
 
-The figures and rules are those of torch's `c10/cuda/CUDACachingAllocator.cpp`. simgpu's differ in one rule: it
-cuts every block to size, where CUDA leaves a remainder below 1 MiB with a large block and counts it as allocated.
+Runs in the worker's process. The figures and rules are those of torch's `c10/cuda/CUDACachingAllocator.cpp`. simgpu's
+differ in one rule: it cuts every block to size, where CUDA leaves a remainder below 1 MiB with a large block and counts
+it as allocated.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Pool(Enum):
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A stretch of a segment; neighbours within the segment are linked."""
+    """A stretch of a segment, linked with its neighbours in it."""
 
     address: int
     size: int
@@ -33,6 +34,11 @@ class Block:
     previous: Block | None = None
     next: Block | None = None
     cached: bool = False
+    """Whether it is free."""
+
+
+Entry = tuple[int, int, Block]
+"""A free block, by its size and its address, which no two blocks share."""
 
 
 @dataclass
@@ -41,7 +47,7 @@ class Allocator:
 
     Args:
         capacity: bytes it may reserve; None for a device without end.
-        cuts_to_size: whether a large block's small remainder is cut off too, as simgpu does and CUDA does not.
+        cuts_to_size: whether a large block's small remainder is split off too, as simgpu does and CUDA does not.
     """
 
     capacity: int | None
@@ -51,46 +57,52 @@ class Allocator:
     failed: bool = False
     """Whether a request was refused; from then on nothing is, so that the whole need can be seen."""
     _next_address: int = SEGMENT_ROUNDING
-    _cached: dict[Pool, list[tuple[int, int, Block]]] = field(
-        default_factory=lambda: {pool: [] for pool in Pool}
-    )
-    """What is free, by size and address, which no two blocks share."""
+    _cached: dict[Pool, list[Entry]] = field(default_factory=lambda: {pool: [] for pool in Pool})
+    """The free blocks of each pool, the smallest first."""
 
     def take(self, requested: int) -> Block:
-        """Return a block for a request of at least one byte."""
+        """Return a block for a request of at least one byte: the smallest free one that is large enough."""
         size = rounded(max(1, requested))
         pool = Pool.SMALL if size <= SMALL else Pool.LARGE
         cached = self._cached[pool]
-        place = bisect_left(cached, (size, 0))
-        block = cached.pop(place)[2] if place < len(cached) else self._new_segment(size, pool)
+        smallest = bisect_left(cached, (size, 0))
+        if smallest < len(cached):
+            _, _, block = cached.pop(smallest)
+        else:
+            block = self._new_segment(size, pool)
         block.cached = False
         self._split(block, size)
         return block
 
     def lay_out(self, segment: Segment) -> dict[int, Block]:
-        """Take over a segment as it stands on the real device; return its blocks that storages own, by their addresses.
+        """Take over a segment as it stands on the real device, before segments are made here, which lie beyond it.
 
-        Segments that are made later lie beyond all of these.
+        Return those of its blocks that storages own, by the addresses that these tell.
         """
-        pool = (Pool.SMALL if segment.is_small else Pool.LARGE) if segment.is_open else Pool.CLOSED
-        address, previous, owned = segment.address, None, {}
-        for each in segment.blocks:
-            block = Block(address, each.size, pool, previous)
+        if not segment.is_open:
+            pool = Pool.CLOSED
+        else:
+            pool = Pool.SMALL if segment.is_small else Pool.LARGE
+        address = segment.address
+        previous: Block | None = None
+        owned: dict[int, Block] = {}
+        for real in segment.blocks:
+            block = Block(address, real.size, pool, previous)
             if previous is not None:
                 previous.next = block
             previous = block
-            if each.is_free:
+            if real.is_free:
                 self._cache(block)
-            elif each.is_owned:
-                owned[each.address] = block
-            address += each.size
+            elif real.is_owned:
+                owned[real.address] = block
+            address += real.size
         self.reserved += address - segment.address
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         self._next_address = max(self._next_address, address)
         return owned
 
     def give_back(self, block: Block) -> None:
-        """Cache a block, grown by its cached neighbours."""
+        """Put a block, merged with its free neighbours, among the free ones."""
         for neighbour in (block.previous, block.next):
             if neighbour is not None and neighbour.cached:
                 self._merge(block, neighbour)
@@ -98,12 +110,19 @@ class Allocator:
 
     def release_cached(self) -> None:
         """Give every segment without a live block back to the device."""
-        for pool, blocks in self._cached.items():
-            kept = [entry for entry in blocks if entry[2].previous or entry[2].next]
-            self.reserved -= sum(size for size, _, _ in blocks) - sum(size for size, _, _ in kept)
+        for pool, cached in self._cached.items():
+            kept = []
+            for entry in cached:
+                size, _, block = entry
+                is_whole_segment = block.previous is None and block.next is None
+                if is_whole_segment:
+                    self.reserved -= size
+                else:
+                    kept.append(entry)
             self._cached[pool] = kept
 
     def _new_segment(self, size: int, pool: Pool) -> Block:
+        """Return a new segment as one block; note where the device has no room for it."""
         nbytes = segment_size(size)
         if self.capacity is not None and not self.failed:
             if self.reserved + nbytes > self.capacity:
@@ -116,22 +135,26 @@ class Allocator:
         return block
 
     def _split(self, block: Block, size: int) -> None:
+        """Cut a block to a size; what is left of it is free."""
         remainder = block.size - size
-        if remainder < MIN_BLOCK or (
-            block.pool is Pool.LARGE and not self.cuts_to_size and remainder <= SMALL
-        ):
+        if remainder < MIN_BLOCK:
+            return
+        if remainder <= SMALL and block.pool is Pool.LARGE and not self.cuts_to_size:
             return
         rest = Block(block.address + size, remainder, block.pool, block, block.next)
         if rest.next is not None:
             rest.next.previous = rest
-        block.next, block.size = rest, size
+        block.next = rest
+        block.size = size
         self._cache(rest)
 
     def _merge(self, block: Block, neighbour: Block) -> None:
-        blocks = self._cached[neighbour.pool]
-        del blocks[bisect_left(blocks, (neighbour.size, neighbour.address))]
+        """Add a free neighbour to a block."""
+        cached = self._cached[neighbour.pool]
+        del cached[bisect_left(cached, (neighbour.size, neighbour.address))]
         if neighbour is block.previous:
-            block.address, block.previous = neighbour.address, neighbour.previous
+            block.address = neighbour.address
+            block.previous = neighbour.previous
             if block.previous is not None:
                 block.previous.next = block
         else:
@@ -146,7 +169,7 @@ class Allocator:
 
 
 _MAKE_ROOM = frozenset({"empty.memory_format", "empty_strided"})
-"""What torch calls before the kernel that the room is for."""
+"""Operators that torch calls to allocate what the kernel that follows will fill."""
 
 
 @dataclass(kw_only=True)
@@ -155,23 +178,25 @@ class FakeAccount(Account):
 
     allocator: Allocator
     preexisting: dict[int, Block] = field(default_factory=dict)
-    """Blocks that were in use before, by the address that storages there tell, until a storage claims them."""
+    """Blocks in use before the cell that no storage has claimed yet, by the addresses that storages tell."""
     traffic: int = 0
     """Bytes that were allocated in all."""
 
 
 @dataclass
 class FakeLedger(Ledger):
-    """The lives of all storages, by their numbers."""
+    """The lives of all storages, by their keys."""
 
     accounts: list[FakeAccount]
     address: int = 0
-    """Where the storage lies on the real device that is made next."""
+    """Where the storage that is made next lies on the real device."""
     _unnamed: list[Life] = field(default_factory=list)
+    """What was allocated for a kernel that has not begun yet."""
     _given: dict[int, Block] = field(default_factory=dict)
+    """The block of each storage."""
 
     def begin_operator(self, operator: str) -> None:
-        """Note which operator runs now; the blocks that were just made for it get its name."""
+        """Note which operator runs now, also as the one that asked for the blocks that were just made for it."""
         if self.unpacking:
             return
         self.operators += 1
@@ -184,16 +209,20 @@ class FakeLedger(Ledger):
     def take(self, key: int, device: int, nbytes: int) -> None:
         """Account for a new storage of at least one byte."""
         account = self.accounts[device]
-        failed = account.allocator.failed
-        if not self.unpacking:
+        had_failed = account.allocator.failed
+        block: Block | None = None
+        if self.unpacking:
+            block = account.preexisting.pop(self.address, None)
+        else:
             self.place = self.where()
-        claimed = account.preexisting.pop(self.address, None) if self.unpacking else None
-        block = self._given[key] = claimed or account.allocator.take(nbytes)
+        if block is None:
+            block = account.allocator.take(nbytes)
+        self._given[key] = block
         account.traffic += block.size
         life = self.begin(key, device, block.size)
         if self.operator in _MAKE_ROOM:
             self._unnamed.append(life)
-        if account.allocator.failed and not failed:
+        if account.allocator.failed and not had_failed:
             account.failure = Peak(account.allocated, self.time, life)
 
     def give_back(self, key: int) -> None:
@@ -203,7 +232,7 @@ class FakeLedger(Ledger):
         account.allocator.give_back(self._given.pop(key))
 
     def hold(self, device: int) -> None:
-        """Account for what was in use before and no storage has claimed: nothing of the cell's can end it."""
+        """Account for what was in use before and no storage has claimed: nothing that the cell does can free it."""
         preexisting = self.accounts[device].preexisting
         nbytes = sum(block.size for block in preexisting.values())
         preexisting.clear()

@@ -15,6 +15,7 @@ import torch
 from gpumagic.memory.allocator import rounded
 from gpumagic.worker.fake import backend
 from gpumagic.worker.fake.backend import OURS
+from gpumagic.worker.fake.calls import Given
 from gpumagic.worker.fake.reductions import ceil_div
 
 _HALVES = {torch.float16, torch.bfloat16}
@@ -148,8 +149,10 @@ def _as_bias(mask: Any, query: Any, key: Any) -> Any:
     columns = mask.shape[-1]
     missing = -columns % _MASK_ALIGNMENT
     if missing:
-        mask = torch.nn.functional.pad(mask, (0, missing))[..., :columns]
-    return mask.expand(*query.shape[:3], key.shape[2])
+        padded = torch.nn.functional.pad(mask, (0, missing))
+        mask = padded[..., :columns]
+    batch, heads, rows, _ = query.shape
+    return mask.expand(batch, heads, rows, key.shape[2])
 
 
 # ---- What the kernels allocate
@@ -160,7 +163,7 @@ def _copied(*operands: torch.Tensor) -> list[int]:
     return [operand.nbytes for operand in operands if not operand.transpose(1, 2).is_contiguous()]
 
 
-def flash(given: dict[str, Any]) -> list[int]:
+def flash(given: Given) -> list[int]:
     """Return what the flash kernel allocates in a forward pass: nothing unless several blocks share a row's keys.
 
     Each of those blocks leaves its sum and its part of the result for every query, in float32.
@@ -215,7 +218,7 @@ def _splits(row_blocks: int, key_blocks: int, room: int) -> int:
     return next(splits for splits, share in filled.items() if share >= enough)
 
 
-def flash_backward(given: dict[str, Any]) -> list[int]:
+def flash_backward(given: Given) -> list[int]:
     """Return what the flash kernel allocates in a backward pass.
 
     These are copies of operands, a sum for each query, the queries' gradient in float32, and where heads share keys,
@@ -234,7 +237,7 @@ def flash_backward(given: dict[str, Any]) -> list[int]:
     return allocated
 
 
-def efficient_backward(given: dict[str, Any]) -> list[int]:
+def efficient_backward(given: Given) -> list[int]:
     """Return what the memory-efficient kernel allocates in a backward pass.
 
     First it may copy the gradient. Then it multiplies gradient and result, and adds the products up for each query,
@@ -252,7 +255,7 @@ def efficient_backward(given: dict[str, Any]) -> list[int]:
     return _copied(given["grad_out_"]) + larger
 
 
-def _efficient_accumulators(given: dict[str, Any]) -> int:
+def _efficient_accumulators(given: Given) -> int:
     """Return the bytes in which the memory-efficient kernel accumulates the gradients of one head.
 
     The kernel's blocks are as large as the GPU's shared memory lets them be (`kernel_backward.h`).
@@ -275,7 +278,8 @@ def _efficient_accumulators(given: dict[str, Any]) -> int:
     blocks = ceil_div(rows, block_rows) * ceil_div(width, block_width)
     nbytes = blocks * (4 * block_rows * block_width + 16)
     if not keeps_keys:  # the gradients of keys and values are then accumulated in memory, too
-        splits = max(1, min(ceil_div(columns, 64), 200 // (batch * heads)))
+        splits = min(ceil_div(columns, 64), 200 // (batch * heads))
+        splits = max(1, splits)
         for padded in (rounded(width, 128), rounded(value_width, 128)):
             nbytes += splits * 4 * 64 * padded
     return nbytes

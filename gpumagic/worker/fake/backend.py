@@ -1,8 +1,8 @@
 """Makes torch believe in a device, and gives it autocast: torch's slot for out-of-tree backends, filled from Python.
 
-The guard and the hooks that torch asks are its own, written for backends in Python (torch 2.10 has them); they know
-one device, so which one is current is kept here. Backward runs in the caller's thread, where the cell's lines are
-on the stack and where torch needs no queue for each device.
+Runs in the worker's process. The guard and the hooks that torch asks are torch's own classes for backends that are
+written in Python (torch 2.10 has them). They know one device, so the current one is kept here. Backward passes run in
+the caller's thread, where the cell's lines are on the stack and where torch needs no queue for each device.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from gpumagic.simgpu._module import DeviceModule, DeviceProperties
 from gpumagic.worker.fake.allocator import FakeLedger
 
 OURS = "dryrun"
-"""The device's name where CUDA's is taken by torch's own."""
+"""The device's name where torch keeps the name that the code uses for a device of its own."""
 gpu = GPUS["A100"]
-"""What the devices are like: it decides how kernels share work out."""
+"""The GPU that the devices are: it decides how kernels share their work out."""
 
 
 class _Guard(torch._C._acc.DeviceGuard):
@@ -44,14 +44,17 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
         return True
 
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 _kept: list[object] = []
-"""What torch refers to without keeping it alive."""
+"""Objects that torch refers to without keeping them alive."""
 
 
 def register(name: str, ledger: FakeLedger) -> FakeModule:
     """Make the device torch's out-of-tree one, under a name."""
     module = FakeModule(name, ledger)
-    guard, hooks = _Guard(), _Hooks()
+    guard = _Guard()
+    hooks = _Hooks()
     _kept.extend((module, guard, hooks))
     torch.utils.rename_privateuse1_backend(name)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
@@ -60,21 +63,21 @@ def register(name: str, ledger: FakeLedger) -> FakeModule:
     torch._C._acc.register_python_privateuseone_hook(hooks)
     torch._C._acc.register_python_privateuseone_device_guard(guard)
     torch.autograd.set_multithreading_enabled(False)
+    _copy_storages_as_tensors(name)
+    return module
+
+
+def _copy_storages_as_tensors(name: str) -> None:
+    """Let storages of the device be copied, as ``copy.deepcopy`` does: torch would need an allocator in C++ for it."""
     clone = torch.UntypedStorage.clone
 
     def cloned(storage: Any) -> Any:
-        """Copy a storage, as ``copy.deepcopy`` of a tensor does: torch needs an allocator in C++ for that."""
         if storage.device.type != name:
             return clone(storage)
-        return (
-            torch.empty(0, dtype=torch.uint8, device=storage.device)
-            .set_(storage)
-            .clone()
-            .untyped_storage()
-        )
+        empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return empty.set_(storage).clone().untyped_storage()
 
     torch.UntypedStorage.clone = cloned
-    return module
 
 
 class FakeModule(DeviceModule):
@@ -84,7 +87,7 @@ class FakeModule(DeviceModule):
         super().__init__(name)
         self._ledger = ledger
         self._current = 0
-        self._generator = torch.Generator("cpu")  # of all devices: they make no numbers
+        self._generator = torch.Generator("cpu")  # one for all devices: it is asked for no numbers
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "is_built":
@@ -101,7 +104,9 @@ class FakeModule(DeviceModule):
         return self._current
 
     def exchange_device(self, index: int) -> int:
-        before, self._current = self._current, index if index >= 0 else self._current
+        before = self._current
+        if index >= 0:
+            self._current = index
         return before
 
     def figures(self, index: int) -> dict[str, int]:
@@ -119,7 +124,7 @@ class FakeModule(DeviceModule):
         self._ledger.empty_caches()
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
-        """Do nothing: the peak reported is the cell's own."""
+        """Do nothing: the peak that is reported is that of the whole cell."""
 
     reset_accumulated_memory_stats = reset_max_memory_allocated = reset_peak_memory_stats
 
@@ -127,12 +132,17 @@ class FakeModule(DeviceModule):
         return self._generator
 
     def get_device_properties(self, device: Any = None) -> DeviceProperties:
-        total = self._ledger.accounts[self.index(device)].allocator.capacity or 1 << 62
+        account = self._ledger.accounts[self.index(device)]
+        total = account.allocator.capacity or _WITHOUT_END
         return DeviceProperties(gpu.name, total, "", gpu.multiprocessors, gpu.major, gpu.minor)
 
 
+_WITHOUT_END = 1 << 62
+"""Bytes that a device has whose capacity nobody named."""
+
+
 class Stream(contextlib.nullcontext[None]):
-    """A stream or an event: what is put on it has been done, since none is concurrent here and all share one cache."""
+    """A stream or an event: what is put on it is done at once, as nothing runs concurrently here."""
 
     cuda_stream = stream_id = priority = 0
 
@@ -158,11 +168,11 @@ class Stream(contextlib.nullcontext[None]):
         return 1.0
 
 
-# ---- Autocast: torch's own lists of which operators run in which precision
+# ---- Autocast
 
-# They are those of `ATen/autocast_mode.h`, which torch gives to CUDA and to out-of-tree devices alike; an out-of-tree
-# device has to apply them itself. What torch lists for CUDA and is in none of these runs in float32; what may be told
-# the type of its result is told that.
+# Which operators run in which precision is what `ATen/autocast_mode.h` lists; an out-of-tree device has to apply it
+# itself. Operators that torch lists for CUDA and that are in none of these run in float32; those that take a dtype for
+# their result are given that.
 LOWER = """
     _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
     conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm
@@ -186,25 +196,29 @@ class Autocast:
     def __init__(self, device_type: str) -> None:
         self._type = device_type
         self._cache: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
-        rest, listed = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+        """The copies of weights, until the outermost autocast ends: by a weight's identity, the weight and its copy."""
+        rest = torch.library.Library("_", "IMPL")
+        listed = torch.library.Library("aten", "IMPL")
         _kept.extend((rest, listed))
         rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-        policies = {
+        policies: dict[str, Policy] = {
             **dict.fromkeys(LOWER.split(), self._in_lower),
             **dict.fromkeys(WIDEST.split(), self._in_widest),
             "binary_cross_entropy": _refuse,
         }
-        in_float32 = functools.partial(self._in, torch.float32)
         for registered in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"):
             namespace, _, name = registered.partition("::")
-            if namespace == "aten" and not name.startswith("cudnn"):  # torchvision has some, too
-                base, _, overload = name.partition(".")
-                op = getattr(getattr(torch.ops.aten, base), overload or "default")
-                has_dtype = any(argument.name == "dtype" for argument in op._schema.arguments)
-                policy = policies.get(name, self._to_float32 if has_dtype else in_float32)
-                listed.impl(
-                    op, functools.partial(_under_autocast, policy, op), "AutocastPrivateUse1"
-                )
+            if namespace != "aten" or name.startswith("cudnn"):  # torchvision has some, too
+                continue
+            base, _, overload = name.partition(".")
+            op = getattr(getattr(torch.ops.aten, base), overload or "default")
+            policy = policies.get(name) or self._default_policy(op)
+            kernel = functools.partial(_under_autocast, policy, op)
+            listed.impl(op, kernel, "AutocastPrivateUse1")
+        self._clear_with_torchs()
+
+    def _clear_with_torchs(self) -> None:
+        """Clear the cache whenever torch clears its own."""
         clear = torch.clear_autocast_cache
 
         def clear_autocast_cache() -> None:
@@ -213,29 +227,39 @@ class Autocast:
 
         torch.clear_autocast_cache = clear_autocast_cache
 
-    def _in_lower(self, op: Any, args: Any, kwargs: Any) -> Any:
+    # ---- Policies
+
+    def _default_policy(self, op: Any) -> Policy:
+        takes_dtype = any(argument.name == "dtype" for argument in op._schema.arguments)
+        if takes_dtype:
+            return self._to_float32
+        return functools.partial(self._in, torch.float32)
+
+    def _in_lower(self, op: Any, args: Args, kwargs: Kwargs) -> Any:
         return self._in(torch.get_autocast_dtype(self._type), op, args, kwargs)
 
-    def _in(self, dtype: torch.dtype, op: Any, args: Any, kwargs: Any) -> Any:
+    def _in(self, dtype: torch.dtype, op: Any, args: Args, kwargs: Kwargs) -> Any:
         return op(*self._cast(args, dtype), **self._cast(kwargs, dtype))
 
-    def _to_float32(self, op: Any, args: Any, kwargs: Any) -> Any:
+    def _to_float32(self, op: Any, args: Args, kwargs: Kwargs) -> Any:
         names = [argument.name for argument in op._schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
         if self._is_eligible(args[0]) and given.get("dtype") is None:
             given["dtype"] = torch.float32
         return op(**given)
 
-    def _in_widest(self, op: Any, args: Any, kwargs: Any) -> Any:
-        flat = [
-            each
-            for value in (*args, *kwargs.values())
-            for each in (value if isinstance(value, list) else [value])
-        ]
-        is_wide = any(self._is_eligible(each) and each.dtype == torch.float32 for each in flat)
-        return self._in(
-            torch.float32 if is_wide else torch.get_autocast_dtype(self._type), op, args, kwargs
-        )
+    def _in_widest(self, op: Any, args: Args, kwargs: Kwargs) -> Any:
+        dtype = torch.get_autocast_dtype(self._type)
+        for value in (*args, *kwargs.values()):
+            tensors = value if isinstance(value, list) else [value]
+            if any(self._is_wide(tensor) for tensor in tensors):
+                dtype = torch.float32
+        return self._in(dtype, op, args, kwargs)
+
+    # ---- Casts
+
+    def _is_wide(self, value: Any) -> bool:
+        return self._is_eligible(value) and value.dtype == torch.float32
 
     def _is_eligible(self, value: Any) -> bool:
         if not isinstance(value, torch.Tensor):
@@ -245,26 +269,39 @@ class Autocast:
         return bool(is_here and value.is_floating_point() and value.dtype != torch.float64)
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        """Return an argument with all tensors of the device in a dtype."""
         if isinstance(value, list | tuple):
-            return [self._cast(each, dtype) for each in value]
+            return [self._cast(item, dtype) for item in value]
         if isinstance(value, dict):
-            return {name: self._cast(each, dtype) for name, each in value.items()}
+            return {name: self._cast(item, dtype) for name, item in value.items()}
         if not self._is_eligible(value) or value.dtype == dtype:
             return value
-        is_lower = dtype != torch.float32 and value.dtype == torch.float32
-        if not (is_lower and value.requires_grad and value.is_leaf and not value._is_view()):
-            return value.to(dtype)
-        alive, made = self._cache.get(
-            id(value), (None, None)
-        )  # a weight's, until the outermost autocast ends
-        if alive is None or alive() is not value:
-            made = value.to(dtype)
-            if torch.is_autocast_cache_enabled():
-                self._cache[id(value)] = weakref.ref(value), made
-        return made
+        if dtype != torch.float32 and value.dtype == torch.float32 and _is_weight(value):
+            return self._cast_weight(value, dtype)
+        return value.to(dtype)
+
+    def _cast_weight(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        cached = self._cache.get(id(weight))
+        if cached is not None:
+            alive, copy = cached
+            if alive() is weight:
+                return copy
+        copy = weight.to(dtype)
+        if torch.is_autocast_cache_enabled():
+            self._cache[id(weight)] = (weakref.ref(weight), copy)
+        return copy
 
 
-def _under_autocast(policy: Callable[..., Any], op: Any, *args: Any, **kwargs: Any) -> Any:
+Policy = Callable[[Any, Args, Kwargs], Any]
+"""Calls an operator with its arguments in the precision that it is to run in."""
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    """Return whether torch keeps the copy of a tensor that autocast makes."""
+    return bool(tensor.requires_grad and tensor.is_leaf and not tensor._is_view())
+
+
+def _under_autocast(policy: Policy, op: Any, *args: Any, **kwargs: Any) -> Any:
     with torch._C._ExcludeDispatchKeyGuard(_BELOW):
         return policy(op, args, kwargs)
 

@@ -1,9 +1,9 @@
-"""Answers every operator on the device by shape, from torch's own meta kernels.
+"""Answers every operator on the device by shape, from torch's own meta kernels. Runs in the worker's process.
 
 torch decides above this what an operator is made of, by the same code as for a real out-of-tree device, since the
-tensors are plain ones of that device. What arrives here are the kernels. Views are made by the CPU's own kernels,
-which only touch sizes; everything else runs on meta tensors, and its results are given storages of their own.
-Operators whose results are as large as values say (masks, positions, distinct values) are in `worker/reading.py`.
+tensors are plain ones of that device. What arrives here are the kernels. Views are made by the CPU's own kernels, which
+only touch sizes; everything else runs on meta tensors, and its results are given storages of their own. Operators whose
+results are as large as values say (masks, positions, distinct values) are in `worker/reading.py`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.worker.fake import dtypes
 from gpumagic.worker.fake.allocator import FakeLedger
-from gpumagic.worker.fake.backend import FakeModule
+from gpumagic.worker.fake.backend import Args, FakeModule, Kwargs
 from gpumagic.worker.fake.calls import MOST, Call, Operands, Operator, Plan
 from gpumagic.worker.fake.scratch import as_left, is_unknown, scratch
-from gpumagic.worker.fake.storages import CPU, Form, Storages
+from gpumagic.worker.fake.storages import CPU, Form, Storages, form_of_bytes
 from gpumagic.worker.reading import FakeReading
 
 aten = torch.ops.aten
@@ -30,14 +30,14 @@ _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 VIEWS = ("as_strided", "view", "view.dtype", "_reshape_alias", "alias", "unfold", "view_as_real", "view_as_complex",
          "_conj", "_neg_view", "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor",
          "detach", "squeeze", "squeeze.dim", "squeeze.dims", "_unsafe_view", "resolve_conj", "resolve_neg")  # fmt: skip
-"""Kernels of the CPU's that look at sizes only and give a view of the tensor they get."""
+"""Kernels of the CPU's that look at sizes only and return a view of the tensor that they get."""
 
 _FINITE = "gradients are taken to be finite, so that a gradient scaler steps"
 WHOLE = ("record_stream", "equal", "convolution_overrideable", "convolution_backward_overrideable", "native_layer_norm",
          "native_group_norm", "_fused_rms_norm", "native_channel_shuffle", "silu_backward", "mish_backward", "all.dims",
          "all.dims_out", "any.dims", "any.dims_out", "linalg__powsum", "conj_physical_", "addr", "mode.values",
          "_linalg_solve_ex", "index.Tensor", "mse_loss", "smooth_l1_loss")  # fmt: skip
-"""Operators that devices run as one kernel and that torch would else take apart."""
+"""Operators that devices run as one kernel and that torch would otherwise take apart."""
 
 
 class Operators:
@@ -46,7 +46,7 @@ class Operators:
     Args:
         module: knows the current device.
         storages: makes storages.
-        ledger: is told which operator runs.
+        ledger: notes which operator runs.
         contents: knows small values.
         assume: called with a sentence for each thing that is assumed.
         is_cuda: whether the device stands for CUDA's.
@@ -67,6 +67,8 @@ class Operators:
         self._ledger = ledger
         self._contents = contents
         self._name = torch._C._get_privateuse1_backend_name()
+        self._convolve = self._kernel_by_shape(Operator(aten.convolution.default))
+        self._convolve_back = self._kernel_by_shape(Operator(aten.convolution_backward.default))
         self._special: dict[str, Callable[..., Any]] = {
             "aten::empty.memory_format": self._empty,
             "aten::empty_strided": self._empty_strided,
@@ -77,9 +79,8 @@ class Operators:
             "aten::resize_": self._resize,
             "aten::set_": lambda tensor: self._resize(tensor, (0,)),
             "aten::record_stream": lambda *_: None,
-            "aten::_fused_sdp_choice": (lambda *_, **__: 0)
-            if is_cuda
-            else attention,  # `names` has chosen
+            # For CUDA, `names` has chosen already.
+            "aten::_fused_sdp_choice": _composite_attention if is_cuda else attention,
             "aten::_thnn_fused_gru_cell": gru_cell,
             "aten::_thnn_fused_gru_cell_backward": gru_cell_backward,
             "aten::_thnn_fused_lstm_cell": lstm_cell,
@@ -87,58 +88,58 @@ class Operators:
             "aten::masked_select": contents.masked,
             "aten::_unique2": contents.unique,
             "aten::_amp_foreach_non_finite_check_and_unscale_": lambda *_: assume(_FINITE),
-            "aten::convolution_overrideable": functools.partial(
-                self._by_shape, Operator(aten.convolution.default)
-            ),
+            "aten::convolution_overrideable": self._convolve,
             "aten::convolution_backward_overrideable": self._convolution_backward,
         }
-        self._convolving_back = functools.partial(
-            self._by_shape, Operator(aten.convolution_backward.default)
-        )
-        self._everything = torch.library.Library("_", "IMPL")
-        self._each = torch.library.Library("aten", "IMPL")
+        """Operators that are answered in another way than by shape."""
+        self._every_operator = torch.library.Library("_", "IMPL")
+        self._by_name = torch.library.Library("aten", "IMPL")
         self._one_at_a_time = threading.RLock()  # of the cell's threads
         self.seen: set[str] = set()
         """The operators that were answered."""
         self.is_running = False
-        """Whether an operator runs, whose blocks are not all accounted for."""
+        """Whether an operator runs, of which not all blocks are accounted for yet."""
         self.give_up: Callable[[Exception], None] = lambda _: None
         """Called before a kernel's error leaves into a backward pass, where torch's guard would end the process."""
-        self._everything.fallback(self._fallback, "PrivateUse1")
+        self._every_operator.fallback(self._fallback, "PrivateUse1")
         for operator in taken_apart():
-            self._kernel(operator)
-        for lazy in (
-            "Conjugate",
-            "Negative",
-        ):  # which torch resolves by copying: the copy must take them as they are
-            self._each.impl("_copy_from", torch.library.fallthrough_kernel, lazy)
+            self._register(operator)
+        # torch resolves lazy conjugates and negatives by copying: the copy has to take them as they are.
+        for lazy in ("Conjugate", "Negative"):
+            self._by_name.impl("_copy_from", torch.library.fallthrough_kernel, lazy)
 
     def unknown(self) -> list[str]:
-        """Return the operators that were answered and of which CUDA's kernels have more than is known."""
-        found = {
-            name.partition(".")[0].removesuffix("_overrideable")
-            for name in self.seen
-            if is_unknown(name)
-        }
-        return sorted(found) if self._is_cuda else []
+        """Return the operators that were answered and of which it is not known what CUDA's kernels allocate."""
+        if not self._is_cuda:
+            return []
+        names = set()
+        for name in self.seen:
+            if is_unknown(name):
+                base, _, _ = name.partition(".")
+                names.add(base.removesuffix("_overrideable"))
+        return sorted(names)
 
     def _fallback(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Answer an operator for the first time; from then on torch finds its kernel, which is quicker."""
         if op.namespace not in {"aten", "prims"}:
             raise CannotDryRun(f"it calls {op._name}, an operator whose memory is not known")
-        return self._kernel(Operator(op))(*args, **kwargs)
+        kernel = self._register(Operator(op))
+        return kernel(*args, **kwargs)
 
-    def _kernel(self, operator: Operator) -> Callable[..., Any]:
-        """Return the kernel of an operator, which is registered then."""
-        special = self._special.get(operator.op._name) or functools.partial(
-            self._by_shape, operator
-        )
+    def _register(self, operator: Operator) -> Callable[..., Any]:
+        """Register the kernel of an operator, and return it."""
+        op = operator.op
         if operator.name in VIEWS:
-            special = functools.partial(operator.op.redispatch, CPU)
-        kernel = functools.partial(self._answer, operator.name, special)
-        if operator.op.namespace == "aten":
-            self._each.m.impl(operator.name, "PrivateUse1", kernel, False)
+            answer: Callable[..., Any] = functools.partial(op.redispatch, CPU)
+        else:
+            answer = self._special.get(op._name) or self._kernel_by_shape(operator)
+        kernel = functools.partial(self._answer, operator.name, answer)
+        if op.namespace == "aten":
+            self._by_name.m.impl(operator.name, "PrivateUse1", kernel, False)
         return kernel
+
+    def _kernel_by_shape(self, operator: Operator) -> Callable[..., Any]:
+        return functools.partial(self._by_shape, operator)
 
     def _answer(self, name: str, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._one_at_a_time, torch._C.DisableTorchFunction():
@@ -179,28 +180,26 @@ class Operators:
         dtype: torch.dtype | None,
         device: torch.device | None,
     ) -> Any:
-        return self._storages.make(
-            _form(size, how, dtype or torch.get_default_dtype(), self._device(device))
-        )
+        form = _form(size, how, dtype or torch.get_default_dtype(), self._device(device))
+        return self._storages.make(form)
 
     def _resize(self, tensor: torch.Tensor, size: Any, memory_format: Any = None) -> torch.Tensor:
         self._fit(tensor, torch.empty(size, dtype=tensor.dtype, device="meta"))
         return tensor
 
     def _fit(self, tensor: torch.Tensor, shape: torch.Tensor) -> None:
-        """Give a tensor another size, and a larger storage if it needs one."""
+        """Give a tensor the size and strides of another, and a larger storage if it needs one."""
+        size = shape.shape
+        stride = shape.stride()
+        offset = tensor.storage_offset()
         needed = shape.untyped_storage().nbytes()
         if needed <= self._storages.nbytes_of(tensor):
-            aten.as_strided_.default.redispatch(
-                CPU, tensor, shape.shape, shape.stride(), tensor.storage_offset()
-            )
+            aten.as_strided_.default.redispatch(CPU, tensor, size, stride, offset)
             return
         self._ledger.operator = "resize_"
-        storage = self._storages.make(
-            Form((needed,), (1,), torch.uint8, tensor.device.index)
-        ).untyped_storage()
+        made = self._storages.make(form_of_bytes(needed, tensor.device.index))
         aten.set_.source_Storage_storage_offset.redispatch(
-            CPU, tensor, storage, tensor.storage_offset(), shape.shape, shape.stride()
+            CPU, tensor, made.untyped_storage(), offset, size, stride
         )
 
     # ---- Copies
@@ -208,9 +207,10 @@ class Operators:
     def _copy_from(
         self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
     ) -> torch.Tensor:
-        (self._contents.copy if target.device.type == self._name else self._contents.fetch)(
-            source, target
-        )
+        if target.device.type == self._name:
+            self._contents.copy(source, target)
+        else:
+            self._contents.fetch(source, target)
         return target
 
     def _copy_from_and_resize(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -220,6 +220,7 @@ class Operators:
     # ---- Kernels by shape
 
     def _by_shape(self, operator: Operator, *args: Any, **kwargs: Any) -> Any:
+        """Answer a call by the plan that an earlier call of the same metadata made, or make one."""
         operands = Operands(operator, self._storages.nbytes, args, kwargs)
         plan = operator.plans.get(operands.key)
         if plan is None:
@@ -231,50 +232,60 @@ class Operators:
         return result
 
     def _by_meta_kernel(
-        self, operator: Operator, operands: Operands, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, operator: Operator, operands: Operands, args: Args, kwargs: Kwargs
     ) -> Any:
+        """Answer a call of metadata that was not seen yet, and keep how for the next one where it will be alike."""
         op = operator.op
         call = Call(op, args, kwargs, self._name)
         dtypes.refuse(call, self._is_cuda)
-        is_like_others = True
+        is_repeatable = True
         """Whether another call of the same metadata does the same."""
         fills = self._is_cuda and call.fills_by_mask()
         if call.is_indexing and not fills:
-            indices, before = (
-                self._contents.indices(call, torch.device(self._name, call.device)),
-                call.given["indices"],
-            )
-            is_like_others = len(indices) == len(before) and all(
-                a is b for a, b in zip(indices, before, strict=True)
-            )
-            call.given["indices"] = indices
-        device = call.device if call.device is not None else self._device(call.given.get("device"))
+            is_repeatable = self._take_indices(call)
+        device = call.device
+        if device is None:
+            device = self._device(call.given.get("device"))
         if fills:
             returned = args[0]
         else:
-            returned = as_left(call, call.on_meta()) if self._is_cuda else call.on_meta()
+            returned = call.on_meta()
+            if self._is_cuda:
+                returned = as_left(call, returned)
             for tensor, twin in call.written():
                 if twin.shape != tensor.shape or twin.stride() != tensor.stride():
                     self._fit(tensor, twin)
-                    is_like_others = False
-        plan = Plan(call, operands, returned, device, scratch(call) if self._is_cuda else ())
+                    is_repeatable = False
+        allocated = scratch(call) if self._is_cuda else ()
+        plan = Plan(call, operands, returned, device, allocated)
         result = plan.result(operands.tensors, self._storages)
         self._contents.known.follow(op, args, kwargs, result)
-        if is_like_others:
-            if len(operator.plans) >= MOST:  # it is called with ever other sizes
+        if is_repeatable:
+            if len(operator.plans) >= MOST:  # each call has other sizes
                 operator.plans.clear()
             operator.plans[operands.key] = plan
         return result
 
-    def _convolution_backward(self, grad: Any, images: Any, weight: Any, *how: Any) -> Any:
-        is_transposed, groups = how[3], how[5]
-        channels = [weight.shape[1] * groups if is_transposed else weight.shape[0]]
-        return self._convolving_back(grad, images, weight, channels, *how)
+    def _take_indices(self, call: Call) -> bool:
+        """Give a call its indices on the device, masks as positions; return whether they are those that it had."""
+        before = call.given["indices"]
+        indices = self._contents.indices(call, torch.device(self._name, call.device))
+        call.given["indices"] = indices
+        if len(indices) != len(before):
+            return False
+        return all(index is original for index, original in zip(indices, before, strict=True))
+
+    def _convolution_backward(self, grad: Any, images: Any, weight: Any, *settings: Any) -> Any:
+        _stride, _padding, _dilation, is_transposed, _output_padding, groups, *_ = settings
+        channels = weight.shape[0]
+        if is_transposed:
+            channels = weight.shape[1] * groups
+        return self._convolve_back(grad, images, weight, [channels], *settings)
 
 
 @functools.cache
 def _form(size: tuple[int, ...], how: Any, dtype: torch.dtype, device: int) -> Form:
-    """Return what an empty tensor looks like, by its strides or its memory format."""
+    """Return what an empty tensor looks like, by its strides or by its memory format."""
     if isinstance(how, tuple):
         return Form(size, how, dtype, device)
     shape = torch.empty(size, dtype=dtype, device="meta", memory_format=how)
@@ -283,35 +294,47 @@ def _form(size: tuple[int, ...], how: Any, dtype: torch.dtype, device: int) -> F
 
 @functools.cache
 def taken_apart() -> list[Operator]:
-    """Return the operators that a device runs as one kernel and that torch would call as "make room", "fill it".
+    """Return the operators that a device runs as one kernel and that torch would split into several.
 
     It takes a tenth of a second, once: dry runs find them in the process that they are forked from.
     """
     made_by_torch = torch._C._dispatch_get_registrations_for_dispatch_key(
         "CompositeExplicitAutogradNonFunctional"
     )
-    names = {
-        name for name in WHOLE if hasattr(aten, name.partition(".")[0])
-    }  # not all are in every torch
+    names = set()
+    for name in WHOLE:
+        base, _, _ = name.partition(".")
+        if hasattr(aten, base):  # not every torch has all of them
+            names.add(name)
     for name in made_by_torch:
         if name.startswith("aten::") and "linalg" not in name and _has_kernel(name, "CPU"):
             names.add(name.removeprefix("aten::"))
-    split = (name.partition(".") for name in sorted(names))
-    return [
-        Operator(getattr(getattr(aten, base), overload or "default")) for base, _, overload in split
-    ]
+    operators = []
+    for name in sorted(names):
+        base, _, overload = name.partition(".")
+        op = getattr(getattr(aten, base), overload or "default")
+        operators.append(Operator(op))
+    return operators
+
+
+def _composite_attention(*_: Any, **__: Any) -> int:
+    """Return torch's number for attention that is computed in steps."""
+    return 0
 
 
 def gru_cell(_input_gates: Any, _hidden_gates: Any, hx: Any, *_: Any) -> tuple[Any, ...]:
     """Return the new state and what backward needs."""
-    return torch.empty_like(hx), hx.new_empty(hx.shape[0], 5 * hx.shape[1])
+    rows, columns = hx.shape
+    return torch.empty_like(hx), hx.new_empty(rows, 5 * columns)
 
 
 def gru_cell_backward(grad: Any, _workspace: Any, has_bias: bool) -> tuple[Any, ...]:
     """Return the gradients of gates, state and biases."""
     rows, columns = grad.shape
     gates = [grad.new_empty(rows, 3 * columns) for _ in range(2)]
-    biases = [grad.new_empty(3 * columns) if has_bias else None for _ in range(2)]
+    biases = [None, None]
+    if has_bias:
+        biases = [grad.new_empty(3 * columns) for _ in range(2)]
     return (*gates, torch.empty_like(grad), *biases)
 
 
@@ -321,16 +344,17 @@ def lstm_cell(input_gates: Any, _hidden_gates: Any, cx: Any, *_: Any) -> tuple[A
 
 
 def attention(*args: Any, **kwargs: Any) -> int:
-    """Let the CPU's kernel choose, which reads sizes only: tensors never written to cost no memory."""
+    """Return the kernel that the CPU chooses for attention; it reads sizes only."""
+    on_host = [_like_on_host(value) for value in args]
+    named_on_host = {name: _like_on_host(value) for name, value in kwargs.items()}
+    return int(torch._fused_sdp_choice(*on_host, **named_on_host))
 
-    def host(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-        return made.requires_grad_(value.requires_grad)
 
-    return int(
-        torch._fused_sdp_choice(
-            *map(host, args), **{name: host(value) for name, value in kwargs.items()}
-        )
-    )
+def _like_on_host(value: Any) -> Any:
+    """Return a tensor of the same size on the host, which costs no memory as nothing is written to it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    size = value.shape
+    stride = value.stride()
+    made = torch.empty_strided(size, stride, dtype=value.dtype, device="cpu")
+    return made.requires_grad_(value.requires_grad)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from enum import Enum, auto
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
 from gpumagic.worker.fake import backend
+from gpumagic.worker.fake.calls import Given
 
 _VECTOR = 4
 """Neighbouring elements that a thread reads at once."""
@@ -55,7 +57,7 @@ def ceil_div(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
-def allocated_by(name: str, given: dict[str, Any]) -> list[int]:
+def allocated_by(name: str, given: Given) -> list[int]:
     """Return the bytes of each block that a reduction allocates for itself.
 
     Args:
@@ -68,19 +70,19 @@ def allocated_by(name: str, given: dict[str, Any]) -> list[int]:
     dtype = _reads_as(name, whole.dtype, given.get("dtype"))
     if dtype == whole.dtype:
         copied = []
-        steps = whole.stride()
+        strides = whole.stride()
         offset = whole.storage_offset()
     else:
         copied = [whole.numel() * dtype.itemsize]
-        steps = _contiguous_strides(whole.shape)
+        strides = _contiguous_strides(whole.shape)
         offset = 0
     dims = _reduced_dims(given.get("dim"), whole.dim())
     reduced: Walk = []
     kept: Walk = []
     for dim in range(whole.dim()):
         walk = reduced if dim in dims else kept
-        walk.append((whole.shape[dim], steps[dim]))
-    reduced.sort(key=_stride_of)
+        walk.append(Dimension(whole.shape[dim], strides[dim]))
+    reduced.sort(key=attrgetter("stride"))
     kept.reverse()
     size = _partial_size(name, dtype, has_dim="dim" in given)
     return copied + _partial_results(_merged(reduced), _merged(kept), size, offset)
@@ -128,35 +130,43 @@ def _reduced_dims(dim: Any, number: int) -> set[int]:
 
 
 def _contiguous_strides(shape: torch.Size) -> list[int]:
-    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    strides = []
+    stride = 1
+    for extent in reversed(shape):
+        strides.append(stride)
+        stride *= extent
+    strides.reverse()
+    return strides
 
 
 # ---- How the kernel shares the work out
 
-Walk = list[tuple[int, int]]
-"""The dimensions that a kernel goes through, the innermost first: each with its extent and its stride."""
+
+class Dimension(NamedTuple):
+    """A dimension that a kernel goes through."""
+
+    extent: int
+    stride: int
 
 
-def _stride_of(dimension: tuple[int, int]) -> int:
-    return dimension[1]
+Walk = list[Dimension]
+"""The dimensions that a kernel goes through, the innermost first."""
 
 
 def _merged(walk: Walk) -> Walk:
     """Return a walk in which dimensions that lie one after the other in memory are one, and those of extent 1 none."""
     merged: Walk = []
-    for extent, stride in walk:
-        if merged:
-            inner_extent, inner_stride = merged[-1]
-            if inner_extent * inner_stride == stride:
-                merged[-1] = (inner_extent * extent, inner_stride)
-                continue
-        if extent != 1:
-            merged.append((extent, stride))
+    for outer in walk:
+        inner = merged[-1] if merged else None
+        if inner is not None and inner.extent * inner.stride == outer.stride:
+            merged[-1] = Dimension(inner.extent * outer.extent, inner.stride)
+        elif outer.extent != 1:
+            merged.append(outer)
     return merged
 
 
 def _elements(walk: Walk) -> int:
-    return math.prod(extent for extent, _ in walk)
+    return math.prod(dimension.extent for dimension in walk)
 
 
 def _partial_results(reduced: Walk, kept: Walk, size: int, offset: int) -> list[int]:
@@ -172,15 +182,14 @@ def _partial_results(reduced: Walk, kept: Walk, size: int, offset: int) -> list[
     """
     inputs = _elements(reduced)
     outputs = _elements(kept)
-    reduces_rows = not kept or (bool(reduced) and reduced[0][1] < kept[0][1])
-    """Whether neighbours in memory are added up; else they are neighbours in the result, too."""
+    reduces_rows = _reduces_rows(reduced, kept)
     vector = 1
     """Neighbouring outputs that a thread works on."""
     if reduces_rows:
         across = inputs
         down = outputs
-        is_one_row = len(reduced) == 1 and reduced[0][1] == 1
-        if is_one_row and across >= 128:
+        is_contiguous = len(reduced) == 1 and reduced[0].stride == 1
+        if is_contiguous and across >= 128:
             across //= _VECTOR
     else:
         across = outputs
@@ -210,13 +219,22 @@ def _partial_results(reduced: Walk, kept: Walk, size: int, offset: int) -> list[
     return [partials, 4 * grid]
 
 
+def _reduces_rows(reduced: Walk, kept: Walk) -> bool:
+    """Return whether neighbours in memory are added up; else they are neighbours in the result, too."""
+    if not kept:
+        return True
+    if not reduced:
+        return False
+    return reduced[0].stride < kept[0].stride
+
+
 def _output_vector(reduced: Walk, kept: Walk, offset: int) -> int:
     """Return how many neighbouring outputs a thread works on, which extents, strides and the offset have to allow."""
-    extent, stride = kept[0]
-    if stride != 1:
+    innermost, *others = kept
+    if innermost.stride != 1:
         return 1
-    outer_strides = [outer for _, outer in (*reduced, *kept[1:])]
-    return math.gcd(_VECTOR, offset, extent, *outer_strides)
+    strides = [dimension.stride for dimension in (*reduced, *others)]
+    return math.gcd(_VECTOR, offset, innermost.extent, *strides)
 
 
 def _block(across: int, down: int, most: int) -> tuple[int, int]:

@@ -18,11 +18,9 @@ from torch._prims_common import suggest_memory_format
 
 from gpumagic.memory.allocator import rounded
 from gpumagic.worker.fake import attention, backend, reductions
-from gpumagic.worker.fake.calls import Call
+from gpumagic.worker.fake.calls import Call, Given
 from gpumagic.worker.fake.reductions import PARTIALS
 
-Given = dict[str, Any]
-"""A call's arguments by name."""
 Rule = Callable[[Given], list[int]]
 """Returns the bytes of each block that a kernel allocates for itself."""
 is_unknown = re.compile(
@@ -136,7 +134,9 @@ def _copied_complex(given: Given) -> list[int]:
 def _rolled(given: Given) -> list[int]:
     """Return the bytes of what is rolled along one dimension after the other, of which two are held at most."""
     whole = given["self"]
-    copies = max(len(given["shifts"]) - 1, int(not whole.is_contiguous()))
+    copies = len(given["shifts"]) - 1
+    if not copies and not whole.is_contiguous():
+        copies = 1
     return [whole.nbytes] * min(copies, 2)
 
 
@@ -204,8 +204,11 @@ def _group_norm_backward(given: Given) -> list[int]:
 
 def _group_norm_sizes(given: Given) -> tuple[int, int]:
     """Return the bytes of a number for each channel, and for each group, of each image."""
+    images = given["N"]
     size = max(4, given["input"].dtype.itemsize)
-    return given["N"] * given["C"] * size, given["N"] * given["group"] * size
+    of_channels = images * given["C"] * size
+    of_groups = images * given["group"] * size
+    return of_channels, of_groups
 
 
 def _scales_channels(given: Given) -> bool:
@@ -404,15 +407,18 @@ def _cumulative(given: Given) -> list[int]:
     The partial sums are told a little too high.
     """
     values = given["self"]
-    is_integral = not (values.is_floating_point() or values.is_complex())
-    dtype: torch.dtype = given.get("dtype") or (torch.int64 if is_integral else values.dtype)
+    dtype: torch.dtype | None = given.get("dtype")
+    if dtype is None:
+        is_fractional = values.is_floating_point() or values.is_complex()
+        dtype = values.dtype if is_fractional else torch.int64
     whole = values.numel() * dtype.itemsize
     allocated = []
     if dtype != values.dtype:
         allocated.append(whole)
     if not values.is_contiguous():
         allocated.append(whole)
-    if values.dim() and values.numel() == values.shape[given["dim"]]:
+    has_one_row = values.dim() > 0 and values.shape[given["dim"]] == values.numel()
+    if has_one_row:
         allocated.append(whole * dtype.itemsize // 3584 + 1280)
     return allocated
 

@@ -1,11 +1,11 @@
-"""Storages with a device and a size and no bytes behind them, made without a compiler.
+"""Storages with a device and a size and no bytes behind them, made without a compiler. Runs in the worker's process.
 
-torch builds a plain tensor of any device over foreign memory from a DLPack capsule. The memory here is an address
-that nothing ever reads. Plain tensors matter: code that asks for `type(p)` must get the answer it gets on the real
-device, and torch adds gradients in place only where nothing else refers to a tensor or its storage, a Python object
-of it included. So no Python object of a storage is ever made, and its end is not told by a weak reference: torch
-calls the capsule's deleter, which is C's own ``time``. It needs no Python, which must not run while an exception
-unwinds, and writes the time of day to the address that it is given. Who asks afterwards sees that.
+torch builds a plain tensor of any device over foreign memory from a DLPack capsule. The memory here is an address that
+nothing ever reads. Plain tensors matter: code that asks for `type(p)` must get the answer that it gets on the real
+device, and torch adds gradients in place only where nothing else refers to a tensor or its storage, a Python object of
+it included. So no Python object of a storage is ever made, and its end is not told by a weak reference: torch calls the
+capsule's deleter, which here is C's own ``time``. That needs no Python, which must not run while an exception unwinds.
+It writes the time of day to the address that it is given, a mark that `Storages.settle` looks for.
 
 That is safe: torch finds the deleter in the capsule's description, 64 bytes of a page that is never freed, and hands
 it the address of these. Nobody reads the first eight of them once the tensor is made: torch has copied the address
@@ -26,18 +26,22 @@ import torch
 from torch._C import DispatchKey, DispatchKeySet
 
 SPACING = 1 << 40
-"""Addresses of two storages do not overlap."""
+"""Bytes from one storage's address to the next one's, so that no two overlap. A storage's key is address // SPACING."""
 CPU = DispatchKeySet(DispatchKey.CPU)
 _EXTENSION_DEVICE = 12  # DLPack's kDLExtDev, which torch reads as PrivateUse1
 _ADDRESS = struct.Struct("<Q")
 _REST = struct.Struct("<iiiBBHQQQQQ")
 """What follows the address in DLPack's description of a tensor: device, dimensions, type, sizes, strides, deleter."""
 _SIZE = _ADDRESS.size + _REST.size
+"""Bytes of a description."""
 _ON_A_PAGE = 256
-_UNMARKED, _NOWHERE = bytes(_ON_A_PAGE), bytes(_ADDRESS.size)
+"""Descriptions on a page."""
+_NOWHERE = bytes(_ADDRESS.size)
+"""The address in a description whose storage has no mark: torch has read it, and asks no more."""
 _MARK = 3
-"""Which byte of the address is never zero in a time of day."""
-_marked = re.compile(rb"[^\0]").finditer
+"""The place of a byte of the address that is not zero once a time of day stands there."""
+_UNMARKED = bytes(_ON_A_PAGE)
+_find_marks = re.compile(rb"[^\0]").finditer
 _KEPT: list[bytearray] = []
 """The memory of all pages: a tensor may outlive those who made it, and at its end torch reads and writes there."""
 
@@ -111,37 +115,51 @@ class Form:
         self.device = device
         self.nbytes = needed if nbytes is None else nbytes
         self.view: tuple[torch.dtype, Sequence[int], Sequence[int]] | None = None
+        """What the tensor is a view as of its storage, where DLPack cannot describe it."""
         if dtype not in _CODES or needed != self.nbytes:
-            self.view = dtype, size, stride
-            size, stride, dtype = (self.nbytes,), (1,), torch.uint8
-        self._arrays = (ctypes.c_int64 * len(size))(*size), (ctypes.c_int64 * len(size))(*stride)
+            self.view = (dtype, size, stride)
+            dtype = torch.uint8
+            size = (self.nbytes,)
+            stride = (1,)
+        array = ctypes.c_int64 * len(size)
+        sizes = array(*size)
+        strides = array(*stride)
+        self._arrays = (sizes, strides)  # which keeps them alive: torch reads them at each tensor
         self.rest = _REST.pack(
             _EXTENSION_DEVICE,
             device,
             len(size),
             _CODES[dtype],
             8 * dtype.itemsize,
-            1,
-            *map(ctypes.addressof, self._arrays),
-            0,
-            0,
+            1,  # lanes of a vector type
+            ctypes.addressof(sizes),
+            ctypes.addressof(strides),
+            0,  # where in the memory it begins
+            0,  # who made it
             _LEAVE_A_MARK,
         )
 
 
+def form_of_bytes(nbytes: int, device: int) -> Form:
+    """Return the form of a storage that is nobody's tensor yet."""
+    return Form((nbytes,), (1,), torch.uint8, device)
+
+
 class Storages:
-    """Makes storages, and tells when one is born and when it dies.
+    """Makes storages, and says when one begins and when it has ended.
 
     Args:
-        born: called with the storage's key, device index and bytes.
-        died: called with the key.
+        on_begin: called with a storage's key, device index and bytes.
+        on_end: called with the key.
     """
 
-    def __init__(self, born: Callable[[int, int, int], None], died: Callable[[int], None]) -> None:
-        self._born = born
-        self._died = died
+    def __init__(
+        self, on_begin: Callable[[int, int, int], None], on_end: Callable[[int], None]
+    ) -> None:
+        self._on_begin = on_begin
+        self._on_end = on_end
         self.nbytes: dict[int, int] = {}
-        """Of the storages that are alive, by their keys."""
+        """The bytes of each storage that is alive and has some, by its key."""
         self._count = 0
         self._pages: list[_Page] = []
 
@@ -151,7 +169,7 @@ class Storages:
         self._count += 1
         key = self._count
         if form.nbytes:
-            self._born(key, form.device, form.nbytes)
+            self._on_begin(key, form.device, form.nbytes)
             self.nbytes[key] = form.nbytes
         for page in self._pages:
             if page.free:
@@ -160,21 +178,23 @@ class Storages:
             page = _Page()
             self._pages.append(page)
         made = page.make(key, form.rest)
-        return made if form.view is None else as_view(made, *form.view, 0)
+        if form.view is None:
+            return made
+        return as_view(made, *form.view, 0)
 
     def nbytes_of(self, tensor: torch.Tensor) -> int:
-        """Return the bytes of a tensor of the dry run's whole storage."""
+        """Return the bytes of the whole storage of a tensor of the dry run's."""
         return self.nbytes.get(key_of(tensor), 0)
 
     def settle(self) -> None:
-        """Tell of the storages that have died since."""
+        """Say which storages have ended since."""
         for page in self._pages:
             marks = page.memory[_MARK::_SIZE]
             if marks != _UNMARKED:
-                for mark in _marked(marks):
+                for mark in _find_marks(marks):
                     key = page.end(mark.start())
                     if self.nbytes.pop(key, 0):
-                        self._died(key)
+                        self._on_end(key)
 
 
 class _Page:
@@ -184,24 +204,27 @@ class _Page:
         self.memory = bytearray(_ON_A_PAGE * _SIZE)
         _KEPT.append(self.memory)
         self.free = list(range(_ON_A_PAGE))
+        """The places of descriptions that are not in use."""
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self._keys = [0] * _ON_A_PAGE
 
     def make(self, key: int, rest: bytes) -> torch.Tensor:
-        at = self.free.pop()
-        self._keys[at] = key
-        place = at * _SIZE
-        self.memory[place : place + _SIZE] = _ADDRESS.pack(key * SPACING) + rest
-        made: torch.Tensor = torch._C._from_dlpack(_capsule(self._start + place, b"dltensor", None))
-        self.memory[place : place + _ADDRESS.size] = _NOWHERE
+        """Return a tensor over a new storage, from its key and what follows the address in its description."""
+        place = self.free.pop()
+        self._keys[place] = key
+        offset = place * _SIZE
+        self.memory[offset : offset + _SIZE] = _ADDRESS.pack(key * SPACING) + rest
+        capsule = _capsule(self._start + offset, b"dltensor", None)
+        made: torch.Tensor = torch._C._from_dlpack(capsule)
+        self.memory[offset : offset + _ADDRESS.size] = _NOWHERE
         return made
 
-    def end(self, at: int) -> int:
-        """Return the key of a storage that has ended, and take its place for another."""
-        place = at * _SIZE
-        self.memory[place : place + _ADDRESS.size] = _NOWHERE
-        self.free.append(at)
-        return self._keys[at]
+    def end(self, place: int) -> int:
+        """Return the key of the storage there, which has ended, and free its place."""
+        offset = place * _SIZE
+        self.memory[offset : offset + _ADDRESS.size] = _NOWHERE
+        self.free.append(place)
+        return self._keys[place]
 
 
 def as_view(
@@ -209,9 +232,10 @@ def as_view(
 ) -> torch.Tensor:
     """Return another tensor over a tensor's storage."""
     aten = torch.ops.aten
-    flat = aten.view.dtype.redispatch(CPU, owner, dtype) if owner.dtype != dtype else owner
-    made: torch.Tensor = aten.as_strided.default.redispatch(CPU, flat, size, stride, offset)
-    return made
+    if owner.dtype != dtype:
+        owner = aten.view.dtype.redispatch(CPU, owner, dtype)
+    view: torch.Tensor = aten.as_strided.default.redispatch(CPU, owner, size, stride, offset)
+    return view
 
 
 def key_of(tensor: torch.Tensor) -> int:
@@ -220,7 +244,10 @@ def key_of(tensor: torch.Tensor) -> int:
 
 
 def span(size: Sequence[int], stride: Sequence[int]) -> int:
-    """Return how many elements a tensor's first and last are apart, both counted; 0 for an empty one."""
+    """Return how many elements lie from a tensor's first to its last, both included; 0 for an empty one."""
     if 0 in size:
         return 0
-    return 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
+    steps = 0
+    for extent, step in zip(size, stride, strict=True):
+        steps += (extent - 1) * step
+    return 1 + steps
