@@ -18,9 +18,9 @@ PACKAGE = Path(gpumagic.__file__).parent
 HEAVY = {"torch", "pandas", "pynvml", "numpy", "matplotlib"}
 
 RANKS = (
-    "errors", "_compat", "compiled", "report", "source", "memory", "options", "heap", "simgpu", "fakecuda", "notebook",
-    "gpus", "tensors", "transfers", "dryrun", "worker", "advice", "oom", "cluster", "api", "magics", "extension",
-    "__main__", "",
+    "errors", "_compat", "backends", "compiled", "report", "source", "memory", "options", "heap", "simgpu", "fakecuda",
+    "notebook", "gpus", "tensors", "transfers", "dryrun", "worker", "advice", "oom", "cluster", "api", "magics",
+    "extension", "__main__", "",
 )  # fmt: skip
 """The layers, from what knows nothing of the others to what knows all: nothing imports from a later one."""
 FEATURES = {

@@ -7,6 +7,7 @@ import os
 import random
 import sys
 
+from gpumagic.backends import backend_named
 from gpumagic.dryrun import payload, wire
 from gpumagic.dryrun.script import Script
 from gpumagic.dryrun.targets import Target
@@ -87,7 +88,7 @@ def _devices(packed: payload.Payload, target: Target) -> wire.Devices:
         base=base,
         segments=target.segments,
         workspaces=workspaces,
-        cuts_to_size=target.backend == "simgpu",
+        cuts_to_size=backend_named(target.backend).is_simulated,
     )
 
 

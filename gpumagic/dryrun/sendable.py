@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gpumagic._compat import torch_private
+from gpumagic.backends import IN_TREE
 from gpumagic.dryrun import parts
 from gpumagic.heap.storages import plain, undisturbed
 
@@ -29,7 +30,7 @@ def _cell(cell: types.CellType) -> Any:
 
 def _is_general(obj: Any) -> bool:
     """Return whether a stream or an event is torch's of any accelerator, of one that has no class of its own."""
-    return type(obj).__module__ == "torch" and obj.device.type not in {"cuda", "xpu", "mps"}
+    return type(obj).__module__ == "torch" and obj.device.type not in IN_TREE
 
 
 def _stream(stream: Any) -> Any:

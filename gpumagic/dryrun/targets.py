@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from gpumagic import fakecuda
 from gpumagic._compat import torch_private
+from gpumagic.backends import IN_TREE, backend_named
 from gpumagic.errors import DryRunUnavailable, FakecudaUnavailable, OptionError
 from gpumagic.memory import allocator, devices, presets, segments
 from gpumagic.memory.devices import Device
@@ -113,7 +114,11 @@ def choose(
                 "there is no GPU here; name one, --gpu T4, or give a size, --capacity 16GiB"
             )
         device = here[0] if here else "cuda:0"
-    elif capacity is None or device in here or not re.fullmatch(r"(cuda|xpu|mps)(:\d+)?", device):
+    elif (
+        capacity is None
+        or device in here
+        or not re.fullmatch(rf"({'|'.join(IN_TREE)})(:\d+)?", device)
+    ):
         device = devices.resolve(device)
     backend, chosen = Device.parse(device)
     if backend in devices.BUILTIN_DEVICES:
@@ -125,7 +130,7 @@ def choose(
     figures = [allocator.device_stats(name) if name in here else None for name in names]
     allocated = [0 if each is None else each.allocated for each in figures]
     room = [devices.room(name) if capacity is None and name in here else None for name in names]
-    simulated = backend == "simgpu"
+    simulated = backend_named(backend).is_simulated
     target = Target(
         backend,
         chosen,

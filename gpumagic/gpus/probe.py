@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from gpumagic.backends import backend_named
 from gpumagic.errors import DeviceNotFound
 from gpumagic.gpus import cards, torch_devices, visibility
 from gpumagic.gpus.cards import ESTIMATED, NvmlSnapshot, attribute_processes
@@ -129,8 +130,9 @@ def read_gpus(
 
 def driver_figures(backends: Collection[str]) -> dict[str, DriverFigures]:
     """Return what drivers say of the devices of some backends, such as ``{"cuda"}``, for `memory.devices`."""
-    rows = torch_devices.simulated_rows() if "simgpu" in backends else []
-    if not set(backends) <= {"simgpu"}:
+    simulated = {backend for backend in backends if backend_named(backend).is_simulated}
+    rows = torch_devices.simulated_rows() if simulated else []
+    if set(backends) != simulated:
         build, answer = torch_build(), cards.read_cards()
         rows += _nvidia_rows(answer, build)[0]
         rows += torch_devices.torch_rows(build, known=rows, reason=_why_not_listed(answer))

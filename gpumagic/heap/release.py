@@ -19,6 +19,7 @@ from collections.abc import Collection, Mapping
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from gpumagic.backends import BACKENDS
 from gpumagic.heap import holders
 from gpumagic.heap.graph import MAX_STEPS_OF_ALL, HeapGraph
 from gpumagic.memory import allocator
@@ -167,7 +168,8 @@ def _collect() -> None:
     accelerator: Any = getattr(sys.modules.get("torch"), "accelerator", None)
     if not hasattr(accelerator, "empty_host_cache"):
         return
-    if allocator.is_initialised("cuda") or allocator.is_initialised("xpu"):
+    pinning = [backend.name for backend in BACKENDS if backend.copies_pinned]
+    if any(map(allocator.is_initialised, pinning)):
         accelerator.empty_host_cache()
 
 

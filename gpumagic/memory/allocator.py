@@ -14,10 +14,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from gpumagic._compat import torch_private
+from gpumagic.backends import IN_TREE, Allocator, backend_named
 from gpumagic.memory import Device
-
-BACKENDS = ("cuda", "xpu", "mps")
-"""In-tree accelerators, in torch's order; an out-of-tree one (PrivateUse1) comes before them, as in torch."""
 
 
 class AllocatorStats(NamedTuple):
@@ -74,11 +72,12 @@ def _stats_module(backend: str) -> ModuleType | None:
     module = device_module(backend)
     if module is None or not is_initialised(backend):
         return None
-    return module if backend == "mps" or hasattr(module, "memory_stats") else None
+    has_figures = backend_named(backend).allocator is Allocator.METAL
+    return module if has_figures or hasattr(module, "memory_stats") else None
 
 
 def _read_stats(backend: str, module: ModuleType, index: int) -> AllocatorStats:
-    if backend == "mps":
+    if backend_named(backend).allocator is Allocator.METAL:
         return AllocatorStats(
             module.current_allocated_memory(), module.driver_allocated_memory(), None
         )
@@ -86,7 +85,7 @@ def _read_stats(backend: str, module: ModuleType, index: int) -> AllocatorStats:
     stats: Mapping[str, Any]
     if hasattr(module, "memory_stats_as_nested_dict"):  # CUDA and XPU
         stats = module.memory_stats_as_nested_dict(index)
-    elif backend not in BACKENDS and torch_private.DEVICE_STATS.is_there():
+    elif backend not in IN_TREE and torch_private.DEVICE_STATS.is_there():
         stats = torch_private.DEVICE_STATS.get()(index)
     else:
         stats = module.memory_stats(index)
@@ -135,7 +134,8 @@ def segment_size(nbytes: int) -> int:
 
 def granule(device: str) -> int:
     """Return what a device's allocator rounds sizes up to; 1 where it does not round, or not in a known way."""
-    return MIN_BLOCK if device_stats(device) is not None and not device.startswith("mps") else 1
+    is_known = backend_named(Device.parse(device).backend).allocator is Allocator.CACHING
+    return MIN_BLOCK if is_known and device_stats(device) is not None else 1
 
 
 def all_device_stats() -> dict[str, AllocatorStats]:
@@ -204,9 +204,10 @@ def device_module(backend: str) -> ModuleType | None:
 
 
 def _backends() -> tuple[str, ...]:
+    """Return the types of accelerators that torch knows; an out-of-tree one comes first, as in torch."""
     import torch
 
     out_of_tree = torch_private.OUT_OF_TREE_BACKEND.get()()
     if isinstance(getattr(torch, out_of_tree, None), ModuleType):
-        return (out_of_tree, *BACKENDS)
-    return BACKENDS
+        return (out_of_tree, *IN_TREE)
+    return IN_TREE

@@ -15,12 +15,14 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from gpumagic.backends import BACKENDS, backend_named
 from gpumagic.errors import DeviceNotFound, nearest
 from gpumagic.memory import Device as Device  # noqa: PLC0414  # this is where others import it from
 from gpumagic.memory import allocator, cgroups
 
 BUILTIN_DEVICES = ("cpu", "meta")
-_BACKENDS = ("auto", "gpu", "cuda", "mps", "xpu", "hpu", "npu", "simgpu", *BUILTIN_DEVICES)
+_WORDS = ("auto", "gpu", *(backend.name for backend in BACKENDS), *BUILTIN_DEVICES)
+"""What a device may be written as, with an index or without."""
 
 
 class DriverFigures(NamedTuple):
@@ -59,11 +61,12 @@ def room(device: str) -> int | None:
 
 def most_free(devices: list[str]) -> str | None:
     """Return the device with most room, a real one before a simulated one; the first of equals, None of none."""
-    return max(
-        devices,
-        key=lambda each: (Device.parse(each).backend != "simgpu", room(each) or 0),
-        default=None,
-    )
+
+    def rank(device: str) -> tuple[bool, int]:
+        is_real = not backend_named(Device.parse(device).backend).is_simulated
+        return is_real, room(device) or 0
+
+    return max(devices, key=rank, default=None)
 
 
 def resolve(name: str, fallback: str | None = None) -> str:
@@ -131,7 +134,7 @@ def _resolve(name: str) -> str:
 
 def is_readable(name: str) -> bool:
     """Return whether a word is written as a device, which need not be here."""
-    return name.strip().partition(":")[0].lower() in _BACKENDS or name.strip().isdigit()
+    return name.strip().partition(":")[0].lower() in _WORDS or name.strip().isdigit()
 
 
 def _unknown(name: str) -> DeviceNotFound:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from gpumagic import _compat
 from gpumagic._compat import torch_private
+from gpumagic.backends import BACKENDS
 from gpumagic.memory import Device, allocator
 from gpumagic.memory.allocator import AllocatorStats
 
@@ -124,10 +125,6 @@ def allocated_blocks(backend: str) -> list[AllocatedBlock]:
     return found
 
 
-_UNSPLIT = ("cuda", "xpu")
-"""Backends whose allocator may hand out a block that is larger than what was asked for, rounded up."""
-
-
 class OccupiedBytes:
     """What storages occupy of their device, in bytes: whole blocks.
 
@@ -138,11 +135,10 @@ class OccupiedBytes:
     def __init__(self) -> None:
         self._granule = functools.cache(allocator.granule)
         self._sizes: dict[int, int] = {}
-        for backend in _UNSPLIT:
-            if allocator.is_initialised(backend):
-                self._sizes.update(
-                    (block.address, block.size) for block in allocated_blocks(backend)
-                )
+        for backend in BACKENDS:
+            if backend.exceeds_requests and allocator.is_initialised(backend.name):
+                for block in allocated_blocks(backend.name):
+                    self._sizes[block.address] = block.size
 
     def of(self, device: str, address: int, nbytes: int) -> int:
         """Return the bytes that a storage takes from its allocator."""

@@ -23,6 +23,7 @@ from gpumagic.advice.facts import (
 )
 from gpumagic.advice.rules import training, verdict
 from gpumagic.advice.trials import Trials
+from gpumagic.backends import backend_named
 from gpumagic.memory import allocator, devices, segments
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.devices import Device
@@ -36,9 +37,6 @@ from gpumagic.report.units import LARGE, size
 from gpumagic.source.cell_code import BatchSize, batches_in, is_batch_name, names_used
 from gpumagic.source.text import names_in
 from gpumagic.tensors import scan
-
-FUSED_ATTENTION = ("cuda", "xpu", "mps")
-"""Backends whose `scaled_dot_product_attention` has kernels that never make the matrix of all scores."""
 
 
 def conclude(
@@ -237,7 +235,7 @@ def read_notebook(
         device_names=_device_names(device, names.used, namespace),
         free_elsewhere=free_elsewhere,
         other_processes=other_processes,
-        has_fused_attention=Device.parse(device).backend in FUSED_ATTENTION,
+        has_fused_attention=backend_named(Device.parse(device).backend).has_fused_attention,
     )
 
 

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from gpumagic._compat import torch_private
+from gpumagic.backends import backend_named
 from gpumagic.errors import OptionError
 from gpumagic.heap import holders, kinds, release
 from gpumagic.heap.graph import HeapGraph
@@ -372,5 +373,5 @@ def _random_states() -> Iterator[Callable[[], object]]:
             backend, index = Device.parse(device)
             module: Any = allocator.device_module(backend)
             if hasattr(module, "get_rng_state"):
-                place = () if backend == "mps" else (index,)
+                place = () if backend_named(backend).has_one_device else (index,)
                 yield partial(module.set_rng_state, module.get_rng_state(*place), *place)

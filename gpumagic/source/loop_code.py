@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from gpumagic.backends import DEVICE_METHODS
 from gpumagic.source.text import called_name, last_line, parse_lines
 
 _FACTORIES = frozenset({
     "zeros", "ones", "empty", "full", "rand", "randn", "randint", "randperm", "arange", "linspace", "logspace", "eye",
 })  # fmt: skip
-_MOVES = frozenset({"to", "cuda", "xpu", "mps", "simgpu"})
+_MOVES = DEVICE_METHODS | {"to"}
 _EXPLICIT_PLACEMENT = frozenset({"generator", "pin_memory", "out"})
 """With these arguments the place of the creation is meant: a generator's numbers, pinned memory, a given output."""
 

@@ -15,6 +15,7 @@ from types import CodeType, FrameType
 import torch
 
 from gpumagic._compat import torch_frames, torch_private
+from gpumagic.backends import DEVICE_METHODS
 from gpumagic.source import frames
 from gpumagic.source.text import called_name, expression_at, span_at
 from gpumagic.transfers.advice import MASK
@@ -23,8 +24,8 @@ INDEXING = "indexing"
 BACKWARD = "backward"
 COPY, READ = ".to", ".item"
 """What a copy and a read are called where nothing else is known."""
-_BY_METHODS = frozenset({
-    "to", "cuda", "cpu", "xpu", "type", "numpy", "tolist", "item", "equal", "allclose", "is_nonzero", "where",
+_BY_METHODS = DEVICE_METHODS | frozenset({
+    "to", "cpu", "type", "numpy", "tolist", "item", "equal", "allclose", "is_nonzero", "where",
     "nonzero", "masked_select", "unique", "unique_consecutive", "argwhere",
 })  # fmt: skip
 """What is called with a dot before it, though it may be a function of torch's."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpumagic._compat import torch_private
+from gpumagic.backends import backend_named
 from gpumagic.heap import kinds, storages
 from gpumagic.heap.storages import nbytes_of
 from gpumagic.memory.devices import Device
@@ -24,8 +25,6 @@ from gpumagic.report.units import LARGE
 from gpumagic.transfers.report import TransferRow
 from gpumagic.transfers.sites import CallSites
 
-PINNABLE = frozenset({"cuda", "xpu"})
-"""Backends that copy from pinned memory directly, while the host continues; MPS shares the host's memory."""
 _MANY = 1000
 """Tensors kept before those that are gone are removed."""
 _MAX_ITEMS = 10_000
@@ -199,7 +198,8 @@ def is_pageable(subject: object, target: str) -> bool | None:
     """Return whether a copy came from memory that is not pinned; None where that makes little difference."""
     import torch
 
-    if Device.parse(target).backend not in PINNABLE or not isinstance(subject, torch.Tensor):
+    backend = backend_named(Device.parse(target).backend)
+    if not backend.copies_pinned or not isinstance(subject, torch.Tensor):
         return None
     return subject.device.type == "cpu" and not subject.is_pinned()
 

@@ -35,6 +35,7 @@ import torch
 from torch.library import Library
 
 from gpumagic._compat import torch_private
+from gpumagic.backends import BACKENDS
 from gpumagic.transfers import causes
 from gpumagic.transfers.recorder import current_recorder
 
@@ -52,7 +53,6 @@ _VALUE = torch_private.READ_VALUE.get().default
 """The operator by which the host reads a value."""
 _SPARSE = torch_private.COALESCE.get().default if torch_private.COALESCE.is_there() else None
 """The one of the operators that are counted that works on sparse tensors."""
-_BACKENDS = ("CUDA", "XPU", "MPS", "PrivateUse1")
 _SELECT = "BackendSelect"
 FOUND_BYTES: int = torch.int32.itemsize
 """The bytes of the number of elements that such a kernel tells."""
@@ -112,7 +112,8 @@ class CountingKernels:
         return self._library is None or self._fallthrough_library is not None
 
     def _register(self, library: Library) -> None:
-        backends = [each for each in _BACKENDS if _has_computed_kernel(_VALUE.name(), each)]
+        keys = dict.fromkeys(backend.dispatch_key for backend in BACKENDS)
+        backends = [key for key in keys if _has_computed_kernel(_VALUE.name(), key)]
         for operator, count in _counted().items():
             for place, kernel in _kernels_of(operator, backends):
                 self._put(library, operator, count(kernel), place)

@@ -17,12 +17,13 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from gpumagic._compat import torch_frames
+from gpumagic.backends import DEVICE_METHODS
 from gpumagic.source import frames
 from gpumagic.source.frames import cell_file, lines_above, lines_of
 from gpumagic.source.text import called_name, expression_at, names_in
 from gpumagic.transfers.advice import CHECK
 
-_MODULE_MOVES = frozenset({"to", "cuda", "cpu", "xpu", "to_empty"})
+_MODULE_MOVES = DEVICE_METHODS | {"to", "cpu", "to_empty"}
 _DISPATCHERS = frozenset({"__torch_function__", "__torch_dispatch__"})
 _DEPTHS = 5, 7
 """Where the line's frame mostly is: the function mode calls the kernel, itself or by a constructor's handler. To look

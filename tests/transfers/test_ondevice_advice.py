@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gpumagic.backends import Backend
 from gpumagic.heap import storages
 from gpumagic.transfers import log
 from gpumagic.transfers.log import TransferHistory, is_pageable
@@ -92,7 +93,7 @@ def test_pageable_copies_are_counted_where_pinning_makes_a_difference(
 ) -> None:
     x = torch.ones(1 << 20)
     assert is_pageable(x, "simgpu:0") is None
-    monkeypatch.setattr(log, "PINNABLE", frozenset({"simgpu"}))
+    monkeypatch.setattr(log, "backend_named", lambda name: Backend(name, copies_pinned=True))
     assert is_pageable(x, "simgpu:0") is True
     report, _, _ = run(STREAM)
     assert report[0].pageable == 20 * 4 << 20

@@ -12,6 +12,7 @@ from gpumagic.advice.rules import collected
 from gpumagic.advice.rules.proposal import Edit, Remedy, backend, prepare, propose
 from gpumagic.advice.rules.regions import bracketed, failed
 from gpumagic.advice.rules.training import ADAMS
+from gpumagic.backends import backend_named
 from gpumagic.memory.presets import GPUS, USUAL
 from gpumagic.report.base import Holder
 from gpumagic.report.units import count, shape, size
@@ -326,7 +327,7 @@ _LAYERS = "[each for each in {model}.modules() if each._parameters]"
 def divided(facts: Facts) -> Iterator[Advice]:
     """Shard a model that is too large alone among the devices of the machine."""
     devices = 1 + len(facts.notebook.free_elsewhere)
-    if backend(facts) not in ("cuda", "xpu") or devices == 1:
+    if not backend_named(backend(facts)).shards or devices == 1:
         return
     if facts.event.memory is not Memory.DEVICE:
         return

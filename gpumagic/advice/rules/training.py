@@ -20,6 +20,7 @@ from gpumagic.advice.rules.proposal import (
     with_keywords,
 )
 from gpumagic.advice.rules.regions import calls, does, failed, find, in_a_pass, loop_around
+from gpumagic.backends import backend_named
 from gpumagic.report.units import LARGE, size
 from gpumagic.source.text import CellText, keyword
 
@@ -48,12 +49,12 @@ def one_by_one(facts: Facts) -> Iterator[Advice]:
         groups = f"for group in {optimizer.name}.param_groups:"
         edit = {"first": f'{groups}\n    group["foreach"] = False'}
     elif optimizer is not None or _fails_in_copies(facts):
-        edit = {"edit": "fused=True" if backend(facts) == "cuda" else "foreach=False"}
+        edit = {"edit": "fused=True" if _has_fused_optimizers(facts) else "foreach=False"}
     else:
         return
     if not edit:
         return
-    is_fused = backend(facts) == "cuda" and "first" not in edit
+    is_fused = _has_fused_optimizers(facts) and "first" not in edit
     if is_fused:
         title = "Let the optimizer update in place, fused"
         cost = "none"
@@ -64,13 +65,17 @@ def one_by_one(facts: Facts) -> Iterator[Advice]:
     yield propose(title, evidence=evidence, cost=cost, **edit)
 
 
+def _has_fused_optimizers(facts: Facts) -> bool:
+    return backend_named(backend(facts)).has_fused_optimizers
+
+
 def _fails_in_copies(facts: Facts) -> bool:
     return any(name.startswith(torch_frames.IN_FOREACH_ADAM) for name in facts.frames.functions)
 
 
 def _constructed_in_place(facts: Facts, text: CellText, call: ast.Call) -> Edit:
     """Return the edit of Adam's construction, fused on CUDA; nothing where it says so already."""
-    if backend(facts) == "cuda":
+    if _has_fused_optimizers(facts):
         arguments = {"fused": "True"}
         if keyword(call, "foreach") is not None:
             arguments["foreach"] = "False"

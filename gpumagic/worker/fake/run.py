@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from gpumagic.backends import IN_TREE
 from gpumagic.dryrun import parts
 from gpumagic.dryrun.wire import DeviceOutcome, Failure, Request
 from gpumagic.memory.ledger import Place
@@ -23,7 +24,6 @@ from gpumagic.worker.fake.storages import Form, Storages, key_of
 from gpumagic.worker.reading import FakeReading
 from gpumagic.worker.run import Figures, Run, Send, failure_of
 
-IN_TREE = frozenset({"cuda", "xpu", "mps"})
 _LATER = 0.001
 """Seconds."""
 
