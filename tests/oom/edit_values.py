@@ -31,6 +31,7 @@ from gpumagic.advice import search as advising
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.records import Advice
 from gpumagic.advice.rules.proposal import Choice
+from gpumagic.advice.suggestion import OTHER_RESULT
 from gpumagic.report.units import parse_size
 from tests.oom import oom_corpus
 from tests.oom.made_facts import changed
@@ -126,7 +127,7 @@ def proposed(facts: Facts) -> Iterator[Proposed]:
             if isinstance(each, Choice):
                 yield Proposed(
                     name,
-                    advising.OTHER_RESULT if each.changes_result else tier,
+                    OTHER_RESULT if each.changes_result else tier,
                     each.make(each.guess),
                 )
                 better = each.finish(each.guess) if each.finish is not None else None
