@@ -11,6 +11,8 @@ saves is for the dry runs to tell: no rule estimates.
     kept.py         names, old values and autograd graphs that are kept without need
     collected.py    what a loop collects without need: graphs, results, a tensor that grows
     training.py     optimizer state, precision, checkpointing, the logits of the loss
-    expressions.py  expressions, recognised by example, that make a large tensor without need
+    expressions.py  expressions that make a large tensor without need, and what computes the same without
+    patterns.py     expressions recognised by example: whether code computes what a pattern says
+    inlining.py     what several statements compute, as one expression
     limits.py       requests too large, caps and fragmentation of the allocator, host memory, other devices
 """

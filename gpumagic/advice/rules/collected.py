@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from gpumagic.advice.facts import Collection, Facts
 from gpumagic.advice.records import Advice
-from gpumagic.advice.rules.expressions import match
+from gpumagic.advice.rules.patterns import match_pattern
 from gpumagic.advice.rules.proposal import propose
 from gpumagic.advice.rules.regions import (
     bound_in,
@@ -324,7 +324,7 @@ def _addition(node: ast.AST) -> tuple[ast.expr | None, list[ast.expr]]:
         return node.targets[0], [node.value.elt]
     if isinstance(node, ast.Assign):
         for pattern in ("WHOLE + PART", "cat([WHOLE, PART])", "cat([WHOLE, PART], DIM)"):
-            parts = match(pattern, node.value)
+            parts = match_pattern(pattern, node.value)
             if parts and ast.unparse(parts["WHOLE"]) == ast.unparse(node.targets[0]):
                 return node.targets[0], [parts["PART"]] if "+" in pattern else [
                     parts["WHOLE"],

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from gpumagic.advice.facts import Facts, Memory, Model, Trainer
 from gpumagic.advice.records import Advice
-from gpumagic.advice.rules.expressions import FUNCTIONS
+from gpumagic.advice.rules.patterns import FUNCTIONS
 from gpumagic.advice.rules.proposal import Choice, Edit, numbered, passes, propose, with_keywords
 from gpumagic.advice.rules.regions import bracketed, loop_around
 from gpumagic.source.cell_code import BatchSize

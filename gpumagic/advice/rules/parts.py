@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 from gpumagic.advice.facts import Facts, Memory
 from gpumagic.advice.records import Advice
 from gpumagic.advice.rules.batch import MOST_DOUBLINGS, VMAP
-from gpumagic.advice.rules.expressions import FUNCTIONS, UNARY, Joined, joined_in
+from gpumagic.advice.rules.inlining import Inlined as Joined
+from gpumagic.advice.rules.inlining import inlined as joined_in
 from gpumagic.advice.rules.kept import WITHOUT_GRAPH
+from gpumagic.advice.rules.patterns import FUNCTIONS, UNARY
 from gpumagic.advice.rules.proposal import Choice, Edit, numbered, propose, replace_numbers
 from gpumagic.advice.rules.regions import calls, does, failed
 from gpumagic.report.units import count, size
@@ -205,7 +207,7 @@ def by_rows(facts: Facts) -> Iterator[Choice]:
         return
     # What the statements after it compute of as many rows goes with it
     text = found.text
-    last = text.statement_at(found.joined.last.lineno)
+    last = text.statement_at(found.joined.place.lineno)
     later = (
         [each for each in text.block_of(last) if each.lineno > last.lineno]
         if last is not None
@@ -216,7 +218,7 @@ def by_rows(facts: Facts) -> Iterator[Choice]:
         for each in later
         for is_sum in (True, False)
         for one in joined_in(text, each)
-        if not one.before
+        if not one.statements
     )
     rows, sources = found.rows.length, found.sources.keys()
     of_these = [each for each in alike if each is not None and each.rows.length == rows]
@@ -245,14 +247,14 @@ class _Part:
 
 def _part(facts: Facts, is_sum: bool, text: CellText, joined: Joined) -> _Part | None:
     """Return the largest part of an expression whose result is much smaller than what leads to it."""
-    if called_name(joined.last) == "backward":
+    if called_name(joined.place) == "backward":
         return None  # the loss has a name
     whole = joined.text.tree.body[0] if joined.text.tree.body else None
     for node in joined.text.expressions():
         method = _summed(node)
         inner = node.func.value if method in ("mean", "sum") else node  # type: ignore[attr-defined]
         rows = _Reader(facts, joined.text).rows_of(inner)
-        is_all = isinstance(whole, ast.Expr) and whole.value is node and joined.before
+        is_all = isinstance(whole, ast.Expr) and whole.value is node and joined.statements
         is_so = is_sum if method else not is_sum and rows is not None and (rows.reduces or is_all)
         if rows is None or isinstance(inner, ast.Name) or not is_so:
             continue
@@ -277,7 +279,7 @@ def _advice(facts: Facts, found: Sequence[_Part], number: int) -> Advice:
     )
     without = [is_looked_at and each.rows.of_model for each in found]
     edits = [_in_parts(facts, *each, number) for each in zip(found, without, strict=True)]
-    lines = [str(each.joined.last.lineno) for each in found]
+    lines = [str(each.joined.place.lineno) for each in found]
     sources = dict.fromkeys(source for each in found for source in each.sources)
     return propose(
         f"Compute line{'s' if lines[1:] else ''} {', '.join(lines)} with {count(number, 'row')} of "
@@ -304,7 +306,7 @@ def _in_parts(
         part = f'{part.removesuffix(")")}, reduction="sum")'
     one = ", ".join(named.values())
     part += f" * len({next(iter(named.values()))})" if method == "mean" else ""
-    margin = "\n" + found.text.indent_of(joined.last) + (INDENT if is_without_graph else "")
+    margin = "\n" + found.text.indent_of(joined.place) + (INDENT if is_without_graph else "")
     cost, tensors = "a little time", [facts.frames.tensors[name] for name in sources.values()]
     has_graph = (
         any(each.requires_grad or each.has_graph for each in tensors) and not is_without_graph
@@ -316,7 +318,7 @@ def _in_parts(
     pairs = f"zip({split})" if len(named) > 1 else split
     parts = f"{part}{margin}    for {one} in {pairs}{margin}"
     code = f"sum({margin}    {parts})" if method else f"torch.cat([{margin}    {parts}])"
-    statement = found.text.statement_at(joined.last.lineno)
+    statement = found.text.statement_at(joined.place.lineno)
     if isinstance(statement, ast.Assign) and isinstance(
         statement.targets[0], ast.Tuple
     ):  # values and indices
@@ -339,7 +341,7 @@ def _in_parts(
     changes = joined.changes(found.text, text.replace(node, code), *counts)
     if is_without_graph and statement is not None:
         changes += found.text.wrap([statement], WITHOUT_GRAPH)
-    return changes, "; ".join([cost, *joined.lost])
+    return changes, joined.cost(cost)
 
 
 def _summed(node: ast.expr) -> str:
