@@ -11,7 +11,7 @@ from gpumagic.backends import backend_named
 from gpumagic.dryrun import payload, wire
 from gpumagic.dryrun.script import Script
 from gpumagic.dryrun.targets import Target
-from gpumagic.memory import segments
+from gpumagic.heap.workspaces import find_workspaces
 from gpumagic.source.frames import is_library
 
 _PRELOADED = frozenset({
@@ -70,7 +70,7 @@ def _devices(packed: payload.Payload, target: Target) -> wire.Devices:
         base.append(0 if is_laid_out else max(0, held - packed.device_bytes[name]))
     # Where torch keeps workspaces for cuBLAS: on an imagined device nowhere.
     is_imagined = target.is_imagined or target.ranks is not None
-    found = [] if is_imagined else segments.find_workspaces()
+    found = [] if is_imagined else find_workspaces()
     workspaces = [
         [(block.address, block.size) for block in found if block.device == name]
         for name in target.names

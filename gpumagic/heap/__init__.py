@@ -11,5 +11,6 @@ Start with `graph.py`: what some roots reach, and by which references.
     held.py        what keeps a tensor that no variable reaches, as records
     holders.py     the roots, IPython's outputs and the last error among them, and what keeps tensors without a name
     cycles.py      tensors that only a reference cycle keeps, or an installed module
+    workspaces.py  what cuBLAS keeps in torch's allocator, told by its size
     release.py     releases what a failure pins, and IPython's outputs
 """

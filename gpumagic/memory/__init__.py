@@ -7,7 +7,7 @@ Start with `allocator`, which every feature reads; `ledger` has the life of ever
     allocator.py   statistics of each device's allocator, read without initialising a backend
     ledger.py      the life of every block: the account of a peak, by line, part and module; what parts are called
     presets.py     GPUs by name, such as T4
-    segments.py    the allocator's segments and blocks, from `memory_snapshot`, and what cuBLAS keeps among them
+    segments.py    the allocator's segments and blocks, from `memory_snapshot`; how large a workspace of cuBLAS is
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from gpumagic.advice.facts import (
 from gpumagic.advice.rules import training, verdict
 from gpumagic.advice.trials import Trials
 from gpumagic.backends import backend_named
-from gpumagic.memory import allocator, devices, segments
+from gpumagic.heap.workspaces import workspace_bytes
+from gpumagic.memory import allocator, devices
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.devices import Device
 from gpumagic.oom import ownership
@@ -245,7 +246,7 @@ def _holders(owned: Iterable[Ownership], device: str) -> tuple[Holder, ...]:
     for part in owned:
         first, *others = sorted(part.names)
         holders.append(Holder(first, device, part.nbytes, part.kind, tuple(others)))
-    workspace = segments.workspace_bytes().get(device, 0)
+    workspace = workspace_bytes().get(device, 0)
     if workspace:
         holders.append(Holder(CUBLAS, device, workspace, WORKSPACE))
     return tuple(sorted(holders, key=lambda holder: -holder.nbytes))

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from gpumagic.memory import allocator, devices, segments
+from gpumagic.heap.workspaces import workspace_bytes
+from gpumagic.memory import allocator, devices
 from gpumagic.memory.devices import Device
 from gpumagic.tensors.report import DeviceMemoryRow, TensorRow
 
 
-def memory_by_device(rows: Iterable[TensorRow]) -> tuple[DeviceMemoryRow, ...]:
-    """Return one row for each device that has live tensors or an allocator in use, accelerators first."""
+def memory_by_device(
+    rows: Iterable[TensorRow], addresses: Collection[int]
+) -> tuple[DeviceMemoryRow, ...]:
+    """Return one row for each device that has live tensors or an allocator in use, accelerators first.
+
+    Args:
+        rows: all of a scan.
+        addresses: of the storages that it has found.
+    """
     figures = allocator.all_device_stats()
     placed: dict[str, list[TensorRow]] = {device: [] for device in figures}
     for row in rows:
         placed.setdefault(row.device, []).append(row)
-    workspaces = segments.workspace_bytes()
+    workspaces = workspace_bytes(addresses)
     # Of other devices no driver reports what other processes hold; to ask takes about a ms.
     backends = {Device.parse(device).backend for device in figures}
     driver = devices.driver_figures(backends) if "cuda" in backends else {}

@@ -77,7 +77,7 @@ def scan(
         finally:
             found.release()
         rows = name_keepers(rows, namespace, shell, 0 if thorough else LARGE)
-        summary = memory_by_device(rows)
+        summary = memory_by_device(rows, found.addresses())
         report = TensorReport(
             tensors=tuple(rows),
             by_device=summary,
@@ -277,6 +277,10 @@ class TensorScan:
         self._saved.clear()
         self._graphs.release()
         self.graph.release()
+
+    def addresses(self) -> set[int]:
+        """Return the addresses of all storages that were found."""
+        return {storage.address for storage in self._table.storages.values()}
 
     def containers(self) -> list[object]:
         """Return what this has the tensors in."""

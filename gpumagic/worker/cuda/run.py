@@ -204,12 +204,12 @@ class CudaRun(Run):
         self.modules.look_around(self.namespace)
         # A snapshot imports the compiler, to name lines of compiled code; that takes two seconds.
         getattr(torch, "_lazy_modules", set()).discard("_inductor")
-        for workspace in segments.find_workspaces():
-            self._history.note(Ledger.mark, workspace.address, "library workspaces")
         traces: list[Trace] = torch.cuda.memory._snapshot()["device_traces"][:count]
         before: list[Block] = []
         for device, trace in enumerate(traces):
             before += _in_use_before(device, trace)
+        for address in _clear_workspaces():
+            self._history.note(Ledger.mark, address, "library workspaces")
 
         def place_of(stack: Trace) -> Place:
             return self.lines.of(
@@ -229,6 +229,14 @@ class CudaRun(Run):
             failed=self._is_out_of_memory and stats["num_ooms"] > 0,
             retries=stats["num_alloc_retries"],
         )
+
+
+def _clear_workspaces() -> set[int]:
+    """Free what torch keeps for cuBLAS, for nothing runs after it, and return where that was."""
+    before = segments.allocated_blocks("cuda")
+    torch._C._cuda_clearCublasWorkspaces()
+    after = segments.allocated_blocks("cuda")
+    return {block.address for block in before} - {block.address for block in after}
 
 
 def _in_use_before(device: int, trace: Trace) -> Iterator[Block]:
