@@ -43,7 +43,7 @@ def read(record: type[Record], content: Any) -> Record:
     return record(**fields)
 
 
-def _read(kind: Any, value: Any) -> Any:  # noqa: PLR0911  # one way a kind of type
+def _read(kind: Any, value: Any) -> Any:  # one way a kind of type
     """Return a value of JSON as one of a type that a field of a record has."""
     if kind in {bool, int, float, str, type(None)}:
         return _read_scalar(kind, value)

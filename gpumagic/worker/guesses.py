@@ -32,7 +32,9 @@ class Read:  # no dataclass, or `dataclasses.asdict` would take a `noted.Noted` 
     __slots__ = ("key", "may_be_known", "number")
 
     def __init__(self, number: Any, key: Key, may_be_known: bool) -> None:
-        self.number, self.key, self.may_be_known = number, key, may_be_known
+        self.number = number
+        self.key = key
+        self.may_be_known = may_be_known
 
 
 THREAD = "a thread"
@@ -62,8 +64,8 @@ _TURNS: dict[When, Callable[[int], bool]] = {
 """Which times that a loop comes to a place it goes another way there."""
 
 
-class Guesses:
-    """The answers of one run.
+class UnknownValues:
+    """What the host is told in one run where it reads values that are not known, and what those decide.
 
     Args:
         scenario: how what is not known goes in this run.
@@ -140,12 +142,13 @@ class Guesses:
         place, turn = self._turn(kind)
         if place is NOBODY:
             return outcome
-        self._matters(read.may_be_known)
-        forced = self._overrides.get((place, kind)) if self._is_overridden_at(turn) else None
-        outcome = outcome if forced is None else bool(forced)
+        self._begin_again_if(read.may_be_known)
+        is_flipped = self._is_overridden(place, kind, turn)
+        if is_flipped:
+            outcome = bool(self._overrides[place, kind])
         first, _ = self.decides.get((place, kind)) or (outcome, outcome)
-        self.decides[place, kind] = first, outcome
-        if forced is not None or type(read.number) is bool:
+        self.decides[place, kind] = (first, outcome)
+        if is_flipped or type(read.number) is bool:
             self._say(place, f"is taken to be {outcome}")
         else:
             self._say_number(read.key)
@@ -159,13 +162,18 @@ class Guesses:
             is_all: whether it stands for all the numbers of a tensor.
         """
         if self._where() is not None:
-            self._matters(read.may_be_known)
+            self._begin_again_if(read.may_be_known)
             self.decides.setdefault((read.key, Kind.NUMBER))
-            self._say_number(read.key, ", throughout" * is_all)
+            self._say_number(read.key, ", throughout" if is_all else "")
 
-    def _matters(self, may_be_known: bool) -> None:
+    def _begin_again_if(self, may_be_known: bool) -> None:
+        """End the run where what decides may be known to one that follows values."""
         if may_be_known:
             self.begin_again()
+
+    def _is_overridden(self, place: Key, kind: Kind, turn: int) -> bool:
+        """Return whether this run takes another outcome at a place than is usual, at a turn of a loop."""
+        return (place, kind) in self._overrides and self._is_overridden_at(turn)
 
     # ---- Answers
 
@@ -175,9 +183,12 @@ class Guesses:
         Args:
             blanks: memory that reads as zeros.
         """
-        if blanks:
-            self.decides[HOST, Kind.NUMBER] = None
-        for memory in blanks if (HOST, Kind.NUMBER) in self._overrides else ():
+        if not blanks:
+            return
+        self.decides[HOST, Kind.NUMBER] = None
+        if (HOST, Kind.NUMBER) not in self._overrides:
+            return
+        for memory in blanks:
             part = min(len(memory), MOST_FILLED) // len(FILLING)
             for place, byte in enumerate(FILLING):
                 memory[place * part : (place + 1) * part] = bytes([byte]) * part
@@ -189,7 +200,8 @@ class Guesses:
         key, turn = self._turn(Kind.NUMBER)
         number = self._number_at(key, turn)
         if key is not NOBODY:
-            (self._takes or self.lose)(Read(number, key, may_be_known))
+            take = self._takes or self.lose
+            take(Read(number, key, may_be_known))
         if dtype.is_complex:
             return complex(number)
         return number if dtype.is_floating_point else round(number)
@@ -201,13 +213,12 @@ class Guesses:
     def selected(self, most: int, *, may_be_known: bool) -> int:
         """Return how many elements a mask selects, or how many are unique."""
         key, turn = self._turn(Kind.SELECTION)
-        is_overridden = (key, Kind.SELECTION) in self._overrides and self._is_overridden_at(turn)
-        selects = not is_overridden
+        selects_nothing = self._is_overridden(key, Kind.SELECTION, turn)
         if key is not NOBODY:
-            self._matters(may_be_known)
+            self._begin_again_if(may_be_known)
             self.decides.setdefault((key, Kind.SELECTION))
-            self._say(key, f"is taken to select {'everything' if selects else 'nothing'}")
-        return most if selects else 0
+            self._say(key, f"is taken to select {'nothing' if selects_nothing else 'everything'}")
+        return 0 if selects_nothing else most
 
     def fill(self, host: torch.Tensor, *, may_be_known: bool = False) -> bool:
         """Put something into a tensor of the host that was to hold what a device has; return whether it is the cell's.
@@ -216,12 +227,12 @@ class Guesses:
         """
         import torch
 
-        if self._takes is None and self.host.leave(host):
+        if self._takes is None and self.host.skip_copy(host):
             return True
         key, turn = self._turn("contents")
         number = self._number_at(key, turn)
         if host.dtype == torch.bool:
-            number = (key, Kind.NUMBER) in self._overrides and self._is_overridden_at(turn)
+            number = self._is_overridden(key, Kind.NUMBER, turn)
         elif host.dtype.is_floating_point:
             number = min(number, torch.finfo(host.dtype).max)
         elif not host.dtype.is_complex:
@@ -237,8 +248,9 @@ class Guesses:
         key = self._where()
         if key is None:
             return NOBODY, 0
+        turn = self._turns[key, kind]
         self._turns[key, kind] += 1
-        return key, self._turns[key, kind] - 1
+        return key, turn
 
     def _number_of(self, key: Key) -> Number:
         """Return what a number that is read somewhere is, at the turns at which it is overridden."""
@@ -252,9 +264,10 @@ class Guesses:
 
     def decisions(self) -> tuple[Decision, ...]:
         """Return what was decided by values that are not known, as an outcome has it."""
-        return tuple(
-            [Decision(place, kind, outcomes) for (place, kind), outcomes in self.decides.items()]
-        )
+        decisions: list[Decision] = []
+        for (place, kind), outcomes in self.decides.items():
+            decisions.append(Decision(place, kind, outcomes))
+        return tuple(decisions)
 
     def most_turns(self) -> int:
         """Return how often the same expression has read or decided at most, of those that decide."""
@@ -268,8 +281,11 @@ class Guesses:
 
     def _say(self, key: Key, what: str) -> None:
         line, code, _ = key
-        if key is NOBODY or (code == THREAD and all(key != each for each, _ in self.decides)):
+        if key is NOBODY:
             return
-        self._assume(
-            f"what {code} reads {what}" if line is None else f"line {line}: `{code}` {what}"
-        )
+        if code == THREAD and all(place != key for place, _ in self.decides):
+            return
+        if line is None:
+            self._assume(f"what {code} reads {what}")
+        else:
+            self._assume(f"line {line}: `{code}` {what}")

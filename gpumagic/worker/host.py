@@ -31,7 +31,7 @@ from gpumagic.worker.known import MAKE_ROOM, SHAPES, SIZED, Known, Shown, is_pla
 from gpumagic.worker.modules import tensors_in
 
 if TYPE_CHECKING:
-    from gpumagic.worker.guesses import Guesses, Read
+    from gpumagic.worker.guesses import Read, UnknownValues
 
 LEAST = 1 << 20
 """Bytes of a tensor from which on it is left unwritten."""
@@ -86,7 +86,9 @@ class Host:
         draws: whether numbers like the cell's are drawn for unwritten weights that the host looks at.
     """
 
-    def __init__(self, guesses: Guesses, shown: Shown, known: Known | None, *, draws: bool) -> None:
+    def __init__(
+        self, guesses: UnknownValues, shown: Shown, known: Known | None, *, draws: bool
+    ) -> None:
         self._guesses = guesses
         self._shown = shown
         self._known = known
@@ -106,27 +108,25 @@ class Host:
         _device_constructors()  # which of torch's functions make tensors is found before they are replaced
         tensor: Any = torch.Tensor
         replaced: list[tuple[Any, str, Callable[..., Any]]] = [
-            *((tensor, name, functools.partial(self._filling, is_method=True)) for name in _FILLS),
-            *(
-                (torch.nn.init, name, functools.partial(self._filling, is_method=False))
-                for name in _WHOLE_FILLS
-            ),
-            *((torch, name, functools.partial(self._making, _MAKE[name])) for name in _MAKE),
-            *(
-                (tensor, name, self._looking)
-                for name in ("numpy", "tolist", "__array__", "__dlpack__")
-            ),
             (tensor, "__bool__", self._deciding),
             (torch.nn.Parameter, "__deepcopy__", self._deep_copying),
             (torch.nn.Module, "_apply", self._moving),
         ]
+        for name in _FILLS:
+            replaced.append((tensor, name, functools.partial(self._filling, is_method=True)))
+        for name in _WHOLE_FILLS:
+            filling = functools.partial(self._filling, is_method=False)
+            replaced.append((torch.nn.init, name, filling))
+        for name, fill in _MAKE.items():
+            replaced.append((torch, name, functools.partial(self._making, fill)))
+        for name in ("numpy", "tolist", "__array__", "__dlpack__"):
+            replaced.append((tensor, name, self._looking))
         for owner, name, instead in replaced:
             setattr(owner, name, instead(getattr(owner, name)))
         for name in _MAKE:  # for TorchScript, which knows functions by their identity
             torch.jit._builtins._register_builtin(getattr(torch, name), f"aten::{name}")
-        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = (
-            "1"  # transformers casts in threads, some of which began before
-        )
+        # Else transformers casts in threads, some of which began before.
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
         from_file = torch.UntypedStorage.from_file
 
         def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -145,20 +145,18 @@ class Host:
     def _filling(self, fill: Callable[..., Any], *, is_method: bool) -> Callable[..., Any]:
         def filled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             is_refused = is_method and tensor.requires_grad and torch.is_grad_enabled()
-            has_its_own = any(
-                isinstance(each, torch.Generator) for each in (*args, *kwargs.values())
-            )
-            if is_refused or has_its_own or not self._may_leave(tensor):
+            given = (*args, *kwargs.values())
+            has_generator = any(isinstance(argument, torch.Generator) for argument in given)
+            if is_refused or has_generator or not self._may_leave(tensor):
                 made = fill(tensor, *args, **kwargs)
-                self._skipped = None if self._skipped is None else torch.get_rng_state()
+                if self._skipped is not None:
+                    self._skipped = torch.get_rng_state()
                 return made
             if self._of(tensor) is None and self._may_draw(tensor):
                 self.undisturbed(fill, tensor, *args, **kwargs)
                 return tensor
-            if is_method:
-                fill(
-                    tensor.detach().new_empty(0), *args, **kwargs
-                )  # which raises what the arguments deserve
+            if is_method:  # on a tensor of nothing, which raises what the arguments deserve
+                fill(tensor.detach().new_empty(0), *args, **kwargs)
             return self._leave(tensor, _drawing(fill, tensor.shape, args, kwargs))
 
         return filled
@@ -169,20 +167,20 @@ class Host:
             if torch.compiler.is_compiling() or not _is_on_host(kwargs):
                 return make(*args, **kwargs)
             like = make(*args, **{**kwargs, "device": "meta"})
-            is_random = isinstance(fill, str)
-            if (
-                like.nbytes < _LEAST_MADE
-                or not like.is_floating_point()
-                or (is_random and self._may_draw(like))
-            ):
+            if like.nbytes < _LEAST_MADE or not like.is_floating_point():
                 return make(*args, **kwargs)
-            numbers = (
-                () if is_random else (kwargs.get("fill_value", args[-1]) if fill is None else fill,)
-            )
-            method = getattr(torch.Tensor, fill if isinstance(fill, str) else "fill_")
-            blank = self._leave(
-                _blank(like), _drawing(method, like.shape, numbers, {}), is_exact=not is_random
-            )
+            is_random = isinstance(fill, str)
+            if is_random and self._may_draw(like):
+                return make(*args, **kwargs)
+            numbers: tuple[Any, ...]
+            if isinstance(fill, str):
+                method = getattr(torch.Tensor, fill)
+                numbers = ()
+            else:
+                method = torch.Tensor.fill_
+                numbers = (kwargs.get("fill_value", args[-1]),) if fill is None else (fill,)
+            draw = _drawing(method, like.shape, numbers, {})
+            blank = self._leave(_blank(like), draw, is_exact=not is_random)
             return blank.requires_grad_(like.requires_grad)
 
         return made
@@ -227,7 +225,7 @@ class Host:
         is_followed = not self._is_drawing and threading.get_ident() == self._thread
         return is_followed and tensor.is_cpu and is_plain(tensor) and tensor.nbytes >= LEAST
 
-    def leave(self, host: torch.Tensor) -> bool:
+    def skip_copy(self, host: torch.Tensor) -> bool:
         """Leave a tensor unwritten that a device was copied to, if it is large; return whether it is."""
         is_left = self._may_leave(host)
         if is_left:
@@ -256,10 +254,13 @@ class Host:
             return None
         storage = tensor.untyped_storage()
         note: _Note | None = getattr(storage, "_dry_run_note", None)
-        at = storage.data_ptr() if note is None and self._files else 0
-        return note or next(
-            (each for each in self._files if each.span is not None and at in each.span), None
-        )
+        if note is not None or not self._files:
+            return note
+        address = storage.data_ptr()
+        for file in self._files:
+            if file.span is not None and address in file.span:
+                return file
+        return None
 
     def read_of(self, tensor: torch.Tensor) -> Read | None:
         """Return what is remembered of a tensor that was copied from a device, or computed from one."""
@@ -278,8 +279,10 @@ class Host:
         self._add(tensor.untyped_storage(), _Note(draw=draw, is_exact=is_exact))
         return tensor
 
-    def _like(self, tensor: torch.Tensor) -> _Draw | None:
-        return (self._of(tensor) or _Note()).draw
+    def _draw_of(self, tensor: torch.Tensor) -> _Draw | None:
+        """Return what writes an unwritten tensor."""
+        note = self._of(tensor)
+        return None if note is None else note.draw
 
     # ---- Where the host looks
 
@@ -287,7 +290,7 @@ class Host:
         def looked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if self._is_drawing:
                 return look(tensor, *args, **kwargs)
-            read = self.looked_at(tensor)
+            read = self.materialize(tensor)
             if read is not None:
                 self._guesses.lose(read, is_all=True)
             with self._guesses.looking():
@@ -297,21 +300,22 @@ class Host:
 
     def _deciding(self, is_true: Callable[..., bool]) -> Callable[..., bool]:
         def decided(tensor: torch.Tensor) -> bool:
-            read = self.looked_at(tensor)
+            read = self.materialize(tensor)
             if read is None:
                 return is_true(tensor)
             return self._guesses.decide(read, self.undisturbed(is_true, tensor))
 
         return decided
 
-    def looked_at(self, tensor: torch.Tensor) -> Read | None:
+    def materialize(self, tensor: torch.Tensor) -> Read | None:
         """Write a tensor at which the host looks, if it is unwritten, and return what is remembered of it."""
         self._write(tensor)
         return self.read_of(tensor)
 
     def undisturbed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that fills, or reads what was filled, and follow nothing that it does."""
-        was_drawing, self._is_drawing = self._is_drawing, True
+        was_drawing = self._is_drawing
+        self._is_drawing = True
         try:
             return function(*args, **kwargs)
         finally:
@@ -337,30 +341,40 @@ class Host:
 
     # ---- Operators on them
 
-    def _answer(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _answer(  # noqa: C901  # one case after the other, the most frequent first
+        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Return the result of an operator that only copies what nobody reads, unwritten; else write what it reads."""
         if self._is_drawing or not self._notes:
             return NotImplemented
-        met = [each for each in tensors_in((args, kwargs)) if self._of(each) is not None]
-        name = op._schema.name.removeprefix("aten::")
-        is_differentiated = torch.is_grad_enabled() and any(each.requires_grad for each in met)
-        if met and met[0] is args[0] and name in _COPIES and not is_differentiated:
-            return self._copied(op, name, args, kwargs)
-        if not met or _looks_at_no_number(op, name):
+        unwritten = [
+            tensor for tensor in tensors_in((args, kwargs)) if self._of(tensor) is not None
+        ]
+        if not unwritten:
             return NotImplemented
-        targets = list(tensors_in(args[0])) if op._schema.is_mutable and name.endswith("_") else []
+        name = op._schema.name.removeprefix("aten::")
+        is_differentiated = torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in unwritten
+        )
+        if unwritten[0] is args[0] and name in _COPIES and not is_differentiated:
+            return self._copied(op, name, args, kwargs)
+        if _looks_at_no_number(op, name):
+            return NotImplemented
         if name == "copy_" and not args[0].is_cpu:
             source = args[1] if args[1].dtype == args[0].dtype else _blank(args[1], args[0].dtype)
             return op(args[0], source, *args[2:], **kwargs)
+        targets: list[torch.Tensor] = []
+        if op._schema.is_mutable and name.endswith("_"):
+            targets = list(tensors_in(args[0]))
         if targets and all(map(self._may_leave, targets)) and not is_differentiated:
-            for each in targets:
-                self._leave(each, self._like(met[0]))
+            for target in targets:
+                self._leave(target, self._draw_of(unwritten[0]))
             return args[0] if op._schema.returns else None
-        if not all(
-            any(each is one for one in targets) for each in met
-        ):  # else it writes to little, such as a row
-            for each in met:
-                self._write(each)
+        ids = set(map(id, targets))
+        if not all(id(tensor) in ids for tensor in unwritten):
+            # It reads one; else it writes to little, such as a row.
+            for tensor in unwritten:
+                self._write(tensor)
         return NotImplemented
 
     def _copied(self, op: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -372,53 +386,50 @@ class Host:
             )
         like = op(source.new_empty(0), *args[1:], **kwargs)
         if like.is_cpu and (name == "clone" or like.dtype != source.dtype):
-            return self._leave(_blank(source, like.dtype), self._like(source))
-        return op(
-            source if like.dtype == source.dtype else _blank(source, like.dtype),
-            *args[1:],
-            **kwargs,
-        )
+            return self._leave(_blank(source, like.dtype), self._draw_of(source))
+        if like.dtype != source.dtype:
+            source = _blank(source, like.dtype)
+        return op(source, *args[1:], **kwargs)
 
     def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
         """Remember what was computed from a copy of a device's tensor."""
         if self._is_drawing or not self._notes:
             return
-        read = next(
-            (
-                found
-                for each in tensors_in((args, kwargs))
-                if (found := self.read_of(each)) is not None
-            ),
-            None,
-        )
+        reads = map(self.read_of, tensors_in((args, kwargs)))
+        read = next((read for read in reads if read is not None), None)
         if read is None:
             return
-        results = [*tensors_in(made), *(tensors_in(args[:1]) if op._schema.is_mutable else ())]
+        results = list(tensors_in(made))
+        if op._schema.is_mutable:
+            results += tensors_in(args[:1])
         is_sized = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(op.tags)
         if is_sized or op._schema.name.removeprefix("aten::") in SIZED:
             self._guesses.lose(read, is_all=True)
-        for each in results:
-            if each.is_cpu and is_plain(each):
-                self.remember(each, read)
-            elif self._known is not None and self._known.is_here(each):
-                self._known.write(each, None)
+        for result in results:
+            if result.is_cpu and is_plain(result):
+                self.remember(result, read)
+            elif self._known is not None and self._known.is_here(result):
+                self._known.write(result, None)
 
 
 def _drawing(
     fill: Callable[..., Any], shape: torch.Size, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _Draw:
     """Return what fills a storage as a tensor of some shape over it was to be."""
-    return lambda whole: fill(
-        whole.view(shape) if shape.numel() == whole.numel() else whole, *args, **kwargs
-    )
+
+    def draw(whole: torch.Tensor) -> object:
+        target = whole.view(shape) if shape.numel() == whole.numel() else whole
+        return fill(target, *args, **kwargs)
+
+    return draw
 
 
 def _is_on_host(given: dict[str, Any]) -> bool:
     """Return whether a function that makes a tensor makes one on the host, in a way that `_making` knows."""
     others = ("out", "layout", "generator", "names", "pin_memory")
-    return torch.empty(0, device=given.get("device")).is_cpu and all(
-        given.get(each) is None for each in others
-    )
+    if any(given.get(name) is not None for name in others):
+        return False
+    return bool(torch.empty(0, device=given.get("device")).is_cpu)
 
 
 def _looks_at_no_number(op: Any, name: str) -> bool:
@@ -426,9 +437,11 @@ def _looks_at_no_number(op: Any, name: str) -> bool:
     if name in SHAPES | MAKE_ROOM or torch.Tag.inplace_view in op.tags:
         return True
     returns = op._schema.returns
-    if not op._schema.is_mutable and not any("Tensor" in str(each.type) for each in returns):
-        return not (name in SIZED or torch.Tag.data_dependent_output in op.tags)
-    return any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+    returns_tensor = any("Tensor" in str(result.type) for result in returns)
+    if not op._schema.is_mutable and not returns_tensor:
+        return name not in SIZED and torch.Tag.data_dependent_output not in op.tags
+    aliases = [result.alias_info for result in returns if result.alias_info is not None]
+    return any(not alias.is_write for alias in aliases)
 
 
 def _blank(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

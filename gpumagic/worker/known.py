@@ -79,20 +79,22 @@ class _Traits(NamedTuple):
 def _traits(op: Any) -> _Traits:
     name = op._schema.name.removeprefix("aten::")
     arguments = op._schema.arguments
-    aliased = [each for each in arguments if each.alias_info is not None]
-    written = {each.name for each in aliased if each.is_write}
+    names = [argument.name for argument in arguments]
+    aliased = [argument for argument in arguments if argument.alias_info is not None]
+    written = {argument.name for argument in aliased if argument.is_write}
     if "norm" in name:  # their schemas do not say that they write to these
-        written |= {each.name for each in arguments} & {"running_mean", "running_var"}
-    free = {each.name for each in arguments if each.kwarg_only} & written
+        written |= {"running_mean", "running_var"}.intersection(names)
+    outputs = {argument.name for argument in arguments if argument.kwarg_only}
+    overwritten = outputs & written
     if name in _OVERWRITES | SHAPES:
-        free.add(arguments[0].name)
+        overwritten.add(names[0])
     return _Traits(
         name,
-        [each.name for each in arguments],
+        names,
         is_view=bool(aliased) and not written and name != _FROM_HOST,
         computes=torch.Tag.nondeterministic_seeded not in op.tags and name not in MAKE_ROOM,
         written=written,
-        overwritten=free,
+        overwritten=overwritten,
         absorbing=_ABSORBING.get(name, _ABSORBING.get(name.rstrip("_"))),
     )
 
@@ -164,65 +166,71 @@ class Known:
             made: what it returned.
         """
         traits = _traits(op)
-        results = [each for each in tensors_in(made) if self.is_here(each)]
-        operands = [self._key_of(each) for each in tensors_in((args, kwargs)) if self.is_here(each)]
+        results = [tensor for tensor in tensors_in(made) if self.is_here(tensor)]
+        operands = self._keys_of((args, kwargs))
         if traits.is_view:
-            results = [each for each in results if self._key_of(each) not in operands]
-        if traits.name == _FROM_HOST:  # what lies in its memory is what the host put there
-            small = (
-                each for each in results if self._nbytes_of(each) <= LARGEST and self._key_of(each)
-            )
-            self._kept |= {self._key_of(each): self._memory_of(each) for each in small}
+            results = [result for result in results if self._key_of(result) not in operands]
+        if traits.name == _FROM_HOST:
+            self._keep_small(results)
         elif not self.may_follow(op, operands):
             self._forget(results)
         elif op.namespace == "c10d":
-            self._share(traits.name, args)
-        elif (
-            results or not traits.is_view
-        ) and traits.name != _LEAVES_FINITE:  # gradients are taken to be finite
-            given = {**dict(zip(traits.names, args, strict=False)), **kwargs}
-            written = [
-                each
-                for name in traits.written
-                for each in tensors_in(given.get(name))
-                if self.is_here(each)
-            ]
-            is_small = (
-                traits.computes and results and all(each.nbytes <= LARGEST for each in results)
-            )
-            is_computed = is_small and self._repeat(op, args, kwargs, given, results, written)
-            if not is_computed and not (is_small and self._absorb(traits, args, results)):
-                self._forget([*results, *written])
+            self._apply_collective(traits.name, args)
+        elif traits.name != _LEAVES_FINITE and (results or not traits.is_view):
+            self._compute(op, args, kwargs, results)
+
+    def _keys_of(self, values: Any) -> list[int]:
+        """Return the storages of the tensors on the device of the dry run."""
+        return [self._key_of(tensor) for tensor in tensors_in(values) if self.is_here(tensor)]
+
+    def _keep_small(self, made: list[torch.Tensor]) -> None:
+        """Keep the contents of small tensors whose memory has what the host put there."""
+        for tensor in made:
+            key = self._key_of(tensor)
+            if key and self._nbytes_of(tensor) <= LARGEST:
+                self._kept[key] = self._memory_of(tensor)
+
+    def _compute(
+        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[torch.Tensor]
+    ) -> None:
+        """Note what an operator computed of what is known; else forget its results and what it wrote to."""
+        traits = _traits(op)
+        given = {**dict(zip(traits.names, args, strict=False)), **kwargs}
+        written: list[torch.Tensor] = []
+        for name in traits.written:
+            written += filter(self.is_here, tensors_in(given.get(name)))
+        if traits.computes and results and all(result.nbytes <= LARGEST for result in results):
+            if self._replay_on_cpu(op, args, kwargs, given, results, written):
+                return
+            if self._short_circuit(traits, args, results):
+                return
+        self._forget([*results, *written])
 
     def _forget(self, tensors: list[torch.Tensor]) -> None:
         if self._kept:
-            for each in tensors:
-                self.forget(self._key_of(each))
+            for tensor in tensors:
+                self.forget(self._key_of(tensor))
 
-    def _share(self, name: str, args: tuple[Any, ...]) -> None:
+    def _apply_collective(self, name: str, args: tuple[Any, ...]) -> None:
         """Note what a collective did, of which all ranks are taken to send the same; sums of that are not known."""
         if name.endswith("::broadcast_"):
             return
-        given = (
-            next(filter(self.is_here, tensors_in(args[1])), None) if "allgather" in name else None
-        )
-        value = None if given is None else self.of(given)
-        for each in filter(self.is_here, tensors_in(args[0])):
-            is_whole = value is not None and value.numel() and not each.numel() % value.numel()
-            made = (
-                value.flatten().repeat(each.numel() // value.numel())
-                if is_whole and value is not None
-                else None
-            )
-            self.write(each, None if made is None else made.view(each.shape))
+        value = None
+        if "allgather" in name:
+            sent = next(filter(self.is_here, tensors_in(args[1])), None)
+            value = None if sent is None else self.of(sent)
+        for target in filter(self.is_here, tensors_in(args[0])):
+            if value is None or not value.numel() or target.numel() % value.numel():
+                self.write(target, None)
+            else:
+                gathered = value.flatten().repeat(target.numel() // value.numel())
+                self.write(target, gathered.view(target.shape))
 
     def may_follow(self, op: Any, keys: list[int]) -> bool:
         """Return whether an operator on tensors of some storages may change what is known."""
-        traits = _traits(op)
-        is_free = traits.absorbing is not None or bool(traits.overwritten)
-        return is_free or not keys or any(key in self._kept for key in keys)
+        return _traits(op).is_free or not keys or any(key in self._kept for key in keys)
 
-    def _repeat(
+    def _replay_on_cpu(
         self,
         op: Any,
         args: tuple[Any, ...],
@@ -249,29 +257,35 @@ class Known:
         except Exception:  # a kernel the CPU lacks: its result stays unknown
             return False
         for tensor, value in zip(results, tensors_in(returned), strict=False):
-            self.write(
-                tensor, value if value.shape == tensor.shape else None
-            )  # a buffer that is the CPU's alone
+            is_same = (
+                value.shape == tensor.shape
+            )  # else it is a buffer that only the CPU's kernel has
+            self.write(tensor, value if is_same else None)
         for tensor in written:
             self.write(tensor, twins[id(tensor)])
         return True
 
-    def _absorb(self, traits: _Traits, args: tuple[Any, ...], results: list[torch.Tensor]) -> bool:
+    def _short_circuit(
+        self, traits: _Traits, args: tuple[Any, ...], results: list[torch.Tensor]
+    ) -> bool:
         """Note what follows from one operand alone, such as truths from an "or" with truths; return whether it does.
 
         A generator of text ends when the longest length is reached, whatever the unknown tokens say.
         """
         wanted = traits.absorbing
-        if wanted is None or (wanted and any(each.dtype != torch.bool for each in results)):
+        if wanted is None or (wanted and any(result.dtype != torch.bool for result in results)):
             return False
-        known = (
-            self.of(each) if isinstance(each, torch.Tensor) else torch.as_tensor(each, device="cpu")
-            for each in args
-        )
-        if not any(each is not None and (each == wanted).all() for each in known):
+        for operand in args:
+            if isinstance(operand, torch.Tensor):
+                value = self.of(operand)
+            else:
+                value = torch.as_tensor(operand, device="cpu")
+            if value is not None and (value == wanted).all():
+                break
+        else:
             return False
-        for tensor in results:
-            self.write(tensor, torch.full(tensor.shape, wanted, dtype=tensor.dtype, device="cpu"))
+        for result in results:
+            self.write(result, torch.full(result.shape, wanted, dtype=result.dtype, device="cpu"))
         return True
 
     def is_here(self, tensor: torch.Tensor) -> bool:
@@ -280,15 +294,16 @@ class Known:
 
 
 def _swapped(value: Any, twins: dict[int, torch.Tensor]) -> Any:
+    """Return arguments for the CPU's kernel: with twins in place of tensors, and its device in place of any."""
     if isinstance(value, torch.Tensor):
         return twins.get(id(value), value)
     if isinstance(value, list | tuple):
-        return [_swapped(each, twins) for each in value]
+        return [_swapped(part, twins) for part in value]
     if isinstance(value, dict):
-        kept = {
-            name: each for name, each in value.items() if name not in {"generator", "pin_memory"}
-        }
-        return {name: _swapped(each, twins) for name, each in kept.items()}
+        swapped = {name: _swapped(part, twins) for name, part in value.items()}
+        for name in ("generator", "pin_memory"):
+            swapped.pop(name, None)
+        return swapped
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
@@ -326,14 +341,17 @@ class _Kernel:
             self._op = getattr(getattr(getattr(torch.ops, space), name), overload or "default")
         _show(False)
         try:
-            answers = (answer(self._op, args, kwargs) for answer in _answerers)
-            made = next((each for each in answers if each is not NotImplemented), NotImplemented)
+            made = NotImplemented
+            for answer in _answerers:
+                made = answer(self._op, args, kwargs)
+                if made is not NotImplemented:
+                    break
             if made is NotImplemented:
                 made = self._op(*args, **kwargs)
             for follow in _followers:
                 follow(self._op, args, kwargs, made)
         except BaseException:
-            args, kwargs = (), {}  # the traceback would keep them
+            del args, kwargs  # the traceback would keep them
             raise
         finally:
             _show(True)
@@ -374,29 +392,33 @@ class Shown:
     def to(self, follow: Follow, answer: Answer | None = None) -> None:
         """Show operators also to `follow`, after those who were there before, and before they run to `answer`."""
         _followers.append(follow)
-        _answerers.extend([] if answer is None else [answer])
+        if answer is not None:
+            _answerers.append(answer)
 
     def begin(self, who: object) -> None:
         """Show what is called from now on, until `end` was called for each `who`."""
-        if any(each is who for each in self._wanted):
+        if any(other is who for other in self._wanted):
             return
         self._wanted.append(who)
         if not self._is_installed:
             self._is_installed = True
             get_ready()
-            threads: Any = threading.Thread
-            begin = threads._bootstrap_inner
-
-            def begin_shown(thread: threading.Thread) -> None:
-                _show(bool(self._wanted))
-                begin(thread)
-
-            threads._bootstrap_inner = begin_shown
+            self._show_to_later_threads()
         _show(True)
+
+    def _show_to_later_threads(self) -> None:
+        threads: Any = threading.Thread
+        begin = threads._bootstrap_inner
+
+        def begin_shown(thread: threading.Thread) -> None:
+            _show(bool(self._wanted))
+            begin(thread)
+
+        threads._bootstrap_inner = begin_shown
 
     def end(self, who: object) -> None:
         """Show no more operators to one."""
-        self._wanted = [each for each in self._wanted if each is not who]
+        self._wanted = [other for other in self._wanted if other is not who]
         _show(bool(self._wanted))
 
 
@@ -406,8 +428,8 @@ def _show(is_shown: bool) -> None:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has memory of its own, and neither a class nor a transform answers for it."""
-    is_its_own = (
-        type(tensor).__torch_dispatch__ != torch.Tensor.__torch_dispatch__
-        or tensor.layout != torch.strided
-    )
-    return not is_its_own and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    if type(tensor).__torch_dispatch__ != torch.Tensor.__torch_dispatch__:
+        return False
+    if tensor.layout != torch.strided:
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

@@ -2,10 +2,10 @@
 
 A loss that is printed, logged, summed or averaged decides nothing, and one run is enough. So `.item()` returns neither
 a float nor an int but an object that says it is one: arithmetic carries it on, a comparison or a truth is told to
-`Guesses`, and C code, which could not tell, has to ask for the plain number by `__float__`, `__index__` or `__array__`
-and is told, too. (A subclass of float would be read by numpy and by torch without a word.) `.numpy()` returns such an
-object in place of an array, where the notebook's own code calls it. Code that takes only a real float or array raises;
-the cell is run again then with plain ones.
+`UnknownValues`. C code, which could not tell, has to ask for the plain number by `__float__`, `__index__` or
+`__array__`, and that is told, too. (A subclass of float would be read by numpy and by torch without a word.)
+`.numpy()` returns such an object in place of an array, where the notebook's own code calls it. Code that takes only a
+real float or array raises; the cell is run again then with plain ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import operator
 import statistics
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from gpumagic.worker.modules import tensors_in
 
 if TYPE_CHECKING:
     from gpumagic.dryrun.wire import Key
-    from gpumagic.worker.guesses import Guesses
+    from gpumagic.worker.guesses import UnknownValues
 
 _LOGS = (
     "logging", "tqdm", "json", "pprint", "csv", "rich", "wandb", "mlflow", "matplotlib", "tensorboard", "tensorboardX",
@@ -75,7 +75,7 @@ _SIZED = frozenset({
 })  # fmt: skip
 """What of numpy's returns as much as values say, or what cannot note."""
 _ORDINARY = frozenset({int, float})
-_SHOWN: deque[tuple[str, Any]] = deque(maxlen=64)
+_SHOWN: deque[tuple[str, Noted]] = deque(maxlen=64)
 """Numbers that were made a text lately, to know them again where the notebook makes a number of that."""
 
 
@@ -84,7 +84,7 @@ class Noted(Read):
 
     __slots__ = ("guesses", "hashed")
 
-    def __init__(self, number: Any, key: Key, may_be_known: bool, guesses: Guesses) -> None:
+    def __init__(self, number: Any, key: Key, may_be_known: bool, guesses: UnknownValues) -> None:
         super().__init__(number, key, may_be_known)
         self.guesses = guesses
         self.hashed: int | None = None
@@ -93,18 +93,18 @@ class Noted(Read):
     def __class__(self) -> type:
         return type(self.number)
 
-    def _like(self, made: Any, *others: Any) -> Any:
-        """Return the result of an operation as it is carried on."""
-        if type(made) in {tuple, list}:
-            return type(made)(self._like(each, *others) for each in made)
-        if type(made) is bool:
-            return self.decide(made)
-        if type(made) not in _ORDINARY and not isinstance(made, _NUMPYS):
-            return made
-        known = self.may_be_known or any(
-            isinstance(each, Noted) and each.may_be_known for each in others
-        )
-        return note(made, Read(made, self.key, known), self.guesses)
+    def _carried(self, result: Any, *others: Any) -> Any:
+        """Return the result of an operation on this number and others, noted as this one is."""
+        if type(result) in {tuple, list}:
+            return type(result)(self._carried(part, *others) for part in result)
+        if type(result) is bool:
+            return self.decide(result)
+        if type(result) not in _ORDINARY and not isinstance(result, _NUMPYS):
+            return result
+        may_be_known = self.may_be_known
+        for other in others:
+            may_be_known = may_be_known or (isinstance(other, Noted) and other.may_be_known)
+        return note(result, Read(result, self.key, may_be_known), self.guesses)
 
     def lose(self) -> Any:
         """Return the plain number to code that cannot note what it does with it."""
@@ -125,25 +125,25 @@ class Noted(Read):
     def _combined(
         self, function: Callable[[Any, Any], Any], other: Any, *, is_right: bool = False
     ) -> Any:
-        pair = self._beside(other), other.number if isinstance(other, Noted) else other
-        return self._like(function(*(pair[::-1] if is_right else pair)), other)
+        own = self._beside(other)
+        theirs = other.number if isinstance(other, Noted) else other
+        result = function(theirs, own) if is_right else function(own, theirs)
+        return self._carried(result, other)
 
     def _compared(self, function: Callable[[Any, Any], Any], other: Any) -> Any:
         if _is_array(self.number) or _is_array(other):
             return self._combined(function, other)
+        if isinstance(other, str | None):
+            return function(self.number, other)
         if not isinstance(other, _PLAIN):
-            return function(
-                self.number if isinstance(other, str | None) else self._beside(other), other
-            )
-        theirs: Any = other
-        is_equality = function in {operator.eq, operator.ne}
-        if (
-            is_equality and self.hashed is not None and getattr(theirs, "hashed", None) is not None
-        ):  # keys of one dict
-            return function(self.hashed, theirs.hashed)
-        if getattr(theirs, "may_be_known", False):
+            return function(self._beside(other), other)
+        # Another noted number says that it is a plain one, so its attributes tell.
+        other_hash = getattr(other, "hashed", None)
+        if function in {operator.eq, operator.ne} and None not in (self.hashed, other_hash):
+            return function(self.hashed, other_hash)  # keys of one dict
+        if getattr(other, "may_be_known", False):
             self.guesses.begin_again()
-        return self.decide(function(self.number, getattr(theirs, "number", theirs)))
+        return self.decide(function(self.number, getattr(other, "number", other)))
 
     def __bool__(self) -> bool:
         return self.decide(bool(self.number))
@@ -151,9 +151,8 @@ class Noted(Read):
     def __hash__(self) -> int:
         """Let all keys of a dict be alike or all be different: comparing each with each would be as many decisions."""
         if self.hashed is None:
-            self.hashed = (
-                hash(self.number) if self.guesses.decide(self, True, Kind.ORDER) else id(self)
-            )
+            is_alike = self.guesses.decide(self, True, Kind.ORDER)
+            self.hashed = hash(self.number) if is_alike else id(self)
         return self.hashed
 
     def __float__(self) -> float:
@@ -168,7 +167,7 @@ class Noted(Read):
         return index
 
     def _of_one(self, function: Callable[..., Any], *args: Any) -> Any:
-        return self._like(function(self.number, *args))
+        return self._carried(function(self.number, *args))
 
     def __format__(self, spec: str) -> str:
         return self._shown(format(self.number, spec))
@@ -195,15 +194,15 @@ class Noted(Read):
             return found
         if callable(found):
             return functools.partial(self._called, found)
-        return (
-            self._like(found) if isinstance(found, _NUMPYS) else found
-        )  # a shape or a type is what it is
+        if isinstance(found, _NUMPYS):
+            return self._carried(found)
+        return found  # a shape or a type is what it is
 
     def _called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what a function of numpy's makes of plain numbers, carried on."""
         met = [self]
         args, kwargs = _plain((args, kwargs), met)
-        return self._like(function(*args, **kwargs), *met)
+        return self._carried(function(*args, **kwargs), *met)
 
     def __array__(self, dtype: Any = None, **_: Any) -> Any:
         return _numpy.asarray(self.lose(), dtype)
@@ -215,31 +214,25 @@ class Noted(Read):
 
     def __array_function__(self, function: Any, _: Any, args: Any, kwargs: Any) -> Any:
         is_sized = function.__name__ in _SIZED or (function.__name__ == "where" and len(args) == 1)
-        return (
-            self._called(function, *args, **kwargs)
-            if not is_sized
-            else _with_plain(_lose, function)(*args, **kwargs)
-        )
+        if is_sized:
+            return _with_plain(_lose, function)(*args, **kwargs)
+        return self._called(function, *args, **kwargs)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Give a torch function plain numbers: what is only computed with on a device decides nothing there."""
         met: list[Noted] = []
         args, kwargs = _plain((args, kwargs or {}), met)
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        reached = list(tensors_in(made)) or list(
-            tensors_in(args)
-        )  # a `foreach` function may return nothing
-        stays = (
-            bool(reached)
-            and not any(each.is_cpu for each in reached)
-            and not any(each in name for each in _FILLS)
-        )
-        for each in met:
-            if type(each.number) is int or not stays:
-                each.lose()
-        return made
+        # A `foreach` function may return nothing.
+        reached = list(tensors_in(result)) or list(tensors_in(args))
+        is_fill = any(word in name for word in _FILLS)
+        stays_on_device = bool(reached) and not any(tensor.is_cpu for tensor in reached)
+        for noted in met:
+            if type(noted.number) is int or is_fill or not stays_on_device:
+                noted.lose()
+        return result
 
 
 class NotedArray(Noted):
@@ -257,9 +250,9 @@ class NotedArray(Noted):
     def __getitem__(self, index: Any) -> Any:
         met: list[Noted] = []
         index = _plain(index, met)
-        for each in met:
-            each.lose()  # it may be a mask
-        return self._like(self.number[index])
+        for noted in met:
+            noted.lose()  # it may be a mask
+        return self._carried(self.number[index])
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.number[_plain(index, [])] = _plain(value, [])
@@ -268,11 +261,12 @@ class NotedArray(Noted):
         return self.decide(value in self.number)
 
 
-def note(value: Any, read: Read, guesses: Guesses) -> Any:
+def note(value: Any, read: Read, guesses: UnknownValues) -> Any:
     """Return a value that was read, of which the numbers note what they decide."""
     if isinstance(value, list):
-        return [note(each, read, guesses) for each in value]
-    return (NotedArray if _is_array(value) else Noted)(value, read.key, read.may_be_known, guesses)
+        return [note(part, read, guesses) for part in value]
+    kind = NotedArray if _is_array(value) else Noted
+    return kind(value, read.key, read.may_be_known, guesses)
 
 
 def _is_array(value: Any) -> bool:
@@ -299,10 +293,10 @@ def _plain(value: Any, met: list[Noted]) -> Any:
         met.append(value)
         return value.number
     if type(value) in {list, tuple, deque}:
-        return type(value)(_plain(each, met) for each in value)
-    return (
-        {name: _plain(each, met) for name, each in value.items()} if type(value) is dict else value
-    )
+        return type(value)(_plain(part, met) for part in value)
+    if type(value) is dict:
+        return {name: _plain(part, met) for name, part in value.items()}
+    return value
 
 
 def _operation() -> str:
@@ -315,7 +309,10 @@ def _operation() -> str:
 
 @functools.lru_cache(maxsize=64)
 def _operations(code: CodeType) -> dict[int, str]:
-    return {each.offset: f"{each.opname} {each.argrepr}" for each in dis.get_instructions(code)}
+    operations: dict[int, str] = {}
+    for instruction in dis.get_instructions(code):
+        operations[instruction.offset] = f"{instruction.opname} {instruction.argrepr}"
+    return operations
 
 
 def _is_formatting() -> bool:
@@ -323,7 +320,7 @@ def _is_formatting() -> bool:
     return _operation() in {"BINARY_MODULO ", "BINARY_OP %", "BINARY_OP %="}
 
 
-def install(guesses: Guesses) -> None:
+def install(guesses: UnknownValues) -> None:
     """Note numbers wherever the host reads one of an accelerator's, for the rest of the process.
 
     Functions of Python that would lose the note for nothing are replaced.
@@ -331,67 +328,52 @@ def install(guesses: Guesses) -> None:
     Args:
         guesses: tells what is read.
     """
-    tensor: Any = torch.Tensor
-    encoder: Any = json.JSONEncoder
     setattr(builtins, "__dry_run_number__", _converting)  # noqa: B010
-    carrying: list[tuple[Any, str]] = [
-        (builtins, "min"),
-        (builtins, "max"),
-        *((math, name) for name in _MATH),
-    ]
-    carrying += [(each, name) for each in (statistics, _numpy) for name in _AVERAGES]
-    for replacing, places in (
-        (
-            functools.partial(_reading, guesses),
-            [(tensor, "item"), (tensor, "tolist"), (tensor, "numpy")],
-        ),
-        (functools.partial(_with_plain, _carry), carrying),
-        (
-            functools.partial(_with_plain, _carry_in_notebook),
-            [(_numpy, "array"), (_numpy, "asarray")],
-        ),
-        (functools.partial(_with_plain, _carry), [(math, name) for name in _TESTS]),
-        (
-            functools.partial(_with_plain, lambda made, _: made),
-            [(encoder, "encode"), (encoder, "iterencode")],
-        ),
-        (
-            functools.partial(_with_plain, _remember),
-            [(torch, name) for name in ("tensor", "as_tensor", "from_numpy")],
-        ),
-    ):
-        for owner, name in places:
-            if hasattr(owner, name):
-                setattr(owner, name, replacing(getattr(owner, name)))
+    _replace(functools.partial(_reading, guesses), torch.Tensor, ("item", "tolist", "numpy"))
+    carry = functools.partial(_with_plain, _carry)
+    _replace(carry, builtins, ("min", "max"))
+    _replace(carry, math, (*_MATH, *_TESTS))
+    _replace(carry, statistics, _AVERAGES)
+    _replace(carry, _numpy, _AVERAGES)
+    _replace(functools.partial(_with_plain, _carry_in_notebook), _numpy, ("array", "asarray"))
+    _replace(functools.partial(_with_plain, _as_made), json.JSONEncoder, ("encode", "iterencode"))
+    remember = functools.partial(_with_plain, _remember)
+    _replace(remember, torch, ("tensor", "as_tensor", "from_numpy"))
 
 
-def _reading(guesses: Guesses, read: Callable[..., Any]) -> Callable[..., Any]:
+def _replace(
+    replacing: Callable[[Callable[..., Any]], Callable[..., Any]], owner: Any, names: Iterable[str]
+) -> None:
+    """Put what a function returns of each in the place of those functions of an owner that there are."""
+    for name in names:
+        if hasattr(owner, name):
+            setattr(owner, name, replacing(getattr(owner, name)))
+
+
+def _reading(guesses: UnknownValues, read: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that reads a tensor with its numbers noted."""
     is_array = read.__name__ == "numpy"
 
     def noted(tensor: torch.Tensor, **kwargs: Any) -> Any:
-        may_note = guesses.is_noted(tensor.dtype) or (is_array and guesses.notes)
-        is_small = is_array or tensor.numel() <= _MOST_LISTED
-        if (
-            tensor.is_meta
-            or not may_note
-            or not is_small
-            or (is_array and not guesses.is_read_by_notebook())
-        ):
+        if is_array:
+            may_note = guesses.notes and guesses.is_read_by_notebook()
+        else:
+            may_note = guesses.is_noted(tensor.dtype) and tensor.numel() <= _MOST_LISTED
+        if tensor.is_meta or not may_note:
             return read(tensor, **kwargs)
         if tensor.is_cpu:
-            origin = guesses.host.looked_at(tensor)
-            value = (
-                read(tensor, **kwargs)
-                if origin is None
-                else guesses.host.undisturbed(read, tensor, **kwargs)
-            )
+            origin = guesses.host.materialize(tensor)
+            if origin is None:
+                return read(tensor, **kwargs)
+            value = guesses.host.undisturbed(read, tensor, **kwargs)
         else:
             with guesses.noting() as reads:
                 value = read(tensor, **kwargs)
-            origin = next(iter(reads), None)
-        guesses.has_noted |= origin is not None
-        return value if origin is None else note(value, origin, guesses)
+            if not reads:
+                return value
+            origin = reads[0]
+        guesses.has_noted = True
+        return note(value, origin, guesses)
 
     return noted
 
@@ -400,14 +382,27 @@ def _converting(kind: Any) -> Any:
     """Return what the notebook's code calls for `float(x)` and `int(x)`."""
 
     def convert(*args: Any) -> Any:
-        value = args[0] if len(args) == 1 else None
+        if len(args) != 1:
+            return kind(*args)
+        value = args[0]
         if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_cpu:
-            args = (value := value.item(),)
+            value = value.item()
         elif type(value) is str:
-            value = next((number for text, number in _SHOWN if text == value.strip()), None)
-        return value._like(kind(value.number)) if type(value) is Noted else kind(*args)
+            shown = _shown_as(value.strip())
+            value = value if shown is None else shown
+        if type(value) is Noted:
+            return value._carried(kind(value.number))
+        return kind(value)
 
     return convert if kind is int or kind is float else kind
+
+
+def _shown_as(text: str) -> Noted | None:
+    """Return the number that was made a text lately."""
+    for shown, number in _SHOWN:
+        if shown == text:
+            return number
+    return None
 
 
 def _with_plain(
@@ -420,20 +415,24 @@ def _with_plain(
         if not kwargs and _ORDINARY.issuperset(map(type, args)):
             return function(*args)
         met: list[Noted] = []
-        plain = _plain((args, kwargs), met)
-        return finish(function(*plain[0], **plain[1]), met) if met else function(*args, **kwargs)
+        plain_args, plain_kwargs = _plain((args, kwargs), met)
+        if not met:
+            return function(*args, **kwargs)
+        return finish(function(*plain_args, **plain_kwargs), met)
 
     return called
 
 
 def _carry(made: Any, met: list[Noted]) -> Any:
     """Carry the note on: what `min` returns decides no more than its operands."""
-    return met[0]._like(made, *met)
+    return met[0]._carried(made, *met)
 
 
 def _carry_in_notebook(made: Any, met: list[Noted]) -> Any:
     """Carry it on where the notebook's code has called; a library may give an array to C code."""
-    return _carry(made, met) if met[0].guesses.is_read_by_notebook() else _lose(made, met)
+    if met[0].guesses.is_read_by_notebook():
+        return _carry(made, met)
+    return _lose(made, met)
 
 
 def _remember(made: torch.Tensor, met: list[Noted]) -> torch.Tensor:
@@ -445,6 +444,10 @@ def _remember(made: torch.Tensor, met: list[Noted]) -> torch.Tensor:
 
 
 def _lose(made: Any, met: list[Noted]) -> Any:
-    for each in met:
-        each.lose()
+    for noted in met:
+        noted.lose()
+    return made
+
+
+def _as_made(made: Any, _: list[Noted]) -> Any:
     return made

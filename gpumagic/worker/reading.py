@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gpumagic.heap.storages import local_of
 from gpumagic.worker import cell
-from gpumagic.worker.guesses import Guesses
+from gpumagic.worker.guesses import UnknownValues
 from gpumagic.worker.known import LARGEST, Known, is_plain
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Reading:
         known: tells what is known; None in a run that does not follow values.
     """
 
-    def __init__(self, guesses: Guesses, known: Known | None) -> None:
+    def __init__(self, guesses: UnknownValues, known: Known | None) -> None:
         self.guesses = guesses
         self.known = known
 
@@ -57,10 +57,11 @@ class Reading:
         if one.shape != other.shape:
             return False
         one.eq(other)  # for the memory that torch's kernel takes
-        values = self.value(one), self.value(other)
-        if values[0] is None or values[1] is None:
+        value = self.value(one)
+        other_value = self.value(other)
+        if value is None or other_value is None:
             return self.guesses.truth(may_be_known=self.known is None)
-        return bool(torch.equal(values[0], values[1]))
+        return bool(torch.equal(value, other_value))
 
     def fetch(self, source: torch.Tensor, host: torch.Tensor) -> None:
         """Fill a tensor on the host with what the device's holds."""
@@ -73,9 +74,11 @@ class Reading:
     def selected(self, mask: torch.Tensor) -> int:
         """Return how many elements a mask selects."""
         value = self.value(mask)
-        return self._selected(mask.numel()) if value is None else int(value.count_nonzero())
+        if value is None:
+            return self._selected(mask.numel())
+        return int(value.count_nonzero())
 
-    def some(self, most: int) -> int:
+    def distinct(self, most: int) -> int:
         """Return how many of some elements are different."""
         return max(1, self._selected(most)) if most else 0
 
@@ -97,7 +100,7 @@ class CudaReading(Reading):
     """
 
     def __init__(
-        self, guesses: Guesses, known: Known | None, assume: Callable[[str], None]
+        self, guesses: UnknownValues, known: Known | None, assume: Callable[[str], None]
     ) -> None:
         super().__init__(guesses, known)
         self._assume = assume
@@ -106,19 +109,16 @@ class CudaReading(Reading):
     def install(self) -> None:
         """Answer for the rest of the process."""
         self._library = torch.library.Library("aten", "IMPL")
-        for name, answer in {
+        answers: dict[str, Callable[..., Any]] = {
             "_local_scalar_dense": self.scalar,
             "copy_": self._copy,
             "equal": self.equal,
-            "nonzero": lambda mask: mask.new_empty(
-                (self.selected(mask), mask.dim()), dtype=torch.int64
-            ),
-            "_unique2": lambda tensor, _=True, *which: self._unique(tensor, *which),
-            "unique_dim": lambda tensor, dim, _=True, inverse=False, counts=False: self._unique(
-                tensor, inverse, counts, dim
-            ),
+            "nonzero": self._positions,
+            "_unique2": self._sorted_unique,
+            "unique_dim": self._unique_slices,
             "unique_consecutive": self._unique,
-        }.items():
+        }
+        for name, answer in answers.items():
             self._library.impl(name, answer, "CUDA", allow_override=True)
         torch.amp.GradScaler._maybe_opt_step = self._step
 
@@ -131,18 +131,19 @@ class CudaReading(Reading):
     def _copy(
         self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     ) -> torch.Tensor:
-        _COPY.redispatch(
-            _ON_CPU, target, source, non_blocking
-        )  # where torch has its own, for every pair of devices
+        # The CPU's kernel is torch's own for every pair of devices.
+        _COPY.redispatch(_ON_CPU, target, source, non_blocking)
+        if target.device.type != "cpu" or cell.runs_in(*_UNSEEN):
+            return target
         # How DDP's ranks agree on buckets lies in the device's memory, too; C++ copies and reads it.
         caller = sys._getframe().f_back
-        is_of_reducer = (
-            caller is not None
-            and caller.f_globals.get("__name__") == "torch.nn.parallel.distributed"
-        )
-        if target.device.type == "cpu" and not is_of_reducer and not cell.runs_in(*_UNSEEN):
+        module = None if caller is None else caller.f_globals.get("__name__")
+        if module != "torch.nn.parallel.distributed":
             self.fetch(source, target)
         return target
+
+    def _positions(self, mask: torch.Tensor) -> torch.Tensor:
+        return mask.new_empty((self.selected(mask), mask.dim()), dtype=torch.int64)
 
     def _step(self, optimizer: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
         self._assume("gradients are taken to be finite, so that a gradient scaler steps")
@@ -155,22 +156,51 @@ class CudaReading(Reading):
         counts: bool = False,
         dim: int | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        shape, of = (
-            (list(tensor.shape), [tensor.shape[dim]])
-            if dim is not None
-            else ([tensor.numel()], tensor.shape)
-        )
-        shape[dim or 0] = self.some(shape[dim or 0])
-        return _uniques(tensor, shape, of, inverse, counts)
+        if dim is None:
+            shape = [self.distinct(tensor.numel())]
+            return _uniques(tensor, shape, shape[0], tensor.shape, inverse, counts)
+        shape = list(tensor.shape)
+        shape[dim] = self.distinct(shape[dim])
+        return _uniques(tensor, shape, shape[dim], [tensor.shape[dim]], inverse, counts)
+
+    def _sorted_unique(
+        self, tensor: torch.Tensor, _: bool = True, *which: bool
+    ) -> tuple[torch.Tensor, ...]:
+        return self._unique(tensor, *which)
+
+    def _unique_slices(
+        self,
+        tensor: torch.Tensor,
+        dim: int,
+        _: bool = True,
+        inverse: bool = False,
+        counts: bool = False,
+    ) -> tuple[torch.Tensor, ...]:
+        return self._unique(tensor, inverse, counts, dim)
 
 
 def _uniques(
-    tensor: torch.Tensor, shape: list[int], of: Any, inverse: bool, counts: bool
+    tensor: torch.Tensor,
+    shape: list[int],
+    distinct: int,
+    inverse_shape: Sequence[int],
+    inverse: bool,
+    counts: bool,
 ) -> tuple[torch.Tensor, ...]:
+    """Return what a function that finds the distinct elements of a tensor returns.
+
+    Args:
+        tensor: whose elements they are.
+        shape: of the distinct elements.
+        distinct: how many there are.
+        inverse_shape: of the positions of the tensor's elements among them.
+        inverse: whether those positions are asked for.
+        counts: whether how often each occurs is asked for.
+    """
     return (
         tensor.new_empty(shape),
-        tensor.new_empty(of if inverse else 0, dtype=torch.int64),
-        tensor.new_empty(shape[0] if counts else 0, dtype=torch.int64),
+        tensor.new_empty(inverse_shape if inverse else 0, dtype=torch.int64),
+        tensor.new_empty(distinct if counts else 0, dtype=torch.int64),
     )
 
 
@@ -209,7 +239,7 @@ class FakeReading(Reading):
         device_type: str,
         storages: Storages,
         key_of: Callable[[torch.Tensor], int],
-        guesses: Guesses,
+        guesses: UnknownValues,
     ) -> None:
         def blank(tensor: torch.Tensor) -> torch.Tensor:
             return torch.zeros(storages.nbytes_of(tensor), dtype=torch.uint8, device="cpu")
@@ -219,9 +249,8 @@ class FakeReading(Reading):
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Note a copy to the device."""
-        self.known.write(
-            target, self.known.of(source) if self._nbytes_of(target) <= LARGEST else None
-        )
+        is_small = self._nbytes_of(target) <= LARGEST
+        self.known.write(target, self.known.of(source) if is_small else None)
 
     def indices(self, call: Call, here: torch.device) -> list[torch.Tensor | None]:
         """Return the indices as the device's kernel gets them: on the device, masks turned into positions."""
@@ -231,9 +260,8 @@ class FakeReading(Reading):
                 moved.append(index if index is None else index.to(here))
                 continue
             count = self.selected(index)
-            moved += [
-                torch.empty(count, dtype=torch.int64, device=here) for _ in range(index.dim())
-            ]
+            for _ in range(index.dim()):
+                moved.append(torch.empty(count, dtype=torch.int64, device=here))
         return moved
 
     def positions(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -252,6 +280,5 @@ class FakeReading(Reading):
 
     def unique(self, tensor: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
         """Return what `unique` returns."""
-        return _uniques(
-            tensor, [self.some(tensor.numel())], tensor.shape, inverse=True, counts=True
-        )
+        distinct = self.distinct(tensor.numel())
+        return _uniques(tensor, [distinct], distinct, tensor.shape, inverse=True, counts=True)

@@ -34,7 +34,7 @@ from gpumagic.memory.ledger import Ledger
 from gpumagic.source import frames
 from gpumagic.worker import host, noted, sandbox
 from gpumagic.worker.cell import Lines
-from gpumagic.worker.guesses import Guesses
+from gpumagic.worker.guesses import UnknownValues
 from gpumagic.worker.known import Known, Shown
 from gpumagic.worker.modules import Modules
 from gpumagic.worker.passes import File, Passes
@@ -81,7 +81,7 @@ class Run:
         """Sentences for the report, each once: what is assumed, what is not known, what the cell would do outside."""
         self.lines = Lines(request.code.filename, request.code.sources)
         self.passes = Passes(request.code.filename, request.code.sources)
-        self.guesses = Guesses(request.scenario, self.assumed.setdefault, self.lines.reading)
+        self.guesses = UnknownValues(request.scenario, self.assumed.setdefault, self.lines.reading)
         self.shown = Shown()
         self.known: Known | None = None
         """What is known of the device's values, where they are followed."""

@@ -26,7 +26,7 @@ OUTCOME = Outcome(
 )
 
 
-def values_of(kind: Any) -> st.SearchStrategy[Any]:  # noqa: PLR0911  # one way a kind of type
+def values_of(kind: Any) -> st.SearchStrategy[Any]:  # one way a kind of type
     """Return values of a type that a field of a reply has, with every field of every record filled."""
     plain = {
         int: st.integers(-(2**62), 2**62),

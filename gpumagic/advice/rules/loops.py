@@ -387,7 +387,7 @@ class _Loss(NamedTuple):
             return _scaled(left, node.right) if isinstance(node.op, ast.Mult | ast.Div) else None
         return _scaled(right, node.left) if isinstance(node.op, ast.Mult) else None
 
-    def _of_call(self, node: ast.Call) -> Reduction | None:  # noqa: PLR0911  # one way a kind of call
+    def _of_call(self, node: ast.Call) -> Reduction | None:  # one way a kind of call
         name = called_name(node) or called_name(node.func)
         given = [*node.args, *(argument.value for argument in node.keywords)]
         owner = getattr(node.func, "value", None)
