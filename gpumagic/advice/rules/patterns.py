@@ -79,7 +79,7 @@ class Operation:
     operands: Sequence[ast.expr] = ()
 
 
-def operation(node: ast.expr) -> Operation:  # noqa: PLR0911  # one for each kind of expression
+def operation(node: ast.expr) -> Operation:  # one for each kind of expression
     """Return what an expression does; what is no operation is named by its code."""
     match node:
         case ast.BinOp(left=base, op=ast.Pow(), right=exponent) if ast.unparse(exponent) == "2":
