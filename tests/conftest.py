@@ -76,26 +76,12 @@ def device(_device: Accelerator) -> Accelerator:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the files, mark what runs in a shell or a kernel, and have the tests of Hypothesis in both stages.
+    """Mark what runs in a shell or a kernel, and on each device; have the tests of Hypothesis in both stages.
 
-    The simulated devices come first: their tests start from empty ones, and any later test may keep a tensor. Then what
-    looks at all objects of the process without a shell, while those are few. Torch's list of operators, which makes
-    many, comes last. Files that start their shell or kernel otherwise mark themselves.
+    Files that start their shell or kernel otherwise mark themselves.
     """
-    in_shell = {item for item in items if _SHELLS.intersection(getattr(item, "fixturenames", ()))}
-    with_shell = {item.path for item in in_shell}
-    looking = {
-        item.path for item in items if "few_objects" in getattr(item, "fixturenames", ())
-    } - with_shell
-
-    def turn(item: pytest.Item) -> int:
-        if "simgpu" in item.path.parts:
-            return 3 if item.path.stem == "test_operators" else 0
-        return 1 if item.path in looking else 2
-
-    items.sort(key=turn)
     for item in items:
-        if item in in_shell:
+        if _SHELLS.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("ipython")
         if "device" in getattr(item, "fixturenames", ()) and "device" not in _parameters(item):
             item.add_marker("device")
@@ -111,14 +97,38 @@ _SHELLS = frozenset({"bare_shell", "start_kernel"})
 
 
 def pytest_collection_finish() -> None:
-    """Hide from the garbage collector what collecting the tests has made: half a million objects.
+    """Have garbage be looked for among few objects: half of those that there are by now are pytest's own.
 
-    Tests collect garbage and look at all objects again and again. `%devices` would say that a freeze hides some, so
-    none is counted.
+    A collection takes half a second with them, and thousands of tests collect. What a report says of frozen objects is
+    true here too; the tests that are about it, and those of what no freeze hides, take `nothing_frozen`.
     """
-    gc.get_freeze_count = lambda: 0
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """Run as in a process that hides no object from the garbage collector."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def empty_devices(two_devices: list[str]) -> None:
+    """Two simulated devices with nothing on them and an empty cache.
+
+    What an earlier test's shell keeps in a cycle may have been frozen before it became garbage.
+    """
+    import torch
+
+    if any(map(torch.simgpu.memory_allocated, range(2))):
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+    torch.simgpu.empty_cache()
+    assert not any(map(torch.simgpu.memory_allocated, range(2))), "an earlier test keeps a tensor"
 
 
 @pytest.fixture(scope="module")

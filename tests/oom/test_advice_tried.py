@@ -44,7 +44,7 @@ def test_ctrl_c_before_the_first_dry_run_or_while_it_is_shown_leaves_the_report(
 
 
 @pytest.fixture
-def report_of(bare_shell):
+def report_of(bare_shell, empty_devices):
     """Return a function that runs cells on two devices of 256 MiB, the last one guarded, and returns its report."""
     simgpu.enable(devices=2, memory="256MiB")
     bare_shell.run_line_magic("load_ext", "gpumagic")

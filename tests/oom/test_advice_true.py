@@ -376,7 +376,7 @@ def test_a_number_of_which_not_even_the_smallest_fits_is_no_suggestion(report_of
 
 
 @pytest.fixture
-def report_of(bare_shell):
+def report_of(bare_shell, empty_devices):
     simgpu.enable(devices=2, memory="256MiB")
     bare_shell.run_line_magic("load_ext", "gpumagic")
     bare_shell.run_line_magic("config", "GPUMagic.advice_seconds = 120")

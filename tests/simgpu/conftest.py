@@ -18,15 +18,3 @@ def cards(few_objects: None) -> Iterator[None]:
     simgpu.reset_copies()
     yield
     gc.collect()
-
-
-@pytest.fixture
-def nothing_allocated() -> None:
-    """Skip where tests of other folders, run before in this process, still hold tensors on the devices."""
-    import torch
-
-    if any(torch.simgpu.memory_allocated(index) for index in range(2)):
-        pytest.skip(
-            "an earlier test of this process holds tensors on a simulated GPU; run this folder alone"
-        )
-    torch.simgpu.empty_cache()

@@ -30,7 +30,7 @@ def expected_allocated(tensors: list[torch.Tensor], card: str) -> int:
 
 
 @pytest.fixture(autouse=True)
-def fresh_peaks(nothing_allocated: None) -> None:
+def fresh_peaks(empty_devices: None) -> None:
     for index in range(2):
         assert torch.simgpu.memory_reserved(index) == 0
         torch.simgpu.reset_peak_memory_stats(index)

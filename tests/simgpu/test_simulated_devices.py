@@ -216,7 +216,7 @@ def test_a_forked_child_can_work_on_its_copy() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 6
 
 
-@pytest.mark.usefixtures("nothing_allocated")
+@pytest.mark.usefixtures("empty_devices")
 def test_enabling_again_is_harmless_and_changing_needs_empty_devices() -> None:
     """Same arguments: nothing. Others: refused in one sentence while tensors live, done when none does."""
     simgpu.enable(devices=2, memory=4 * 2**30)
@@ -256,7 +256,7 @@ def test_the_environment_can_ask_for_them(text: str, monkeypatch: pytest.MonkeyP
     assert torch.accelerator.get_memory_info(1)[1] == 4 * 2**30
 
 
-@pytest.mark.usefixtures("nothing_allocated")
+@pytest.mark.usefixtures("empty_devices")
 def test_a_capacity_alone_is_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """`GPUMAGIC_SIMGPU=3GiB`."""
     monkeypatch.setenv("GPUMAGIC_SIMGPU", "3GiB")

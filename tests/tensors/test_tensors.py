@@ -359,6 +359,7 @@ def trained(device="cpu"):
     return model, optimizer, loss
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_what_a_training_step_leaves_is_told_apart() -> None:
     model, optimizer, loss = trained()
     kinds = {
@@ -373,6 +374,7 @@ def test_what_a_training_step_leaves_is_told_apart() -> None:
     assert kinds["x"] == "plain"
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_kinds_do_not_depend_on_names() -> None:
     keep = trained()
     shapes = {(row.kind, row.shape) for row in scan({}) if row.name is None}
@@ -388,6 +390,7 @@ def test_kinds_do_not_depend_on_names() -> None:
 # -- no trace ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_gradients_are_listed_without_becoming_objects_and_two_reports_agree() -> None:
     model = torch.nn.Linear(4, 4)
     model(torch.ones(2, 4)).sum().backward()
@@ -485,15 +488,12 @@ def test_the_few_objects_that_python_312_begins_with_frozen_are_no_note(monkeypa
     assert not any("gc.freeze()" in note for note in scan({"x": torch.ones(3)}).notes)
 
 
-def test_a_name_that_is_frozen_away_is_found_through_the_namespace(monkeypatch) -> None:
+def test_a_name_that_is_frozen_away_is_found_through_the_namespace() -> None:
     """And so is what it is for, from the modules and optimizers that the names lead to."""
     net = torch.nn.BatchNorm1d(3)
     opt = torch.optim.Adam(net.parameters())
     net(torch.ones(2, 3)).sum().backward()
     opt.step()
-    monkeypatch.setattr(
-        gc, "get_freeze_count", lambda: 5000
-    )  # the tests run frozen, and do not say so
     gc.freeze()
     report = scan({"frozen": torch.ones(123), "net": net, "opt": opt})
     kinds = {row.name: row.kind for row in report}
