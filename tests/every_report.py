@@ -32,7 +32,7 @@ FIXED: dict[tuple[str, str], Any] = {
 _TYPES = {
     name: each
     for module in list(sys.modules.values())
-    if module.__name__.startswith("gpumagic.")
+    if module.__name__.startswith("gpumagic.") and not module.__name__.startswith("gpumagic.worker")
     for name, each in vars(module).items()
     if isinstance(each, type) and name not in typing.__all__
 }
