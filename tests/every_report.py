@@ -8,6 +8,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from importlib import import_module
 from typing import Any
 
@@ -32,7 +33,7 @@ FIXED: dict[tuple[str, str], Any] = {
 _TYPES = {
     name: each
     for module in list(sys.modules.values())
-    if module.__name__.startswith("gpumagic.") and not module.__name__.startswith("gpumagic.worker")
+    if module.__name__.startswith("gpumagic.")
     for name, each in vars(module).items()
     if isinstance(each, type) and name not in typing.__all__
 }
@@ -91,18 +92,17 @@ def _made(kind: Any, text: str) -> Any:
         return {_made(inside[0], text): _made(inside[1], text)}
     if kind is Report or (isinstance(origin, type) and issubclass(origin, Report)):
         return report("GPUReport", text)
-    if kind in (str, object, Any):
-        return text
-    return (
-        {int: 3 * MIB, float: 2.5, bool: True}[kind]
-        if kind in (int, float, bool)
-        else _record(kind, text)
-    )
+    simple = {str: text, object: text, Any: text, int: 3 * MIB, float: 2.5, bool: True}
+    if kind in simple:
+        return simple[kind]
+    return next(iter(kind)) if issubclass(kind, Enum) else _record(kind, text)
 
 
 def _record(kind: Any, text: str) -> Any:
     """Return a dataclass or a named tuple, each of its fields made by its type."""
-    hints = typing.get_type_hints(kind, localns=_TYPES)
+    own = vars(sys.modules[kind.__module__])  # what is imported for types alone is not in it
+    others = {name: value for name, value in _TYPES.items() if name not in own}
+    hints = typing.get_type_hints(kind, localns=others)
     names = (
         [each.name for each in dataclasses.fields(kind)]
         if dataclasses.is_dataclass(kind)
