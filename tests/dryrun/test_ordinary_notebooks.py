@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gpumagic
-from gpumagic.dryrun import targets
+from gpumagic.dryrun import payload, targets
 from tests.stages import sample
 
 NOTEBOOK = """
@@ -378,3 +378,30 @@ def test_a_name_that_the_cell_binds_anew_may_be_on_another_device(
             "stopped on line 1: it uses a tensor on simgpu:0 (make it on cuda in the cell)"
             in report.error
         )
+
+
+def test_what_cannot_be_sent_is_found_in_one_go_and_only_that_is_missed(monkeypatch) -> None:
+    """Pickle does not go into lists that are nested as deep as these."""
+    names: dict[str, Any] = {"torch": torch, "kept": 3}
+    for place in range(9):
+        deep: list[Any] = []
+        for _ in range(100_000):
+            deep = [deep]
+        names[f"deep_{place}"] = deep
+    fills: list[object] = []
+    fill = payload.Payload.fill
+
+    def counted(packed: payload.Payload, *args: Any) -> Any:
+        fills.append(packed)
+        return fill(packed, *args)
+
+    monkeypatch.setattr(payload.Payload, "fill", counted)
+    uses = "".join(f"if not kept: deep_{place}\n" for place in range(9))
+    report = gpumagic.dry_run(
+        f"{uses}x = torch.ones(kept << 18, device='cuda:0')", names, device="cuda:0", capacity=2**30
+    )
+    assert (report.error, report.peak) == (None, {"cuda:0": 3 << 20})
+    assert len(fills) == 2
+    report = gpumagic.dry_run("deep_3.append(1)", names, device="cuda:0", capacity=2**30)
+    assert report.error is not None
+    assert report.error.endswith("it uses `deep_3`, which cannot be sent to a dry run")
