@@ -28,6 +28,7 @@ from gpumagic.dryrun.wire import (
     USUAL,
     Decision,
     Ended,
+    Key,
     Kind,
     Number,
     Outcome,
@@ -106,10 +107,10 @@ class _Search:
         """Run scenarios that were not run yet, as many as there may be, and return those runs."""
         known = [run.scenario for run in self.runs.all]
         new = [scenario for scenario in scenarios if scenario not in known]
-        del new[_MOST_RUNS - len(known) :]
+        room = _MOST_RUNS - len(known)
         limit = 5 + 5 * self.runs.first.reply.seconds
         limit = min(self._asking.request.time_limit, limit)
-        runs = self._asking.run_brief(new, limit)
+        runs = self._asking.run_brief(new[:room], limit)
         self.runs.all += runs
         return runs
 
@@ -189,11 +190,17 @@ class _Search:
         flipped = {group: base.with_flipped([group]) for group in base.groups}
         self._run(flipped.values())
         grown = [run.scenario for run in self.runs.all if run.peak > base.peak]
-        more = [group for group in flipped if flipped[group] in grown]
-        if len(more) > 1:
-            self._run([base.with_flipped(more)])
+        by_more: list[Key] = []
+        for group, scenario in flipped.items():
+            if scenario in grown:
+                by_more.append(group)
+        if len(by_more) > 1:
+            self._run([base.with_flipped(by_more)])
 
 
 def _is_constant(decision: Decision) -> bool:
     """Return whether a decision had the same outcome each time."""
-    return decision.outcomes is None or decision.outcomes[0] == decision.outcomes[1]
+    if decision.outcomes is None:
+        return True
+    first, last = decision.outcomes
+    return first == last

@@ -86,8 +86,9 @@ def _failure_depends_on(runs: Runs) -> str | None:
     """Return on what it depends how the cell fails; None where it always does so alike, and so for certain."""
     ends = set()
     for run in runs.all:
-        if isinstance(run.reply, Outcome) and run.reply.failure is not None:
-            ends.add((run.reply.failure.line, run.reply.failure.kind))
+        failure = run.failure
+        if failure is not None:
+            ends.add((failure.line, failure.kind))
     if len(ends) == 1 and not one_way(runs.all):
         return None
     return _named(runs.places) or _HOST_CONTENTS
@@ -135,13 +136,13 @@ def _has_room(request: Request, fitting: list[Run]) -> bool:
 
 def _open(outcome: Outcome, conclusive: list[Run], *, is_bounded: bool) -> Result:
     """Return an outcome whose verdict is open, with the expressions on which it depends."""
-    base = next(run for run in conclusive if run.fits is not None)
-    other = next((run for run in conclusive if run.fits is not base.fits), base)
+    base, other = _that_differ(conclusive)
     has_ended = other.fits is not None
     if has_ended and not is_bounded:
         base = min(conclusive, key=_peak)
         other = max(conclusive, key=_peak)
-    keys = in_order({decision.place for decision in (*base.decisions, *other.decisions)})
+    decisions = (*base.decisions, *other.decisions)
+    keys = in_order({decision.place for decision in decisions})
     devices = [replace(device, failed=False) for device in outcome.devices]
     outcome = replace(
         outcome,
@@ -149,8 +150,20 @@ def _open(outcome: Outcome, conclusive: list[Run], *, is_bounded: bool) -> Resul
         unknown=(_dependence(base, other, keys), *outcome.unknown),
         is_cut_short=not has_ended,
     )
-    open_on = dict.fromkeys((key.line, key.code) for key in keys if key != HOST)
+    open_on: dict[tuple[int | None, str], None] = {}
+    for key in keys:
+        if key != HOST:
+            open_on[key.line, key.code] = None
     return Result(reply=outcome, varies=True, depends=True, open_on=tuple(open_on))
+
+
+def _that_differ(conclusive: list[Run]) -> tuple[Run, Run]:
+    """Return the first run that was seen to its end, and the first with another verdict; twice that one if none has."""
+    base = next(run for run in conclusive if run.fits is not None)
+    for run in conclusive:
+        if run.fits is not base.fits:
+            return base, run
+    return base, base
 
 
 def _dependence(base: Run, other: Run, keys: list[Key]) -> str:

@@ -12,6 +12,7 @@ from gpumagic.dryrun.wire import (
     DeviceOutcome,
     Ended,
     Ending,
+    Failure,
     Key,
     Kind,
     Number,
@@ -48,6 +49,11 @@ class Run:
         return () if isinstance(self.reply, Ended) else self.reply.devices
 
     @property
+    def failure(self) -> Failure | None:
+        """How the cell failed in it."""
+        return None if isinstance(self.reply, Ended) else self.reply.failure
+
+    @property
     def groups(self) -> list[Key]:
         """What is flipped together in mixtures: each of the notebook's own expressions, and all of libraries."""
         groups = [flip_group(decision.place) for decision in self.decisions]
@@ -56,7 +62,7 @@ class Run:
     @property
     def is_conclusive(self) -> bool:
         """Whether it tells anything: a failure is what the made-up values caused."""
-        return isinstance(self.reply, Ended) or self.reply.failure is None
+        return self.failure is None
 
     @property
     def fits(self) -> bool | None:
@@ -73,9 +79,7 @@ class Run:
     @property
     def is_beyond_list(self) -> bool:
         """Whether a number was too large an index."""
-        if isinstance(self.reply, Ended) or self.reply.failure is None:
-            return False
-        return self.reply.failure.is_beyond_list
+        return self.failure is not None and self.failure.is_beyond_list
 
     @property
     def overrides(self) -> dict[tuple[Key, Kind], int]:

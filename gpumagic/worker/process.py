@@ -387,11 +387,9 @@ def _run_child(request: Request, serve: Serve, watcher: socket.socket, sending: 
         sending = _moved_far(sending)
 
         def send(reply: Outcome | Ended) -> None:
-            new = [name for name in list(sys.modules) if name not in warm]
-            installed = set(request.imports.installed)
-            imported = [name for name in new if name.partition(".")[0] in installed]
+            imported = _imported_of(set(request.imports.installed), warm)
             # Further runs are chosen by the seconds of a core, whatever else the machine does.
-            reply = replace(reply, seconds=time.process_time(), imported=tuple(imported))
+            reply = replace(reply, seconds=time.process_time(), imported=imported)
             Connection(sending, readable=False).send_bytes(wire.encode(reply))
             os._exit(0)
 
@@ -405,6 +403,16 @@ def _run_child(request: Request, serve: Serve, watcher: socket.socket, sending: 
                 wire.encode(Ended(reason=Ending.NOT_SET_UP, sentence=sentence))
             )
     os._exit(1)
+
+
+def _imported_of(packages: Collection[str], before: Collection[str]) -> tuple[str, ...]:
+    """Return the modules of some packages that are here and were not before."""
+    imported = []
+    for name in list(sys.modules):
+        package = name.partition(".")[0]
+        if name not in before and package in packages:
+            imported.append(name)
+    return tuple(imported)
 
 
 def _moved_far(descriptor: int) -> int:
