@@ -170,7 +170,7 @@ class Payload(pickle.Pickler):
         scope = self._number_of(obj)
         return sendable.module_of(obj) if scope is None else scope
 
-    def reducer_override(self, obj: Any) -> Reduced:  # noqa: PLR0911  # one way a kind of object
+    def reducer_override(self, obj: Any) -> Reduced:  # one way a kind of object
         """Return how an object is made anew; `NotImplemented` where pickle knows."""
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, torch.Tensor):
