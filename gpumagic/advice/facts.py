@@ -188,12 +188,14 @@ class Collection:
         return self.member in ("tuple", "named tuple", "dict")
 
 
+METRIC_METHOD = "_move_list_states_to_cpu"
+"""The method of torchmetrics's metrics that keeps their lists on the CPU."""
 SAVING_METHODS = (
     "gradient_checkpointing_enable",
     "enable_gradient_checkpointing",
     "set_grad_checkpointing",
     "enable_slicing",
-    "_move_list_states_to_cpu",
+    METRIC_METHOD,
 )
 """Methods that tell how a model may take less memory: of transformers, diffusers and timm, and of torchmetrics."""
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gpumagic._compat import torch_private
-from gpumagic.advice.facts import SAVING_METHODS, Model, Optimizer, Ownership
+from gpumagic.advice.facts import METRIC_METHOD, SAVING_METHODS, Model, Optimizer, Ownership
 from gpumagic.heap import branches, holders, kinds
 from gpumagic.heap.graph import MAX_STEPS_OF_ALL, HeapGraph
 from gpumagic.heap.storages import Storage, StorageTable, plain, undisturbed
@@ -22,38 +22,54 @@ from gpumagic.report.units import LARGE
 UNEVEN = (("BatchNorm", "batch norm"), ("Dropout", "dropout"))
 """Parts of the names of layers' classes, and what the layers are called."""
 
+_CHECKPOINTING_SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
+"""The libraries' own switches, which lie in each module that can checkpoint: of transformers and diffusers, of timm."""
+
 
 def by_names(
     namespace: Mapping[str, object], device: str, shell: object | None = None
 ) -> list[Ownership]:
     """Return the ownerships of the notebook's variables and displayed values on a device, largest first."""
-    # A value that was displayed twice counts once: `%xdel` clears both.
-    outputs: dict[int, tuple[str, object]] = {}
-    for holder, value in holders.hidden_roots(namespace, shell):
-        if holder.kind == "output":
-            outputs.setdefault(id(value), (holder.name, value))
-    named = dict([*holders.variables(namespace, shell), *outputs.values()])
-    table, reached = StorageTable(), dict[Storage, set[str]]()
+    named = dict(holders.variables(namespace, shell))
+    named.update(_displayed(namespace, shell))
+    names_of: dict[Storage, set[str]] = {}
+    table = StorageTable()
     graph = HeapGraph(holders.excluded_objects(namespace, shell), MAX_STEPS_OF_ALL)
     try:
         with undisturbed():
             graph.explore(named.items())
-            for target, roots in graph.roots_of().items():
+            for target, names in graph.roots_of().items():
                 tensor = graph.tensors[target]
-                for each in (tensor, *kinds.gradients_of([tensor])):
-                    storage, parts = table.find(each)
+                for kept in (tensor, *kinds.gradients_of([tensor])):
+                    storage, parts = table.find(kept)
                     for part in parts or [storage]:
-                        reached.setdefault(part, set()).update(roots)
+                        names_of.setdefault(part, set()).update(names)
     finally:
         graph.release()
-    occupied, totals = OccupiedBytes(), Counter[frozenset[str]]()
-    for storage, names in reached.items():
+    occupied = OccupiedBytes()
+    totals: Counter[frozenset[str]] = Counter()
+    for storage, reaching in names_of.items():
         if storage.device == device and storage.nbytes:
-            totals[frozenset(names)] += occupied.of(device, storage.address, storage.nbytes)
-    found = [
-        Ownership(names, nbytes, kind_of(named[min(names)])) for names, nbytes in totals.items()
-    ]
-    return sorted(found, key=lambda each: (-each.nbytes, sorted(each.names)))
+            totals[frozenset(reaching)] += occupied.of(device, storage.address, storage.nbytes)
+    owned = []
+    for sharing, nbytes in totals.items():
+        kind = kind_of(named[min(sharing)])
+        owned.append(Ownership(sharing, nbytes, kind))
+    return sorted(owned, key=lambda part: (-part.nbytes, sorted(part.names)))
+
+
+def _displayed(namespace: Mapping[str, object], shell: object | None) -> dict[str, object]:
+    """Return the values that IPython keeps since it showed them, by the first output that has them.
+
+    A value that was displayed twice counts once: `%xdel` clears both.
+    """
+    outputs: dict[str, object] = {}
+    seen = set[int]()
+    for holder, value in holders.hidden_roots(namespace, shell):
+        if holder.kind == "output" and id(value) not in seen:
+            seen.add(id(value))
+            outputs[holder.name] = value
+    return outputs
 
 
 def kind_of(value: object) -> str:
@@ -65,18 +81,15 @@ def kind_of(value: object) -> str:
 
     # type(), not isinstance(): a proxy's __class__ may evaluate or raise.
     kind: Any = type(value)
-    if issubclass(kind, torch.Tensor):
-        with undisturbed():
-            return (
-                "parameter"
-                if plain(value, "requires_grad") and plain(value, "is_leaf")
-                else "tensor"
-            )
-    named = {torch.nn.Module: "module", torch.optim.Optimizer: "optimizer"}
-    return next(
-        (word for base, word in named.items() if issubclass(kind, base)),
-        branches.name_of_type(kind),
-    )
+    if issubclass(kind, torch.nn.Module):
+        return "module"
+    if issubclass(kind, torch.optim.Optimizer):
+        return "optimizer"
+    if not issubclass(kind, torch.Tensor):
+        return branches.name_of_type(kind)
+    with undisturbed():
+        gets_gradients = plain(value, "requires_grad") and plain(value, "is_leaf")
+    return "parameter" if gets_gradients else "tensor"
 
 
 class Variable(NamedTuple):
@@ -86,6 +99,14 @@ class Variable(NamedTuple):
     value: object
     is_local: bool = False
     """Whether only a function's variable has that name."""
+
+
+class _Submodule(NamedTuple):
+    """A module inside another, or that module itself, which comes first and has an empty path."""
+
+    path: str
+    """As `named_modules` of torch tells: ``"layers.0.mlp"``."""
+    module: Any
 
 
 def find_models_and_optimizers(
@@ -104,25 +125,22 @@ def _find_models(
 
     models: dict[int, Model] = {}
     names_by_parameter: dict[int, set[str]] = {}
-    for name, value, is_local in variables:
-        if not issubclass(type(value), torch.nn.Module):
+    for variable in variables:
+        module = variable.value
+        if not issubclass(type(module), torch.nn.Module):
             continue
-        inside = list(kinds.modules_in(value))
+        inside = [_Submodule(*step) for step in kinds.modules_in(module)]
         parameters: dict[int, Any] = {}
-        for _, module in inside:
-            for _, parameter in kinds.registered(module, torch_private.PARAMETERS):
+        for submodule in inside:
+            for parameter in _registered(submodule.module, torch_private.PARAMETERS):
                 parameters[id(parameter)] = parameter
         for key in parameters:
-            names_by_parameter.setdefault(key, set()).add(name)
+            names_by_parameter.setdefault(key, set()).add(variable.name)
         here = _on_device(parameters.values(), device)
-        methods = tuple(
-            method
-            for method in SAVING_METHODS
-            if branches.class_attribute(type(value), method) is not None
-        )
-        is_metric = SAVING_METHODS[-1] in methods  # it has no parameters
-        if (here or is_metric) and id(value) not in models:
-            models[id(value)] = _model(name, inside, here, methods, local=is_local)
+        # A metric has no parameters.
+        is_metric = branches.class_attribute(type(module), METRIC_METHOD) is not None
+        if (here or is_metric) and id(module) not in models:
+            models[id(module)] = _read_model(variable, inside, here)
     by_size = sorted(models.values(), key=lambda model: -model.nbytes)
     return tuple(by_size), names_by_parameter
 
@@ -134,178 +152,230 @@ def _find_optimizers(
     import torch
 
     optimizers: dict[int, Optimizer] = {}
-    for name, value, is_local in variables:
-        if not issubclass(type(value), torch.optim.Optimizer):
+    for variable in variables:
+        if not issubclass(type(variable.value), torch.optim.Optimizer):
             continue
-        optimizer = kinds.unwrapped(value)
+        optimizer = kinds.unwrapped(variable.value)
         if id(optimizer) in optimizers:
             continue
-        groups = kinds.parameter_groups(optimizer)
-        here = _on_device((parameter for group in groups for parameter in group["params"]), device)
+        parameters: list[Any] = []
+        for group in kinds.parameter_groups(optimizer):
+            parameters += group["params"]
+        here = _on_device(parameters, device)
         if here:
             updated = set[str]()
             for parameter in here:
                 updated |= names_by_parameter.get(id(parameter), set())
-            optimizers[id(optimizer)] = _optimizer(
-                name, optimizer, here, frozenset(updated), local=is_local
+            optimizers[id(optimizer)] = _read_optimizer(
+                variable, optimizer, here, frozenset(updated)
             )
     return tuple(optimizers.values())
 
 
 def tensors_of(owner: Any) -> list[Any]:
     """Return the parameters and the buffers of a module, or the state of an optimizer."""
+    tensors: list[Any] = []
     if kind_of(owner) == "optimizer":
-        state = branches.attributes_of(kinds.unwrapped(owner)).get("state")
-        each_of = dict.values(state) if isinstance(state, dict) else ()
-        return [value for each in each_of if isinstance(each, dict) for value in dict.values(each)]
-    found = []
+        for _, state in _states(kinds.unwrapped(owner)):
+            tensors += dict.values(state)
+        return tensors
     for _, module in kinds.modules_in(owner):
-        for kind in (torch_private.PARAMETERS, torch_private.BUFFERS):
-            found += [tensor for _, tensor in kinds.registered(module, kind)]
-    return found
+        tensors += _registered(module, torch_private.PARAMETERS)
+        tensors += _registered(module, torch_private.BUFFERS)
+    return tensors
+
+
+def _registered(module: object, kind: str) -> list[Any]:
+    """Return the parameters, the buffers or the modules of a module alone."""
+    return [value for _, value in kinds.registered(module, kind)]
+
+
+def _states(optimizer: Any) -> Iterator[tuple[Any, dict[Any, Any]]]:
+    """Yield each parameter of which an optimizer has a state, with that; states of another kind are left out."""
+    states = branches.attributes_of(optimizer).get("state")
+    if isinstance(states, dict):
+        for parameter, state in dict.items(states):
+            if isinstance(state, dict):
+                yield parameter, state
 
 
 def _on_device(tensors: Iterable[Any], device: str) -> list[Any]:
     import torch
 
     lazy: Any = torch.nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined, unused-ignore]
-    made = [each for each in tensors if not issubclass(type(each), lazy)]
+    made = [tensor for tensor in tensors if not issubclass(type(tensor), lazy)]
     with undisturbed():
-        return [each for each in made if str(plain(each, "device")) == device]
+        return [tensor for tensor in made if str(plain(tensor, "device")) == device]
 
 
-def _nbytes(tensors: Iterable[Any], dtype: object = None) -> int:
+def _nbytes(tensors: Iterable[Any]) -> int:
     with undisturbed():
-        counted = (each for each in tensors if dtype is None or plain(each, "dtype") == dtype)
-        return sum(int(plain(each, "nbytes")) for each in counted)
+        return sum(int(plain(tensor, "nbytes")) for tensor in tensors)
 
 
-def _model(
-    name: str,
-    inside: list[tuple[str, Any]],
-    parameters: list[Any],
-    methods: tuple[str, ...],
-    *,
-    local: bool,
+def _read_model(
+    variable: Variable, inside: Sequence[_Submodule], parameters: Sequence[Any]
 ) -> Model:
-    """Return what is known of a module, which is the first of those `inside` it with their paths."""
+    """Return what is known of a module.
+
+    Args:
+        variable: has the module.
+        inside: the module and those in it.
+        parameters: those of its parameters that are on the device.
+    """
     import torch
 
-    (_, module), layers = inside[0], {branches.name_of_type(type(each)) for _, each in inside}
+    cls = type(variable.value)
     with undisturbed():
-        frozen = not any(plain(each, "requires_grad") for each in parameters)
-        gradients = [
-            each for each in kinds.gradients_of(parameters) if each.layout is torch.strided
+        frozen = not any(plain(parameter, "requires_grad") for parameter in parameters)
+        in_float32 = [
+            parameter for parameter in parameters if plain(parameter, "dtype") == torch.float32
         ]
-    weights = (
-        (
-            path,
-            [
-                weight
-                for label, weight in kinds.registered(each, torch_private.PARAMETERS)
-                if label == "weight"
-            ],
-        )
-        for path, each in inside
-        if issubclass(type(each), torch.nn.Embedding | torch.nn.EmbeddingBag)
-        and not branches.attributes_of(each).get("sparse")
-    )
+        gradients = [
+            gradient
+            for gradient in kinds.gradients_of(parameters)
+            if gradient.layout is torch.strided
+        ]
+    attributes = [branches.attributes_of(submodule.module) for submodule in inside]
+    saving_methods = [
+        method for method in SAVING_METHODS if branches.class_attribute(cls, method) is not None
+    ]
     return Model(
-        name,
-        _nbytes(parameters),
-        _nbytes(parameters, torch.float32),
+        name=variable.name,
+        nbytes=_nbytes(parameters),
+        float32_nbytes=_nbytes(in_float32),
+        training=bool(attributes[0].get("training")),
+        checkpoints=_checkpoints(attributes),
         frozen=frozen,
+        sequential=issubclass(cls, torch.nn.Sequential),
+        writes_in_place=any(stored.get("inplace") is True for stored in attributes),
+        blocks=_blocks(variable.name, inside),
         gradient_nbytes=_nbytes(gradients),
-        training=bool(branches.attributes_of(module).get("training")),
-        checkpoints=_checkpoints(inside),
-        blocks=_blocks(name, inside),
-        local=local,
-        saving_methods=methods,
-        embeddings=tuple(
-            _code(name, path, inside) for path, weight in weights if _nbytes(weight) >= LARGE
-        ),
-        sequential=issubclass(type(module), torch.nn.Sequential),
-        writes_in_place=any(
-            branches.attributes_of(each).get("inplace") is True for _, each in inside
-        ),
-        uneven_layers=tuple(word for part, word in UNEVEN if any(part in each for each in layers)),
+        embeddings=tuple(_large_embeddings(variable.name, inside)),
+        local=variable.is_local,
+        saving_methods=tuple(saving_methods),
+        uneven_layers=tuple(_uneven_layers(inside)),
     )
 
 
-def _checkpoints(inside: list[tuple[str, Any]]) -> bool | None:
-    """Return whether a module recomputes activations; None where neither a switch nor a wrapped forward tells."""
-    stored = [branches.attributes_of(each) for _, each in inside]
-    forwards = [each.get("forward") for each in stored]
-    if any(
-        type(each) is functools.partial and getattr(each.func, "__name__", "") == "checkpoint"
-        for each in forwards
-    ):
-        return True
-    # The libraries' own switches lie in each module that can checkpoint; transformers and diffusers, then timm
-    names = ("gradient_checkpointing", "grad_checkpointing")
-    switches = [each[name] for each in stored for name in names if type(each.get(name)) is bool]
+def _large_embeddings(name: str, inside: Sequence[_Submodule]) -> Iterator[str]:
+    """Yield the code for each large embedding in a module whose gradients are not sparse."""
+    import torch
+
+    for path, module in inside:
+        if not issubclass(type(module), torch.nn.Embedding | torch.nn.EmbeddingBag):
+            continue
+        weight = dict(kinds.registered(module, torch_private.PARAMETERS)).get("weight")
+        is_sparse = branches.attributes_of(module).get("sparse")
+        if weight is not None and not is_sparse and _nbytes([weight]) >= LARGE:
+            yield _code(name, path, inside)
+
+
+def _uneven_layers(inside: Iterable[_Submodule]) -> Iterator[str]:
+    """Yield the kinds of layers in a module that compute another result of a part of the data."""
+    classes = {branches.name_of_type(type(submodule.module)) for submodule in inside}
+    for part, word in UNEVEN:
+        if any(part in name for name in classes):
+            yield word
+
+
+def _checkpoints(attributes: Iterable[Mapping[str, Any]]) -> bool | None:
+    """Return whether a module recomputes activations; None where neither a switch nor a wrapped forward tells.
+
+    `attributes` are those of the module and of the modules in it.
+    """
+    switches: list[Any] = []
+    for stored in attributes:
+        if _is_checkpointed(stored.get("forward")):
+            return True
+        switches += (stored.get(name) for name in _CHECKPOINTING_SWITCHES)
+    switches = [switch for switch in switches if type(switch) is bool]
     return any(switches) if switches else None
 
 
-def _blocks(name: str, inside: list[tuple[str, Any]]) -> str | None:
+def _is_checkpointed(forward: Any) -> bool:
+    """Return whether a module's own `forward` calls `torch.utils.checkpoint.checkpoint`."""
+    if type(forward) is not functools.partial:
+        return False
+    return getattr(forward.func, "__name__", "") == "checkpoint"
+
+
+def _blocks(name: str, inside: Sequence[_Submodule]) -> str | None:
     """Return code for the longest list of like children with layers of their own, or for all of the module's."""
     import torch
 
-    best, longest = None, 1
-    for path, child in inside:
-        blocks = [each for _, each in kinds.registered(child, torch_private.MODULES)]
-        if len(blocks) > longest and issubclass(
-            type(child), torch.nn.ModuleList | torch.nn.Sequential
-        ):
-            is_of_one_kind = all(type(each) is type(blocks[0]) for each in blocks)
-            if is_of_one_kind and any(kinds.registered(blocks[0], torch_private.MODULES)):
-                best, longest = _code(name, path, inside), len(blocks)
-    children = [each for _, each in kinds.registered(inside[0][1], torch_private.MODULES)]
-    if (
-        best is None
-        and sum(any(kinds.registered(each, torch_private.MODULES)) for each in children) > 1
-    ):
-        return f"{name}.children()"
-    return best
+    longest: str | None = None
+    most = 1
+    for path, module in inside:
+        if not issubclass(type(module), torch.nn.ModuleList | torch.nn.Sequential):
+            continue
+        blocks = _registered(module, torch_private.MODULES)
+        if len(blocks) <= most:
+            continue
+        is_of_one_kind = all(type(block) is type(blocks[0]) for block in blocks)
+        if is_of_one_kind and _has_layers(blocks[0]):
+            longest = _code(name, path, inside)
+            most = len(blocks)
+    if longest is not None:
+        return longest
+    children = _registered(inside[0].module, torch_private.MODULES)
+    with_layers = [child for child in children if _has_layers(child)]
+    return f"{name}.children()" if len(with_layers) > 1 else None
 
 
-def _code(name: str, path: str, inside: list[tuple[str, Any]]) -> str:
+def _has_layers(module: object) -> bool:
+    return bool(kinds.registered(module, torch_private.MODULES))
+
+
+def _code(name: str, path: str, inside: Sequence[_Submodule]) -> str:
     """Return the code for a module inside another: ``net.layers[0].mlp``, of a `ModuleDict` ``net["0"]``."""
     import torch
 
-    above, modules = "", dict(inside)
-    for part in path.split(".") if path else ():
-        is_key = issubclass(type(modules[above]), torch.nn.ModuleDict)
-        name += f'["{part}"]' if is_key else f"[{part}]" if part.isdecimal() else f".{part}"
+    if not path:
+        return name
+    modules = dict(inside)
+    code = name
+    above = ""
+    for part in path.split("."):
+        if issubclass(type(modules[above]), torch.nn.ModuleDict):
+            code += f'["{part}"]'
+        elif part.isdecimal():
+            code += f"[{part}]"
+        else:
+            code += f".{part}"
         above = f"{above}.{part}" if above else part
-    return name
+    return code
 
 
-def _optimizer(
-    name: str, optimizer: Any, parameters: list[Any], models: frozenset[str], *, local: bool
+def _read_optimizer(
+    variable: Variable, optimizer: Any, parameters: Sequence[Any], models: frozenset[str]
 ) -> Optimizer:
+    """Return what is known of an optimizer.
+
+    Args:
+        variable: has it, or a wrapper around it.
+        optimizer: the optimizer itself.
+        parameters: those of its parameters that are on the device.
+        models: names of the modules that have these.
+    """
     import torch
 
-    own, stored = {id(each) for each in parameters}, branches.attributes_of(optimizer)
-    kept, defaults = (
-        each if isinstance(each, dict) else {} for each in map(stored.get, ("state", "defaults"))
-    )
-    states: list[Any] = [
-        state for each, state in dict.items(kept) if id(each) in own and isinstance(state, dict)
-    ]
-    tensors = (
-        value
-        for state in states
-        for value in dict.values(state)
-        if issubclass(type(value), torch.Tensor)
-        and torch_private.TENSOR_BASE.get().numel(value) > 1
-    )
+    numel = torch_private.TENSOR_BASE.get().numel
+    ids = {id(parameter) for parameter in parameters}
+    tensors: list[Any] = []
+    for parameter, state in _states(optimizer):
+        if id(parameter) in ids:
+            values = [
+                value for value in dict.values(state) if issubclass(type(value), torch.Tensor)
+            ]
+            tensors += (tensor for tensor in values if numel(tensor) > 1)
+    defaults = branches.attributes_of(optimizer).get("defaults")
     return Optimizer(
-        name,
-        branches.name_of_type(type(optimizer)),
-        _nbytes(parameters),
+        name=variable.name,
+        kind=branches.name_of_type(type(optimizer)),
+        nbytes=_nbytes(parameters),
         state_nbytes=_nbytes(tensors),
-        fused=dict.get(defaults, "fused"),
-        local=local,
+        fused=dict.get(defaults, "fused") if isinstance(defaults, dict) else None,
+        local=variable.is_local,
         models=models,
     )

@@ -11,7 +11,7 @@ from tests.oom.words import mismatches
 
 
 @pytest.fixture(autouse=True)
-def _suggestions_say_what_their_code_does(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _suggestions_say_what_their_code_does() -> Iterator[None]:
     wrong: list[str] = []
     make = Advice.__init__
 
@@ -19,6 +19,8 @@ def _suggestions_say_what_their_code_does(monkeypatch: pytest.MonkeyPatch) -> It
         make(self, *arguments, **fields)
         wrong.extend(mismatches(self))
 
-    monkeypatch.setattr(Advice, "__init__", made)
-    yield
+    # A context of its own: what a test patches is undone before the fixtures that the test uses.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Advice, "__init__", made)
+        yield
     assert not wrong, "\n".join(dict.fromkeys(wrong))

@@ -14,7 +14,7 @@ CODE_OF = {
     r"one parameter at a time": r"foreach\b.*False",
     r"\bbfloat16\b": r"bfloat16|bf16",
     r"\bfloat32\b": r"float32",
-    r"^Delete": r"\bdel\b",
+    r"^Delete": r"\b(x?del)\b",
     r"^Detach": r"detach|\.data\b|no_grad",
     r"without an autograd graph$": r"no_grad|inference_mode",
     r"^Freeze": r"requires_grad",
