@@ -50,10 +50,12 @@ class Report(Generic[Row]):
     @property
     def rows(self) -> tuple[Row, ...]:
         """The rows, in the order in which they are shown: what the field has that is a tuple of them."""
-        kind = f"tuple[{self.row_type.__name__}, ...]"
-        name = next(each.name for each in dataclasses.fields(self) if each.type == kind)  # type: ignore[arg-type]
-        found: tuple[Row, ...] = getattr(self, name)
-        return found
+        annotation = f"tuple[{self.row_type.__name__}, ...]"
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if field.type == annotation:
+                rows: tuple[Row, ...] = getattr(self, field.name)
+                return rows
+        raise TypeError(f"{type(self).__name__} has no field of type {annotation}")
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -77,7 +79,7 @@ class Report(Generic[Row]):
         A figure that is absent is NaN, also where no row has it, so that columns of figures are always numbers.
         """
         columns = columns_of(self.row_type)
-        return frame(columns, [[getattr(row, name) for name in columns] for row in self.rows])
+        return frame(columns, [_values(row, columns) for row in self.rows])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole report as JSON-ready data: dicts, lists, strings, numbers and None."""
@@ -134,17 +136,24 @@ class Details:
         return html.render(self.document)
 
 
+def _values(row: object, names: Iterable[str]) -> list[object]:
+    return [getattr(row, name) for name in names]
+
+
 def frame(columns: Mapping[str, str], rows: Sequence[Sequence[object]]) -> pd.DataFrame:
     """Return a DataFrame of columns that are given with their types; None in a column of figures is NaN."""
     import pandas as pd
 
-    figures = [name for name, kind in columns.items() if kind in _FIGURES]
-    found = {name: [row[place] for row in rows] for place, name in enumerate(columns)}
-    found.update(
-        (name, [math.nan if each is None else each for each in found[name]]) for name in figures
-    )
-    table = pd.DataFrame(found, dtype=None if rows else object)
-    return table if rows else table.astype(dict.fromkeys(figures, "float64"))
+    if not rows:
+        empty = pd.DataFrame({name: [] for name in columns}, dtype=object)
+        figures = [name for name, kind in columns.items() if kind in _FIGURES]
+        return empty.astype(dict.fromkeys(figures, "float64"))
+    values: dict[str, list[object]] = {}
+    for place, (name, kind) in enumerate(columns.items()):
+        values[name] = [row[place] for row in rows]
+        if kind in _FIGURES:
+            values[name] = [math.nan if value is None else value for value in values[name]]
+    return pd.DataFrame(values)
 
 
 _FIGURES = ("int", "float", "int | None", "float | None")
@@ -154,16 +163,15 @@ def columns_of(row_type: type[Any]) -> dict[str, str]:
     """Return the fields of a row with their types, as they are written."""
     if dataclasses.is_dataclass(row_type):
         return {field.name: str(field.type) for field in dataclasses.fields(row_type)}
-    return {
-        name: kind.__forward_arg__ for name, kind in row_type.__annotations__.items()
-    }  # of a named tuple
+    # A named tuple keeps what is written as references that are yet to be resolved.
+    return {name: kind.__forward_arg__ for name, kind in row_type.__annotations__.items()}
 
 
 def _plain(value: object) -> object:
+    """Return a value with records and named tuples as dicts, and other tuples as lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
+        fields = dataclasses.fields(value)
+        return {field.name: _plain(getattr(value, field.name)) for field in fields}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, Mapping):
@@ -231,16 +239,23 @@ LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "S
 
 def current_origin() -> Origin:
     """Return this process's origin. Imports nothing."""
-
-    def number(names: Sequence[str]) -> int | None:
-        found = (os.environ.get(name, "") for name in names)
-        return next((int(text) for text in found if text.isdecimal()), None)
-
-    distributed = sys.modules.get("torch.distributed")
-    in_torch = (
-        distributed is not None and distributed.is_available() and distributed.is_initialized()
-    )
-    rank = distributed.get_rank() if distributed is not None and in_torch else number(RANKS)
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        rank = distributed.get_rank()
+    else:
+        rank = _number_in_environment(RANKS)
     return Origin(
-        host=socket.gethostname(), pid=os.getpid(), rank=rank, local_rank=number(LOCAL_RANKS)
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        rank=rank,
+        local_rank=_number_in_environment(LOCAL_RANKS),
     )
+
+
+def _number_in_environment(names: Sequence[str]) -> int | None:
+    """Return the number that the first of some environment variables has that has one."""
+    for name in names:
+        value = os.environ.get(name, "")
+        if value.isdecimal():
+            return int(value)
+    return None

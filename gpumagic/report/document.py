@@ -83,27 +83,49 @@ class Column(Generic[Row]):
         self, rows: Sequence[Row], whole: Callable[[Row], float] | float | None
     ) -> list[Cell]:
         """Return the cell of each row; bars are shares of the whole, by default of the largest."""
-        values = [self.value(row) for row in rows]
-        cells = [each if isinstance(each, Cell) else Cell(each or "") for each in values]
+        cells = [_as_cell(self.value(row)) for row in rows]
         if self.bar is None:
             return cells
         amounts = [self.bar(row) for row in rows]
-        sums = (
-            sum(each.values()) if isinstance(each, Mapping) else abs(each or 0) for each in amounts
-        )
-        largest = max(sums, default=0)
-        found = []
+        largest = max(map(_length, amounts), default=0)
+        with_bars = []
         for row, cell, amount in zip(rows, cells, amounts, strict=True):
-            full = (whole(row) if callable(whole) else largest if whole is None else whole) or 1
-            if isinstance(amount, Mapping):
-                bar = tuple(Segment(nbytes / full, part=part) for part, nbytes in amount.items())
-                found.append(replace(cell, bar=bar))
-            elif amount is not None:
-                segment = Segment(abs(amount) / full, "other" if amount < 0 else "main")
-                found.append(replace(cell, bar=(segment,)))
+            if callable(whole):
+                full = whole(row)
             else:
-                found.append(cell)
-        return found
+                full = largest if whole is None else whole
+            with_bars.append(_with_bar(cell, amount, full or 1))
+        return with_bars
+
+    def is_shown(self, rows: Sequence[Row], cells: Sequence[Cell]) -> bool:
+        """Return whether the column has anything to show of some rows."""
+        if self.when is not None:
+            return any(map(self.when, rows))
+        return any(cell.text for cell in cells)
+
+
+def _as_cell(value: Cell | str | None) -> Cell:
+    if isinstance(value, Cell):
+        return value
+    return Cell(value or "")
+
+
+def _length(amount: Bar) -> float:
+    """Return how long the bar of an amount is, all its parts together."""
+    if isinstance(amount, Mapping):
+        return sum(amount.values())
+    return abs(amount or 0)
+
+
+def _with_bar(cell: Cell, amount: Bar, full: float) -> Cell:
+    """Return a cell with the bar of an amount; that of `full` is as long as a bar can be."""
+    if amount is None:
+        return cell
+    if isinstance(amount, Mapping):
+        parts = amount.items()
+        return replace(cell, bar=tuple(Segment(nbytes / full, part=part) for part, nbytes in parts))
+    role: Literal["main", "other"] = "other" if amount < 0 else "main"
+    return replace(cell, bar=(Segment(abs(amount) / full, role),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +167,20 @@ class Table:
         rows = list(rows)
         shown = rows[:limit]
         left = rows[len(shown) :]
-        below = rest(left) if callable(rest) else more(len(left), rest)
-        found = [(column, cells) for column in columns for cells in [column.cells(shown, whole)]]
-        found = [
-            (column, cells)
-            for column, cells in found
-            if (
-                any(map(column.when, shown))
-                if column.when is not None
-                else any(cell.text for cell in cells)
-            )
-        ]
-        grid = list(zip(*(cells for _, cells in found), strict=True))
-        return cls([column for column, _ in found], grid, caption, elsewhere, below)
+        columns_shown = []
+        cells_by_column = []
+        for column in columns:
+            cells = column.cells(shown, whole)
+            if column.is_shown(shown, cells):
+                columns_shown.append(column)
+                cells_by_column.append(cells)
+        return cls(
+            columns_shown,
+            rows=list(zip(*cells_by_column, strict=True)),
+            caption=caption,
+            elsewhere=elsewhere,
+            rest=rest(left) if callable(rest) else more(len(left), rest),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +285,7 @@ OTHER_COLOUR = (150, 150, 150)
 
 def stacking_order(parts: Iterable[str]) -> list[str]:
     """Return the parts from the bottom of a picture to its top, each once."""
-    known = list(PART_COLOURS)
-    return sorted(
-        dict.fromkeys(parts),
-        key=lambda part: known.index(part) if part in PART_COLOURS else len(known),
-    )
+    present = dict.fromkeys(parts)
+    known = [part for part in PART_COLOURS if part in present]
+    others = [part for part in present if part not in PART_COLOURS]
+    return [*known, *others]

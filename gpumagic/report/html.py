@@ -7,7 +7,7 @@ by colour alone. No text or background colour is set: the theme's own hold in th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
@@ -52,10 +52,10 @@ def page(document: doc.Document) -> str:
 
 
 def _label(document: doc.Document) -> str:
-    return next(
-        (block.text for block in document.blocks if isinstance(block, doc.Heading | doc.Paragraph)),
-        "",
-    )
+    for block in document.blocks:
+        if isinstance(block, doc.Heading | doc.Paragraph):
+            return block.text
+    return ""
 
 
 def _block(block: doc.Block, label: str) -> str:
@@ -70,11 +70,17 @@ def _block(block: doc.Block, label: str) -> str:
             return _tree(block.steps)
         case doc.Sparkline():
             return _sparkline(block)
-        case doc.Fold():  # its summary takes one line; what the page has no room for shows on hovering
-            inner = "".join(_block(each, block.summary) for each in block.blocks)
-            one_line = "white-space:nowrap;overflow:hidden;text-overflow:ellipsis"
-            summary = f'<summary style="{one_line}" title="{_uncut(block.summary)}">{_text(block.summary)}</summary>'
-            return f"<details>{summary}{inner}</details>"
+        case doc.Fold():
+            return _fold(block)
+
+
+def _fold(fold: doc.Fold) -> str:
+    """Return blocks behind a summary of one line; what the page has no room for of it shows on hovering."""
+    inner = "".join(_block(block, fold.summary) for block in fold.blocks)
+    one_line = "white-space:nowrap;overflow:hidden;text-overflow:ellipsis"
+    hover = _uncut(fold.summary)
+    summary = f'<summary style="{one_line}" title="{hover}">{_text(fold.summary)}</summary>'
+    return f"<details>{summary}{inner}</details>"
 
 
 def _line(block: doc.Heading | doc.Paragraph) -> str:
@@ -85,31 +91,48 @@ def _line(block: doc.Heading | doc.Paragraph) -> str:
 
 
 def _table(table: doc.Table, label: str) -> str:
-    columns = list(zip(*table.rows, strict=True)) or [()] * len(table.columns)
-    barred = [any(isinstance(cell, doc.Cell) and cell.bar for cell in cells) for cells in columns]
-    styles = list(map(_column_style, table.columns, columns, barred))
-    head = "".join(
-        f'<th scope="col" style="{_align(column, bars)};white-space:nowrap">{_text(column.title)}{_track() * bars}</th>'
-        for column, bars in zip(table.columns, barred, strict=True)
-    )
-    body = "".join(
-        f"<tr>{''.join(map(_cell, row, table.columns, styles, barred))}</tr>" for row in table.rows
-    )
+    heads = []
+    barred = []
+    styles = []
+    for place, column in enumerate(table.columns):
+        cells = [_as_cell(row[place]) for row in table.rows]
+        has_bars = any(cell.bar for cell in cells)
+        barred.append(has_bars)
+        styles.append(_column_style(column, cells, has_bars))
+        heads.append(_head(column, has_bars))
+    rows = []
+    for row in table.rows:
+        drawn = map(_cell, map(_as_cell, row), table.columns, styles, barred)
+        rows.append(f"<tr>{''.join(drawn)}</tr>")
+    head = f"<thead><tr>{''.join(heads)}</tr></thead>"
+    body = f"<tbody>{''.join(rows)}</tbody>"
     rest = _line(doc.Paragraph(table.rest, muted=True)) if table.rest else ""
-    return (
-        _box(f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>", _named(table.caption or label))
-        + rest
-    )
+    return _box(head + body, _named(table.caption or label)) + rest
 
 
-def _column_style(column: doc.Column[Any], cells: Sequence[doc.Cell | str], barred: bool) -> str:
+def _as_cell(cell: doc.Cell | str) -> doc.Cell:
+    return doc.Cell(cell) if isinstance(cell, str) else cell
+
+
+def _head(column: doc.Column[Any], barred: bool) -> str:
+    style = f"{_align(column, barred)};white-space:nowrap"
+    track = _track() if barred else ""
+    return f'<th scope="col" style="{style}">{_text(column.title)}{track}</th>'
+
+
+def _column_style(column: doc.Column[Any], cells: Sequence[doc.Cell], barred: bool) -> str:
     """Return how the cells of a column stand: code and names wrap on a narrow page, so that figures stay on it."""
     align = _align(column, barred)
     if not column.shrinks:
         return f"{align};white-space:nowrap"
-    longest = max((len(cell if isinstance(cell, str) else cell.text) for cell in cells), default=0)
-    wraps = f"overflow-wrap:anywhere;min-width:{min(longest, 20 if column.code else 12)}ch"
-    return f"{align};white-space:{'pre-wrap' if column.code else 'normal'};{wraps}"
+    if column.code:
+        space = "pre-wrap"
+        least = 20
+    else:
+        space = "normal"
+        least = 12
+    longest = max((len(cell.text) for cell in cells), default=0)
+    return f"{align};white-space:{space};overflow-wrap:anywhere;min-width:{min(longest, least)}ch"
 
 
 def _box(table: str, name: str) -> str:
@@ -121,29 +144,36 @@ def _align(column: doc.Column[Any], barred: bool) -> str:
     return f"text-align:{'right' if barred else column.align}"  # so that the bars of a column stand in line
 
 
-def _cell(cell: doc.Cell | str, column: doc.Column[Any], style: str, barred: bool) -> str:
-    cell = doc.Cell(cell) if isinstance(cell, str) else cell
+def _cell(cell: doc.Cell, column: doc.Column[Any], style: str, barred: bool) -> str:
     if cell.muted:
         style += f";{MUTED}"
     hover = f' title="{_uncut(cell.title)}"' if cell.title else ""
-    spans = [
-        (max(0.0, min(1.0, each.share)), _colour(each.part) if each.part else COLOURS[each.role])
-        for each in cell.bar
-    ]
-    if cell.bar:
-        spans.append((max(0.0, cell.ground - sum(share for share, _ in spans)), TRACK))
-    drawn = "".join(
-        f'<span style="display:inline-block;height:.8em;width:{100 * share:.1f}%;background:{colour}"></span>'
-        for share, colour in spans
-    )
-    bar = _track(drawn) if barred else ""
-    text = (
-        f'<code style="white-space:inherit;{CODE}">{_uncut(cell.text)}</code>'
-        if column.code
-        else _text(cell.text)
-    )
-    notes = "".join(f'<div style="white-space:normal">→ {_text(note)}</div>' for note in cell.notes)
-    return f'<td style="{style}"{hover}>{text}{bar}{notes}</td>'
+    bar = _track(_bar(cell)) if barred else ""
+    if column.code:
+        text = f'<code style="white-space:inherit;{CODE}">{_uncut(cell.text)}</code>'
+    else:
+        text = _text(cell.text)
+    notes = [f'<div style="white-space:normal">→ {_text(note)}</div>' for note in cell.notes]
+    return f'<td style="{style}"{hover}>{text}{bar}{"".join(notes)}</td>'
+
+
+def _bar(cell: doc.Cell) -> str:
+    """Return the segments of a cell's bar, and the ground behind what they leave free."""
+    if not cell.bar:
+        return ""
+    spans = []
+    filled = 0.0
+    for segment in cell.bar:
+        share = max(0.0, min(1.0, segment.share))
+        filled += share
+        spans.append(_span(share, _colour(segment.part) if segment.part else COLOURS[segment.role]))
+    spans.append(_span(max(0.0, cell.ground - filled), TRACK))
+    return "".join(spans)
+
+
+def _span(share: float, colour: str) -> str:
+    style = f"display:inline-block;height:.8em;width:{100 * share:.1f}%;background:{colour}"
+    return f'<span style="{style}"></span>'
 
 
 def _track(drawn: str = "") -> str:
@@ -160,16 +190,22 @@ def _named(label: str) -> str:
 
 
 def _listing(listing: doc.Listing, label: str) -> str:
-    # A note stands beside its code where there is room, and below it on a narrow page.
-    beside = f'<span style="display:inline-block;max-width:{TEXT_WIDTH};padding-left:.8em">'
-    rows = "".join(
-        f'<tr><td style="text-align:right;white-space:nowrap;{MUTED}">{_text(str(place))}</td>'
-        f'<td style="text-align:left"><code style="white-space:pre;{CODE}">'
-        f"{escape(printable(code)) if listing.whole else _uncut(code)}</code>"
-        f"{f' {beside}{_text(note)}</span>' if note else ''}</td></tr>"
-        for place, code, note in listing.lines
-    )
-    return _box(f"<tbody>{rows}</tbody>", _named(label))
+    rows = []
+    for place, code, note in listing.lines:
+        shown = escape(printable(code)) if listing.whole else _uncut(code)
+        rows.append(
+            f'<tr><td style="text-align:right;white-space:nowrap;{MUTED}">{_text(str(place))}</td>'
+            f'<td style="text-align:left"><code style="white-space:pre;{CODE}">{shown}</code>{_beside(note)}</td></tr>'
+        )
+    return _box(f"<tbody>{''.join(rows)}</tbody>", _named(label))
+
+
+def _beside(note: str) -> str:
+    """Return a note that stands beside its code where there is room, and below it on a narrow page."""
+    if not note:
+        return ""
+    style = f"display:inline-block;max-width:{TEXT_WIDTH};padding-left:.8em"
+    return f' <span style="{style}">{_text(note)}</span>'
 
 
 def _sparkline(block: doc.Sparkline) -> str:
@@ -178,62 +214,70 @@ def _sparkline(block: doc.Sparkline) -> str:
     The arrow stands under the marked one, and its note to the side that has room.
     """
     count = max(1, len(block.heights))
-    sparks = sparkline(block.heights)
-    bands = [(block.bands[name], _colour(name)) for name in block.bands]
-    columns = "".join(
-        _column(
-            100 / count,
-            block.heights[place],
-            spark,
-            [(band[place], colour) for band, colour in bands],
-        )
-        for place, spark in enumerate(sparks)
+    columns = []
+    for place, spark in enumerate(sparkline(block.heights)):
+        bands = [(band[place], _colour(name)) for name, band in block.bands.items()]
+        columns.append(_column(100 / count, block.heights[place], spark, bands))
+    height = 72 if block.bands else 48
+    ground = (
+        f"display:block;height:{height}px;max-width:{SPARKLINE_WIDTH};font-size:0;line-height:0"
     )
-    ground = f"display:block;height:{72 if bands else 48}px;max-width:{SPARKLINE_WIDTH};font-size:0;line-height:0"
     stand = '<span style="display:inline-block;vertical-align:bottom;height:100%;width:0"></span>'
-    swatch = "display:inline-block;width:.8em;height:.8em;margin-right:.3em"
-    named = ", ".join(
-        f'<span style="white-space:nowrap"><span aria-hidden="true" style="{swatch};background:{_colour(name)}"></span>'
-        f"{_text(name)}</span>"
-        for name in block.bands
-    )
-    note, at = _text(block.note), 100 * (block.mark + 0.5) / count
+    note = _text(block.note)
+    at = 100 * (block.mark + 0.5) / count
     if at <= 50:
-        arrow = f"margin-left:{at:.1f}%", f"↑ {note}"
+        side = f"margin-left:{at:.1f}%"
+        arrow = f"↑ {note}"
     else:
-        arrow = f"text-align:right;margin-right:{100 - at:.1f}%", f"{note} ↑"
+        side = f"text-align:right;margin-right:{100 - at:.1f}%"
+        arrow = f"{note} ↑"
     return (
         f'<div role="img" aria-label="{_text(block.label)}" '
-        f'style="{ground};white-space:nowrap;background:{TRACK}">{stand}{columns}</div>'
+        f'style="{ground};white-space:nowrap;background:{TRACK}">{stand}{"".join(columns)}</div>'
         f'<div style="max-width:{SPARKLINE_WIDTH};margin:.1em 0 .3em 0;white-space:nowrap">'
-        f'<div style="{arrow[0]}">{arrow[1]}</div></div>'
-        + (f'<p style="margin:.3em 0">From the bottom: {named}.</p>' if named else "")
+        f'<div style="{side}">{arrow}</div></div>{_legend(block.bands)}'
     )
+
+
+def _legend(names: Iterable[str]) -> str:
+    """Return the names of bands, each behind its colour."""
+    swatch = "display:inline-block;width:.8em;height:.8em;margin-right:.3em"
+    entries = [
+        f'<span style="white-space:nowrap"><span aria-hidden="true" style="{swatch};background:{_colour(name)}"></span>'
+        f"{_text(name)}</span>"
+        for name in names
+    ]
+    if not entries:
+        return ""
+    return f'<p style="margin:.3em 0">From the bottom: {", ".join(entries)}.</p>'
 
 
 def _column(width: float, height: float, spark: str, bands: Sequence[tuple[float, str]]) -> str:
     """Return one column of a sparkline, of one colour or of a band over the other."""
-    style = f"display:inline-block;vertical-align:bottom;width:{width:.4g}%;height:{max(2.0, 100 * height):.4g}%"
+    percent = max(2.0, 100 * height)
+    style = f"display:inline-block;vertical-align:bottom;width:{width:.4g}%;height:{percent:.4g}%"
     if not bands or not height:
         return f'<span style="{style};background:{COLOURS["main"]}">{spark}</span>'
-    inner = "".join(
-        f'<span style="display:block;height:{100 * share / height:.4g}%;background:{colour}"></span>'
-        for share, colour in reversed(bands)
-        if share
-    )
-    return f'<span style="{style}">{spark}{inner}</span>'
+    inner = []
+    for share, colour in reversed(bands):
+        if share:
+            band = f"display:block;height:{100 * share / height:.4g}%;background:{colour}"
+            inner.append(f'<span style="{band}"></span>')
+    return f'<span style="{style}">{spark}{"".join(inner)}</span>'
 
 
 def _colour(part: str) -> str:
-    return "rgba({},{},{},.85)".format(*doc.PART_COLOURS.get(part, doc.OTHER_COLOUR))
+    red, green, blue = doc.PART_COLOURS.get(part, doc.OTHER_COLOUR)
+    return f"rgba({red},{green},{blue},.85)"
 
 
 def _tree(steps: Sequence[tuple[str, str]]) -> str:
     """Return lists nested in each other, which show the depth also where styles are stripped."""
     (text, note), *below = steps
-    inner = _tree(below) if below else ""
     code = f'<code style="{CODE}">{_text(text)}</code>'
-    return f'<ul><li>{code} <span style="{MUTED}">{_text(note)}</span>{inner}</li></ul>'
+    beside = f'<span style="{MUTED}">{_text(note)}</span>'
+    inner = _tree(below) if below else ""
+    return f"<ul><li>{code} {beside}{inner}</li></ul>"
 
 
 def _text(text: str) -> str:

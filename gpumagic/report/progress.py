@@ -3,6 +3,8 @@
 In a notebook it is a display, so that no box for stderr is left behind; the next report of the cell takes its place,
 and no empty output stays. In a terminal it is the last line. Where nothing can be rewritten, as in a file, only what
 one waits for without a count is written, once.
+
+Each thread has a line of its own: cells in subshells and calls in a pool show theirs at the same time.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import itertools
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -48,9 +51,10 @@ def known(document: Document) -> None:
 
     The report has it again. A terminal that cannot go up keeps it.
     """
-    if _line is not None:
-        _line.known = render(document)
-        _line.write(_line.text)
+    line = _own.line
+    if line is not None:
+        line.known = render(document)
+        line.write(line.text)
 
 
 @contextmanager
@@ -70,7 +74,8 @@ class _Line:
     def __init__(self) -> None:
         self.show = _surface()
         self.start = time.monotonic() + DELAY
-        self.text = self.known = ""
+        self.text = ""
+        self.known = ""
         self.is_shown = False
 
     def write(self, text: str) -> None:
@@ -80,21 +85,33 @@ class _Line:
             self.show(text, self.known)
 
 
-_line: _Line | None = None
+class _Own(threading.local):
+    """What a thread shows.
+
+    Attributes:
+        line: the line that it shows now.
+        emptied: the display of its latest line in a notebook, once the line is gone, and the request that ran the cell.
+    """
+
+    line: _Line | None = None
+    emptied: tuple[Any, object] | None = None
+
+
+_own = _Own()
 
 
 @contextmanager
 def _shown() -> Iterator[_Line]:
-    """Yield the line that is shown already, or a new one, which is cleared at the end."""
-    global _line  # noqa: PLW0603  there is one, as a screen has one last line
-    if _line is not None:
-        yield _line
+    """Yield the line that this thread shows already, or a new one, which is cleared at the end."""
+    if _own.line is not None:
+        yield _own.line
         return
-    _line = line = _Line()
+    line = _Line()
+    _own.line = line
     try:
         yield line
     finally:
-        _line = None
+        _own.line = None
         if line.is_shown:
             line.write("")
 
@@ -104,71 +121,86 @@ def _surface() -> Callable[[str, str], None] | None:
 
     It is None where nothing can be rewritten.
     """
-    ipython = sys.modules.get("IPython")
-    shell: Any = None if ipython is None else ipython.get_ipython()
+    shell = _shell()
     kernel = getattr(shell, "kernel", None)
+    if kernel is None:
+        return _in_terminal() if sys.stderr.isatty() else None
     if type(kernel).__module__.startswith("ipyparallel."):
-        return (
-            None  # an engine's client draws each update as one more output, and none of them goes
-        )
-    if (
-        kernel is not None
-    ):  # what `%%capture` puts in the publisher's place has no such request, and keeps each update
-        request = getattr(shell.display_pub, "parent_header", None)
-        return None if request is None else _in_notebook(request)
-    return _in_terminal() if sys.stderr.isatty() else None
+        # An engine's client draws each update as one more output, and none of them goes.
+        return None
+    request = _request(shell)
+    return None if request is None else _in_notebook(request)
 
 
-_emptied: tuple[Any, object] | None = None
-"""The display of the latest line in a notebook, once the line is gone, and the request that ran its cell."""
+def _shell() -> Any:
+    ipython = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()
+
+
+def _request(shell: Any) -> object:
+    """Return the request that runs the cell of a kernel.
+
+    None under `%%capture`: what it puts in the publisher's place has no request, and keeps each update.
+    """
+    return getattr(shell.display_pub, "parent_header", None)
 
 
 def _in_notebook(request: object) -> Callable[[str, str], None]:
     from IPython.display import DisplayHandle
 
     handle = DisplayHandle()
-    begin = [handle.display]
+    is_displayed = False
 
     def show(text: str, known: str) -> None:
-        global _emptied  # noqa: PLW0603
+        nonlocal is_displayed
         # Without data JupyterLab draws no output, not even an empty one.
         data = {"text/plain": f"{known}\n\n{text}".lstrip()} if text else {}
-        (begin.pop() if begin else handle.update)(data, raw=True)
-        _emptied = None if text else (handle, request)
+        if is_displayed:
+            handle.update(data, raw=True)
+        else:
+            is_displayed = True
+            handle.display(data, raw=True)
+        _own.emptied = None if text else (handle, request)
 
     return show
 
 
 def replaced_by(data: Mapping[str, str]) -> bool:
     """Show data where the running cell has an empty display left of a line; return whether it has one."""
-    global _emptied
-    if _emptied is None:
+    if _own.emptied is None:
         return False
-    (handle, request), _emptied = _emptied, None
-    if (
-        getattr(sys.modules["IPython"].get_ipython().display_pub, "parent_header", None)
-        is not request
-    ):
+    handle, request = _own.emptied
+    _own.emptied = None
+    if _request(_shell()) is not request:
         return False
     handle.update(data, raw=True)
     return True
 
 
 def _in_terminal() -> Callable[[str, str], None]:
-    longest, printed = 0, ""
+    longest = 0
+    printed = ""
 
     def show(text: str, known: str) -> None:
         nonlocal longest, printed
         if known != printed:
             print(f"\r{'':{longest}}\r{known}\n", file=sys.stderr)  # noqa: T201
-        longest, printed = max(longest, len(text)), known
-        rows = known.count("\n") + 2 if known else 0
-        goes_up = (
-            not text
-            and 0 < rows < shutil.get_terminal_size().lines
-            and os.environ.get("TERM", "dumb") != "dumb"
-        )
-        end = f"\r\x1b[{rows}A\x1b[J" if goes_up else "" if text else "\r"
+            printed = known
+        longest = max(longest, len(text))
+        rows = known.count("\n") + 2
+        if text:
+            end = ""
+        elif known and _can_go_up(rows):
+            end = f"\r\x1b[{rows}A\x1b[J"
+        else:
+            end = "\r"
         print(f"\r{text:{longest}}", end=end, file=sys.stderr, flush=True)  # noqa: T201
 
     return show
+
+
+def _can_go_up(rows: int) -> bool:
+    """Return whether a terminal's cursor can go up so many rows."""
+    if os.environ.get("TERM", "dumb") == "dumb":
+        return False
+    return rows < shutil.get_terminal_size().lines

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shutil
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpumagic.report import document as doc
@@ -28,10 +29,12 @@ GAP = "  "
 
 def render(document: doc.Document, width: int | None = None, unicode: bool | None = None) -> str:
     """Return the document as lines of at most ``width`` characters (default: the terminal's, 100 in notebooks)."""
-    width = terminal_width() if width is None else width
-    unicode = terminal_has_unicode() if unicode is None else unicode
+    if width is None:
+        width = terminal_width()
+    if unicode is None:
+        unicode = terminal_has_unicode()
     parts = [_block(block, width) for block in document.blocks]
-    text = "\n".join(part for part in parts if part)
+    text = "\n".join(filter(None, parts))
     return text if unicode else to_ascii(text)
 
 
@@ -55,41 +58,23 @@ def terminal_has_unicode() -> bool:
     return True
 
 
+_ASCII = str.maketrans(
+    "█▓▒░…×→─└·↑▸▁▂▃▄▅▆▇",
+    "#=-.~x>-`-^>_.-=+*%",
+)
+
+
 def to_ascii(text: str) -> str:
     """Return the text with its drawing characters replaced and anything else outside ASCII escaped."""
-    table = {
-        "█": "#",
-        "▓": "=",
-        "▒": "-",
-        "░": ".",
-        "…": "~",
-        "×": "x",
-        "→": ">",
-        "─": "-",
-        "└": "`",
-        "·": "-",
-        "↑": "^",
-        "▸": ">",
-        "▁": "_",
-        "▂": ".",
-        "▃": "-",
-        "▄": "=",
-        "▅": "+",
-        "▆": "*",
-        "▇": "%",
-    }
-    plain = "".join(table.get(ch, ch) for ch in text)
-    return plain.encode("ascii", "backslashreplace").decode()
+    return text.translate(_ASCII).encode("ascii", "backslashreplace").decode()
 
 
 def _block(block: doc.Block, width: int) -> str:
     match block:
         case doc.Heading() | doc.Paragraph():
-            return ("\n" if isinstance(block, doc.Heading) and block.apart else "") + _wrap(
-                block.text, width
-            )
+            return _line(block, width)
         case doc.Table():
-            return _table(block, width) + (f"\n{_wrap(block.rest, width)}" if block.rest else "")
+            return _table(block, width)
         case doc.Listing():
             return _listing(block, width)
         case doc.Tree():
@@ -100,18 +85,23 @@ def _block(block: doc.Block, width: int) -> str:
             return _wrap(block.summary, width)
 
 
+def _line(block: doc.Heading | doc.Paragraph, width: int) -> str:
+    text = _wrap(block.text, width)
+    if isinstance(block, doc.Heading) and block.apart:
+        return f"\n{text}"
+    return text
+
+
 def _wrap(text: str, width: int, indent: int = 0) -> str:
     start = " " * indent
-    shown = truncate_words(printable(text))
-    return "\n".join(
-        textwrap.wrap(
-            shown,
-            width,
-            break_on_hyphens=False,
-            initial_indent=start,
-            subsequent_indent=f"{start}  ",
-        )
+    lines = textwrap.wrap(
+        truncate_words(printable(text)),
+        width,
+        break_on_hyphens=False,
+        initial_indent=start,
+        subsequent_indent=f"{start}  ",
     )
+    return "\n".join(lines)
 
 
 def _listing(listing: doc.Listing, width: int) -> str:
@@ -120,131 +110,189 @@ def _listing(listing: doc.Listing, width: int) -> str:
     lines = []
     for place, (_, code, note) in zip(places, listing.lines, strict=True):
         line = f"{_pad(place, digits, 'right')} | {printable(code)}"
-        line = f"{line}   # {printable(note)}" if note else line
+        if note:
+            line += f"   # {printable(note)}"
         lines += _broken(line, width, digits) if listing.whole else [_cut(line, width)]
     return "\n".join(lines)
 
 
 def _broken(line: str, width: int, digits: int) -> list[str]:
     """Return a line in pieces of the width, those after the first marked as going on."""
-    pieces, go_on = [], f"{'':>{digits}} :   "
+    pieces = []
+    go_on = f"{'':>{digits}} :   "
     while _width(line) > width:
         piece = _cut(line, width)[:-1]
-        space = piece.rfind(
-            " ", len(go_on) + 8
-        )  # the space goes with the piece, so that the pieces join to the line
-        at = space + 1 if space > 0 else len(piece)
-        pieces.append(line[:at].rstrip())
-        line = go_on + line[at:]
+        end = len(piece)
+        space = piece.rfind(" ", len(go_on) + 8)
+        if space > 0:  # the space goes with the piece, so that the pieces join to the line
+            end = space + 1
+        pieces.append(line[:end].rstrip())
+        line = go_on + line[end:]
     return [*pieces, line]
 
 
 def _sparkline(block: doc.Sparkline, width: int) -> str:
     """Return a line of blocks, one for each band too, and under the marked one an arrow with its note beside it."""
-    # The bands that change, the highest first, where more than one does: a flat line says nothing.
-    changing = [name for name, band in block.bands.items() if max(band) - min(band) > 1 / 16][::-1]
-    names = changing if len(changing) > 1 else []
-    label = max((_width(name) + len(GAP) for name in names), default=0)
-    columns = min(len(block.heights), max(8, width - label))
-    lines = [
-        _pad(name, label, "left") + _spark_characters(block.bands[name], columns, " ")
-        for name in names
-    ]
-    lines.append(" " * label + _spark_characters(block.heights, columns))
-    mark = -(-(block.mark + 1) * columns // len(block.heights)) - 1
-    lines.append(_under(printable(block.note), label + mark, width, label + columns // 2))
+    names = _changing_bands(block)
+    indent = max((_width(name) + len(GAP) for name in names), default=0)
+    count = len(block.heights)
+    columns = min(count, max(8, width - indent))
+    lines = []
+    for name in names:
+        band = _highest_of_parts(block.bands[name], columns)
+        drawn = "".join(map(_spark_or_blank, band, sparkline(band)))
+        lines.append(_pad(name, indent, "left") + drawn)
+    total = sparkline(_highest_of_parts(block.heights, columns))
+    lines.append(" " * indent + total)
+    mark = indent + math.ceil((block.mark + 1) * columns / count) - 1
+    middle = indent + columns // 2
+    lines.append(_under(printable(block.note), mark, width, middle))
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _spark_characters(heights: Sequence[float], columns: int, nothing: str = "") -> str:
-    """Return the highest of each of so many parts, as blocks; what is nothing may have a sign of its own."""
-    edges = [place * len(heights) // columns for place in range(columns + 1)]
-    found = [max(heights[start:end]) for start, end in itertools.pairwise(edges)]
-    drawn = sparkline(found)
-    return "".join(
-        nothing if nothing and not each else spark for each, spark in zip(found, drawn, strict=True)
-    )
+def _changing_bands(block: doc.Sparkline) -> list[str]:
+    """Return the bands that change, the highest first, where more than one does: a flat line says nothing."""
+    changing = [name for name, band in block.bands.items() if max(band) - min(band) > 1 / 16]
+    return changing[::-1] if len(changing) > 1 else []
+
+
+def _highest_of_parts(heights: Sequence[float], parts: int) -> list[float]:
+    """Return the highest of each of so many parts of some heights, one behind the other."""
+    edges = [part * len(heights) // parts for part in range(parts + 1)]
+    return [max(heights[start:end]) for start, end in itertools.pairwise(edges)]
+
+
+def _spark_or_blank(height: float, spark: str) -> str:
+    return spark if height else " "
 
 
 def _under(note: str, mark: int, width: int, middle: int) -> str:
     """Return an arrow under a place, with its note to the side that has room, or below it."""
-    if _width(note) + 1 <= mark >= middle:
+    length = _width(note)
+    if length + 1 <= mark >= middle:
         return f"{_pad(note, mark - 1, 'right')} ↑"
-    if mark + 2 + _width(note) <= width:
-        return f"{' ' * mark}↑ {note}"
-    return f"{' ' * mark}↑\n{_cut(note, width)}"
+    before = " " * mark
+    if mark + 2 + length <= width:
+        return f"{before}↑ {note}"
+    return f"{before}↑\n{_cut(note, width)}"
 
 
 def _tree(tree: doc.Tree, width: int) -> str:
+    """Return a line for each step, the notes one under the other."""
+    branches = []
+    for depth, (text, _) in enumerate(tree.steps):
+        stem = f"{'   ' * (depth - 1)}└─ " if depth else ""
+        room = max(16, width - len(stem) - 24)
+        branches.append(stem + _cut_middle(printable(text), room))
+    column = max(map(len, branches)) + 2
     lines = []
-    for depth, (text, note) in enumerate(tree.steps):
-        branch = f"{'   ' * (depth - 1)}└─ " if depth else ""
-        lines.append(
-            (
-                branch + _cut_middle(printable(text), max(16, width - len(branch) - 24)),
-                printable(note),
-            )
-        )
-    column = max(len(text) for text, _ in lines) + 2
-    return "\n".join(
-        _cut(f"{_pad(text, column, 'left')}{note}".rstrip(), width) for text, note in lines
-    )
-
-
-def _table(table: doc.Table, width: int) -> str:
-    columns, grid = _fitted(table, width, bars=True)
-    widths = _widths(columns, grid, width)
-    whole = [column.code or column.cut == "never" for column in columns]
-    cuts = False
-    for row in grid:
-        for text, most, no_cut in zip(row, widths, whole, strict=False):
-            cuts = cuts or (no_cut and _width(text) > most)
-    if _total(widths) > width or cuts:  # what bars show, the numbers beside them say
-        columns, grid = _fitted(table, width, bars=False)
-    kept = {column.title.strip() for column in columns}
-    left_out = [column.title for column in table.columns if column.title not in kept]
-    widths = _widths(columns, grid, width)
-    if _total(widths) > width:
-        stacked = []  # a row that no width is enough for is a sentence: its first cell, and what the others are
-        for row, cells in zip(grid, table.rows, strict=True):
-            first, *others = (text.strip() for text in row)
-            said = [
-                f"{column.title.strip()} {text}"
-                for column, text in zip(columns[1:], others, strict=True)
-                if text
-            ]
-            text = f"{first}: {' · '.join(said)}" if first and said else first or " · ".join(said)
-            stacked += [_wrap(text, width), *_notes(cells, width)]
-        return "\n".join(stacked)
-    lines = [_row([column.title for column in columns], columns, widths)]
-    lines.append(GAP.join("─" * w for w in widths))
-    for row, cells in zip(grid, table.rows, strict=True):
-        lines += [_row(row, columns, widths), *_notes(cells, width)]
-    if left_out and table.elsewhere:
-        lines.append(_wrap(f"{', '.join(left_out)}: {table.elsewhere}.", width))
+    for branch, (_, note) in zip(branches, tree.steps, strict=True):
+        line = _pad(branch, column, "left") + printable(note)
+        lines.append(_cut(line.rstrip(), width))
     return "\n".join(lines)
 
 
+@dataclass
+class _Grid:
+    """The columns of a table that are shown, with their titles as shown, and the texts of its rows."""
+
+    columns: list[doc.Column[Any]]
+    rows: list[list[str]]
+
+    def natural_widths(self) -> list[int]:
+        """Return how wide the widest text of each column is."""
+        widths = []
+        for place, column in enumerate(self.columns):
+            texts = self.texts(place)
+            widths.append(max(map(_width, [column.title, *texts])))
+        return widths
+
+    def texts(self, place: int) -> list[str]:
+        return [row[place] for row in self.rows]
+
+    def limited_to(self, places: Sequence[int]) -> _Grid:
+        columns = [self.columns[place] for place in places]
+        rows = [_picked(row, places) for row in self.rows]
+        return _Grid(columns, rows)
+
+    def is_cut(self, widths: Sequence[int]) -> bool:
+        """Return whether code, or what is never cut, has more characters than its column is wide."""
+        for place, column in enumerate(self.columns):
+            if column.code or column.cut == "never":
+                longest = max(map(_width, self.texts(place)), default=0)
+                if longest > widths[place]:
+                    return True
+        return False
+
+
+def _picked(row: Sequence[str], places: Sequence[int]) -> list[str]:
+    return [row[place] for place in places]
+
+
+def _table(table: doc.Table, width: int) -> str:
+    grid = _fitted(table, width, bars=True)
+    widths = _widths(grid, width)
+    if _total(widths) > width or grid.is_cut(widths):
+        # What bars show, the numbers beside them say.
+        grid = _fitted(table, width, bars=False)
+        widths = _widths(grid, width)
+    if _total(widths) > width:
+        lines = _stacked(table, grid, width)
+    else:
+        lines = _in_columns(table, grid, widths, width)
+    text = "\n".join(lines)
+    return f"{text}\n{_wrap(table.rest, width)}" if table.rest else text
+
+
+def _in_columns(table: doc.Table, grid: _Grid, widths: Sequence[int], width: int) -> list[str]:
+    titles = [column.title for column in grid.columns]
+    lines = [_row(titles, grid.columns, widths), GAP.join("─" * most for most in widths)]
+    for row, cells in zip(grid.rows, table.rows, strict=True):
+        lines.append(_row(row, grid.columns, widths))
+        lines += _notes(cells, width)
+    shown = {title.strip() for title in titles}
+    left_out = [column.title for column in table.columns if column.title not in shown]
+    if left_out and table.elsewhere:
+        lines.append(_wrap(f"{', '.join(left_out)}: {table.elsewhere}.", width))
+    return lines
+
+
+def _stacked(table: doc.Table, grid: _Grid, width: int) -> list[str]:
+    """Return a table that no width is enough for: each row as a sentence, its first cell and what the others are."""
+    lines = []
+    titles = [column.title.strip() for column in grid.columns]
+    for row, cells in zip(grid.rows, table.rows, strict=True):
+        first, *others = map(str.strip, row)
+        rest = " · ".join(_named(titles[1:], others))
+        sentence = f"{first}: {rest}" if first and rest else first or rest
+        lines.append(_wrap(sentence, width))
+        lines += _notes(cells, width)
+    return lines
+
+
+def _named(titles: Sequence[str], texts: Sequence[str]) -> list[str]:
+    return [f"{title} {text}" for title, text in zip(titles, texts, strict=True) if text]
+
+
 def _notes(cells: Sequence[doc.Cell | str], width: int) -> list[str]:
-    notes = [note for cell in cells if isinstance(cell, doc.Cell) for note in cell.notes]
-    return [_wrap(f"→ {note}", width, indent=6) for note in notes]
+    lines = []
+    for cell in cells:
+        if isinstance(cell, doc.Cell):
+            lines += [_wrap(f"→ {note}", width, indent=6) for note in cell.notes]
+    return lines
 
 
-def _fitted(
-    table: doc.Table, width: int, *, bars: bool
-) -> tuple[list[doc.Column[Any]], list[list[str]]]:
-    """Return the columns that fit the width, with their titles as shown, and the texts of their rows."""
-    columns = list(table.columns)
-    shown = [
-        _column_texts(column, [row[i] for row in table.rows], bars=bars)
-        for i, column in enumerate(columns)
-    ]
-    columns = [
-        replace(column, title=texts[0]) for column, texts in zip(columns, shown, strict=True)
-    ]
-    grid = [list(row) for row in zip(*(texts[1:] for texts in shown), strict=True)]
-    keep = _columns_that_fit(columns, grid, width)
-    return [columns[i] for i in keep], [[row[i] for i in keep] for row in grid]
+def _fitted(table: doc.Table, width: int, *, bars: bool) -> _Grid:
+    """Return the columns of a table that fit the width."""
+    columns = []
+    texts_by_column = []
+    for place, column in enumerate(table.columns):
+        cells = [row[place] for row in table.rows]
+        title, *texts = _column_texts(column, cells, bars=bars)
+        columns.append(replace(column, title=title))
+        texts_by_column.append(texts)
+    grid = _Grid(columns, [list(row) for row in zip(*texts_by_column, strict=True)])
+    return grid.limited_to(_columns_that_fit(grid, width))
 
 
 def _column_texts(
@@ -252,67 +300,65 @@ def _column_texts(
 ) -> list[str]:
     """Return a column's title and texts; where there are bars, each stands behind its number, all aligned."""
     full = [cell if isinstance(cell, doc.Cell) else doc.Cell(cell) for cell in cells]
-    texts = [
-        truncate_middle(printable(text), MAX_WORD_LENGTH)
-        for text in (column.title, *(cell.text for cell in full))
-    ]
+    originals = [column.title, *(cell.text for cell in full)]
+    texts = [truncate_middle(printable(text), MAX_WORD_LENGTH) for text in originals]
     if not bars or not any(cell.bar for cell in full):
         return texts
     width = max(map(_width, texts))
-    drawn = ["", *(_bar(cell) if cell.bar else "" for cell in full)]
+    drawn = ["", *map(_bar, full)]
     return [
         f"{_pad(text, width, column.align)} {bar:{BAR_WIDTH}}"
         for text, bar in zip(texts, drawn, strict=True)
     ]
 
 
+_GLYPHS = {"main": "█", "second": "▓", "other": "▒"}
+
+
 def _bar(cell: doc.Cell) -> str:
-    glyphs = {"main": "█", "second": "▓", "other": "▒"}
-    bar, end = "", 0.0
+    if not cell.bar:
+        return ""
+    bar = ""
+    end = 0.0
     for segment in cell.bar:
         end += max(0.0, segment.share)
         filled = min(BAR_WIDTH, round(end * BAR_WIDTH))
-        if segment.share > 0 and filled == len(bar) < BAR_WIDTH and not bar:
+        if segment.share > 0 and filled == 0 and not bar:
             filled = 1  # something is never drawn as nothing
-        bar += glyphs[segment.role] * (filled - len(bar))
-    return bar + "░" * (round(cell.ground * BAR_WIDTH) - len(bar))
+        bar += _GLYPHS[segment.role] * (filled - len(bar))
+    ground = round(cell.ground * BAR_WIDTH)
+    return bar + "░" * (ground - len(bar))
 
 
-def _columns_that_fit(
-    columns: Sequence[doc.Column[Any]], grid: list[list[str]], width: int
-) -> list[int]:
-    least = [
-        max([_width(column.title), *(_width(row[i]) for row in grid)])
-        for i, column in enumerate(columns)
-    ]
-    least = [
-        min(w, column.least) if column.shrinks else w
-        for w, column in zip(least, columns, strict=True)
-    ]
-    keep = [i for i, column in enumerate(columns) if column.priority == 0]
-    by_priority = sorted(
-        (i for i in range(len(columns)) if i not in keep), key=lambda i: (columns[i].priority, i)
-    )
-    for i in by_priority:
-        wider = sorted((*keep, i))
-        if not keep or _total([least[each] for each in wider]) <= width:
-            keep = wider
-    return keep
+def _columns_that_fit(grid: _Grid, width: int) -> list[int]:
+    """Return which columns fit the width, by their priorities."""
+    least = grid.natural_widths()
+    for place, column in enumerate(grid.columns):
+        if column.shrinks:
+            least[place] = min(least[place], column.least)
+    by_priority = sorted(range(len(grid.columns)), key=lambda place: grid.columns[place].priority)
+    kept: list[int] = []
+    for place in by_priority:
+        wider = [*kept, place]
+        needed = _total([least[shown] for shown in wider])
+        if grid.columns[place].priority == 0 or not kept or needed <= width:
+            kept = wider
+    return sorted(kept)
 
 
-def _widths(columns: Sequence[doc.Column[Any]], grid: list[list[str]], width: int) -> list[int]:
-    widths = [
-        max([_width(c.title), *(_width(row[i]) for row in grid)]) for i, c in enumerate(columns)
-    ]
+def _widths(grid: _Grid, width: int) -> list[int]:
+    """Return how wide each column is drawn: those that may shrink give way, the widest first."""
+    widths = grid.natural_widths()
+    shrinking = [place for place, column in enumerate(grid.columns) if column.shrinks]
     while _total(widths) > width:
-        shrinkable = [i for i, c in enumerate(columns) if c.shrinks and widths[i] > 8]
-        if not shrinkable:
+        widest = max(shrinking, key=lambda place: widths[place], default=None)
+        if widest is None or widths[widest] <= 8:
             break
-        widths[max(shrinkable, key=lambda i: widths[i])] -= 1
-    for i, column in enumerate(columns):
+        widths[widest] -= 1
+    for place, column in enumerate(grid.columns):
         if column.cut == "never":  # what is wider has a line of its own
-            natural = (_width(column.title), *(_width(row[i]) for row in grid))
-            widths[i] = max(each for each in natural if each <= widths[i])
+            lengths = map(_width, [column.title, *grid.texts(place)])
+            widths[place] = max(length for length in lengths if length <= widths[place])
     return widths
 
 
@@ -321,16 +367,23 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _row(cells: Sequence[str], columns: Sequence[doc.Column[Any]], widths: Sequence[int]) -> str:
-    padded = [
-        _pad(_CUTS[c.cut](text, w), w, c.align)
-        for text, c, w in zip(cells, columns, widths, strict=True)
-    ]
-    own = [
-        text
-        for text, c, w in zip(cells, columns, widths, strict=True)
-        if c.cut == "never" and _width(text) > w
-    ]
-    return "\n".join([*own, GAP.join(padded).rstrip()])
+    lines = []
+    padded = []
+    for text, column, width in zip(cells, columns, widths, strict=True):
+        if column.cut == "never" and _width(text) > width:
+            lines.append(text)
+        padded.append(_pad(_fitting(text, column, width), width, column.align))
+    lines.append(GAP.join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def _fitting(text: str, column: doc.Column[Any], width: int) -> str:
+    """Return what of a text stands in its column."""
+    if column.cut == "end":
+        return _cut(text, width)
+    if column.cut == "middle":
+        return _cut_middle(text, width)
+    return text if _width(text) <= width else ""
 
 
 def _pad(text: str, width: int, align: str) -> str:
@@ -349,26 +402,21 @@ def _cut(text: str, width: int) -> str:
 def _cut_middle(text: str, width: int) -> str:
     if _width(text) <= width:
         return text
-    start = _cut(text, width - width // 2)
-    tail = next(
-        text[at:]
-        for at in range(len(text) - width // 2, len(text) + 1)
-        if _width(text[at:]) <= width // 2
-    )
-    return start + tail
-
-
-_Cut = Callable[[str, int], str]
-_CUTS: dict[str, _Cut] = {
-    "end": _cut,
-    "middle": _cut_middle,
-    "never": lambda text, most: text * (_width(text) <= most),
-}
+    room = width // 2
+    tail = text[len(text) - room :]
+    while _width(tail) > room:
+        tail = tail[1:]
+    return _cut(text, width - room) + tail
 
 
 def _width(text: str) -> int:
     """Return how many terminal columns the text takes: East Asian wide characters take two, accents none."""
     if text.isascii():
         return len(text)
-    wide = sum(unicodedata.east_asian_width(ch) in "WF" for ch in text)
-    return len(text) + wide - sum(unicodedata.combining(ch) != 0 for ch in text)
+    width = len(text)
+    for character in text:
+        if unicodedata.east_asian_width(character) in "WF":
+            width += 1
+        if unicodedata.combining(character):
+            width -= 1
+    return width

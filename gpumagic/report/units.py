@@ -46,11 +46,12 @@ def size_pair(part: int, whole: int | None) -> str:
     if whole is None:
         return size(part)
     scale, unit = _scale(max(part, whole))
-    digits = 0 if scale == 1 else 1
-    shown = [f"{value / scale:.{digits}f}" for value in (part, whole)]
-    if part and float(shown[0]) == 0:
-        shown[0] = "<0.1"
-    return f"{shown[0]} / {shown[1]} {unit}"
+    if scale == 1:
+        return f"{part} / {whole} {unit}"
+    shown = f"{part / scale:.1f}"
+    if part and float(shown) == 0:
+        shown = "<0.1"
+    return f"{shown} / {whole / scale:.1f} {unit}"
 
 
 def size_of(part: int, whole: int | None) -> str:
@@ -106,24 +107,33 @@ def _long_duration(seconds: float) -> str:
 
 def percent(value: float | None) -> str:
     """Return a percentage without decimals: ``"37%"``."""
-    return NOT_AVAILABLE if value is None else f"{value:.0f}%"
+    if value is None:
+        return NOT_AVAILABLE
+    return f"{value:.0f}%"
 
 
 def count(number: int, noun: str, plural: str = "") -> str:
     """Return ``"1 tensor"``, ``"3,000 tensors"``."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+    if number != 1:
+        noun = plural or f"{noun}s"
+    return f"{number:,} {noun}"
 
 
 def more(number: int, noun: str) -> str:
     """Return what is not listed, such as ``"and 3 more storages"``; "" for none."""
-    return f"and {count(number, f'more {noun}')}" if number > 0 else ""
+    if number <= 0:
+        return ""
+    return f"and {count(number, f'more {noun}')}"
 
 
 def few(names: Sequence[str], most: int, noun: str = "") -> str:
     """Return the first of some names and how many more there are: ``"a, b and 4 more"``."""
+    listed = ", ".join(names[:most])
     rest = len(names) - most
-    said = f" and {count(rest, f'more {noun}') if noun else f'{rest} more'}" if rest > 0 else ""
-    return ", ".join(names[:most]) + said
+    if rest <= 0:
+        return listed
+    others = count(rest, f"more {noun}") if noun else f"{rest} more"
+    return f"{listed} and {others}"
 
 
 def shape(dims: tuple[int, ...]) -> str:
@@ -133,8 +143,12 @@ def shape(dims: tuple[int, ...]) -> str:
 
 def sparkline(shares: Sequence[float]) -> str:
     """Return shares of a whole, from 0 to 1, as blocks."""
-    last = len(SPARK_CHARACTERS) - 1
-    return "".join(SPARK_CHARACTERS[max(0, min(last, int(share * (last + 1))))] for share in shares)
+    levels = len(SPARK_CHARACTERS)
+    characters = []
+    for share in shares:
+        level = int(share * levels)
+        characters.append(SPARK_CHARACTERS[max(0, min(levels - 1, level))])
+    return "".join(characters)
 
 
 MAX_LENGTH = 2000
@@ -146,14 +160,16 @@ def truncate_words(text: str) -> str:
     """Return text with words that have no end cut in their middle, and a text that has none, too."""
     if len(text) <= MAX_WORD_LENGTH:
         return text
-    return truncate_middle(
-        _LONG_WORDS.sub(lambda found: truncate_middle(found[0], MAX_WORD_LENGTH), text), MAX_LENGTH
-    )
+    cut = _LONG_WORDS.sub(lambda word: truncate_middle(word[0], MAX_WORD_LENGTH), text)
+    return truncate_middle(cut, MAX_LENGTH)
 
 
 def truncate_middle(text: str, most: int) -> str:
     """Return text of at most so many characters; what it loses is in its middle."""
-    return text if len(text) <= most else f"{text[: most - most // 3 - 1]}…{text[-(most // 3) :]}"
+    if len(text) <= most:
+        return text
+    tail = most // 3
+    return f"{text[: most - tail - 1]}…{text[-tail:]}"
 
 
 _LONG_WORDS = re.compile(rf"\S{{{MAX_WORD_LENGTH + 1},}}")
@@ -166,8 +182,10 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(ch if _is_plain(ch) else ch.encode("unicode_escape").decode() for ch in text)
+    return "".join(map(_visible, text))
 
 
-def _is_plain(ch: str) -> bool:
-    return ch == " " or unicodedata.category(ch) not in {"Cc", "Cf", "Cs", "Zl", "Zp"}
+def _visible(character: str) -> str:
+    if unicodedata.category(character) in {"Cc", "Cf", "Cs", "Zl", "Zp"}:
+        return character.encode("unicode_escape").decode()
+    return character

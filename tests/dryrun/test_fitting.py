@@ -247,7 +247,7 @@ def test_ctrl_c_ends_a_search_and_its_line_of_progress(capsys) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         fitting.search(interrupted, "batch", 8)
-    assert progress._line is None
+    assert progress._own.line is None
     assert capsys.readouterr() == ("", "")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 from types import SimpleNamespace
 
 import nbclient
@@ -82,6 +83,27 @@ def test_an_interrupt_removes_the_line_and_the_next_one_is_new(terminal: Termina
     with progress.elapsed("dry run") as tick:
         tick()
     assert terminal.lines()[-1] == "dry run, 0 s"
+
+
+def test_threads_have_lines_of_their_own(terminal: Terminal) -> None:
+    def elsewhere() -> None:
+        with progress.elapsed("another dry run") as tick:
+            tick()
+
+    with progress.counted(2, "dry run") as tell:
+        tell("batch_size = 16")
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        tell("batch_size = 8")
+        with progress.elapsed("dry run") as tick:
+            tick()
+    assert terminal.lines() == [
+        "dry run 1 of 2: batch_size = 16",
+        "another dry run, 0 s",
+        "dry run 2 of 2: batch_size = 8",
+        "dry run 2 of 2: batch_size = 8, 0 s",
+    ]
 
 
 CELL = """
