@@ -9,7 +9,6 @@ from gpumagic._compat import StrEnum
 from gpumagic.advice.facts import Facts, Kind, Memory
 from gpumagic.advice.records import Advice, EditTrial, Need
 from gpumagic.advice.runs import EditedRuns
-from gpumagic.dryrun import effects
 from gpumagic.dryrun.report import DeviceNeed, DryRunReport, shortcoming
 from gpumagic.errors import GpuMagicError
 from gpumagic.report.units import LARGE, duration
@@ -108,11 +107,9 @@ class Trials:
                 self._stop(Obstacle.UNTOLD, why)
             return None
         self.as_is = report
-        for effect in report.effects:
-            if effect.startswith(effects.OF_OTHERS):
-                # By C code or a process of its own, which only the kernel sees
-                self._stop(Obstacle.HAS_EFFECTS, f"the cell {effect} and is not run again unasked")
-                break
+        if report.reaching:  # by C code or a process of its own, which only the kernel sees
+            effect = report.reaching[0]
+            self._stop(Obstacle.HAS_EFFECTS, f"the cell {effect} and is not run again unasked")
         device = self.failed_device(report)
         if report.error is not None or device is None or device.capacity is None:
             self._stop(Obstacle.UNTOLD, report.error or "the memory of the device is not known")

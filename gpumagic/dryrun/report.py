@@ -171,7 +171,9 @@ class DryRunReport(Report[DryRunRow]):
     open_on: tuple[tuple[int | None, str], ...] = ()
     """``(line, code)`` of each place where a value that is not known changes the verdict or the peak, or may."""
     effects: tuple[str, ...] = ()
-    """What the cell will do to files, programs and the network; the dry run did none of it."""
+    """What the cell will do to files, programs and the network, in words; the dry run did none of it."""
+    reaching: tuple[str, ...] = ()
+    """Those of `effects` that other processes or machines may hear of."""
     error: str | None = None
     """How the cell would fail for another reason than memory, or why there are no figures."""
     ending: Ending | None = None

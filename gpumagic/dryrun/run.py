@@ -206,7 +206,8 @@ def report_of(
         operator_bytes=figures.peak_at.nbytes,
         failure_line=None if figures.refused is None else figures.refused.line,
         open_on=result.open_on,
-        effects=outcome.effects,
+        effects=tuple([effect.text for effect in outcome.effects]),
+        reaching=tuple([effect.text for effect in outcome.effects if effect.reaches_others]),
         error=error,
         ending=ending,
         exceeds_host=outcome.failure is not None and outcome.failure.exceeds_host,
@@ -233,7 +234,8 @@ def _report_of_ended(ended: Ended, target: Target) -> DryRunReport:
         error=ended.sentence,
         ending=ended.reason,
         exceeds_host=ended.exceeds_host,
-        effects=ended.effects,
+        effects=tuple([effect.text for effect in ended.effects]),
+        reaching=tuple([effect.text for effect in ended.effects if effect.reaches_others]),
     )
 
 

@@ -16,6 +16,7 @@ from enum import Enum, IntEnum
 from typing import Any, NamedTuple, cast
 
 from gpumagic.dryrun import typed_json
+from gpumagic.dryrun.effects import Effect
 from gpumagic.dryrun.parts import Slot
 from gpumagic.memory.ledger import NO_ALLOCATION, Allocation, LineUse, Point
 from gpumagic.memory.segments import Segment
@@ -240,8 +241,8 @@ class Ending(str, Enum):
 class Reply:
     """What comes of a request, whatever it is."""
 
-    effects: tuple[str, ...] = ()
-    """What the cell would do outside of its process, in words."""
+    effects: tuple[Effect, ...] = ()
+    """What the cell would do outside of its process."""
     seconds: float = 0.0
     """Seconds of a core that the run has taken; 0 where its process did not tell."""
     imported: tuple[str, ...] = ()

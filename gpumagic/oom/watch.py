@@ -102,7 +102,8 @@ class CellWatch:
 
 def _effect(event: str, args: tuple[Any, ...], frame: FrameType) -> str | None:
     """Return in words what an event changes outside of the cell's own processes and files; None if nothing."""
-    what = effects.of_event(event, args)
+    effect = effects.of_event(event, args)
+    what = None if effect is None else effect.text
     if effects.path_of(event, args) is not None:
         return what if _changes_others(event, args) else None
     if event == "open" and isinstance(args[0], int):
@@ -149,7 +150,7 @@ def _changes_others(event: str, args: tuple[Any, ...]) -> bool:
     changes = False
     for name in named:
         path = os.path.abspath(os.fsdecode(name))  # noqa: PTH100  # Path.absolute() leaves `..`
-        if any(part in path for part in effects.CACHES):
+        if effects.is_in_cache(path):
             continue
         if not os.path.lexists(path):
             _of_cells.add(path)

@@ -342,7 +342,7 @@ class _Fork:
         self.watch.close()
         refused = tuple(self.watch.effects)
         if isinstance(reply, Outcome) and reply.failure is not None:
-            undone = (*reply.failure.undone, *refused)
+            undone = (*reply.failure.undone, *[effect.text for effect in refused])
             reply = replace(reply, failure=replace(reply.failure, undone=undone))
         effects = dict.fromkeys((*reply.effects, *refused))
         return replace(reply, effects=tuple(effects))

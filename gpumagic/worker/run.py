@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from gpumagic.dryrun import parts
-from gpumagic.dryrun.effects import CACHES
+from gpumagic.dryrun.effects import Effect
 from gpumagic.dryrun.wire import DeviceOutcome, Ended, Failure, Outcome, RankOutcome, Request
 from gpumagic.memory import ledger
 from gpumagic.memory.ledger import Ledger
@@ -77,8 +77,9 @@ class Run:
         self.send = send
         self.assumed: dict[str, None] = {}
         self.unknown: dict[str, None] = {}
-        self.effects: dict[str, None] = {}
-        """Sentences for the report, each once: what is assumed, what is not known, what the cell would do outside."""
+        """Sentences for the report, each once: what is assumed, and what is not known."""
+        self.effects: dict[Effect, None] = {}
+        """What the cell would do outside, each once."""
         self.lines = Lines(request.code.filename, request.code.sources)
         self.passes = Passes(request.code.filename, request.code.sources)
         self.guesses = UnknownValues(request.scenario, self.assumed.setdefault, self.lines.reading)
@@ -178,7 +179,7 @@ class Run:
     def failed(self, error: BaseException) -> Outcome:
         """Return the outcome of a cell that raised, with what was not done for it, of which that may come."""
         failure = self.failure(error)
-        undone = list(self.effects)
+        undone = [effect.text for effect in self.effects]
         if not self.box.has_files and "Permission denied" in failure.text:
             undone.append("writes a file")  # it was C code that was refused, which tells nobody
         running = lines_of(traceback.extract_tb(error.__traceback__))
@@ -218,7 +219,6 @@ class Run:
             )
         figures = self.account(failure)
         book = figures.ledger
-        written = [effect for effect in self.box.written() if not _is_in_cache(effect)]
         return Outcome(
             devices=tuple(self._with_history(figures)),
             lines=tuple(book.lines.values()),
@@ -228,7 +228,7 @@ class Run:
             passes=tuple(self.passes.counts(running)),
             assumed=tuple(self.assumed),
             unknown=tuple(self.unknown),
-            effects=(*self.effects, *written),
+            effects=(*self.effects, *self.box.written()),
             has_unknown_parts=figures.has_unknown_parts or bool(parts.gone_back),
             decisions=self.guesses.decisions(),
             most_turns=self.guesses.most_turns(),
@@ -284,11 +284,6 @@ class Run:
             failure: how the cell failed, if it did.
         """
         raise NotImplementedError
-
-
-def _is_in_cache(effect: str) -> bool:
-    """Return whether what was written is a library's own, in a cache."""
-    return any(folder in effect for folder in CACHES)
 
 
 _TICK = 0.05

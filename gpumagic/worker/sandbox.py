@@ -1,8 +1,9 @@
-"""What of torch around the device a dry run does another way: data loaders, pinned memory, loading, compilers.
+"""What a dry run does another way than torch and Python: data loaders, pinned memory, loading, compilers, writing.
 
-What the cell writes lies in an overlay that vanishes with the process. Where the system gives none, files opened for
-writing are the null device, and making, moving and removing files does nothing. That nothing else gets out is the
-machine's kernel's business (`box`); where that cannot be asked, Python's audit hook refuses what Python does.
+Runs in the worker's process. What the cell writes lies in an overlay that vanishes with the process. Where the system
+gives none, files opened for writing are the null device, and making, moving and removing files does nothing. Nothing
+else gets out because the operating system's kernel refuses it (`box`); where it does not, Python's audit hook refuses
+what Python does.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from gpumagic.dryrun import effects
-from gpumagic.dryrun.effects import NOT_DONE
+from gpumagic.dryrun.effects import NOT_DONE, Effect
 from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.worker import box
 from gpumagic.worker.modules import with_storages
@@ -61,32 +62,10 @@ def arrange(module: DeviceModule, assume: Callable[[str], object]) -> None:
         """Load by way of the CPU: torch would fill the device's storages from the file itself."""
         if callable(map_location):
             return load(f, map_location, *args, **kwargs)
-
-        waiting: set[int] = set()
-
-        def on_host(storage: Any, was_on: str) -> Any:
-            place = (
-                map_location.get(was_on, was_on)
-                if isinstance(map_location, dict)
-                else map_location or was_on
-            )
-            if torch.device(place).type != "cpu":
-                storage._dry_run_place = place
-                waiting.add(storage._cdata)
-            return storage
-
-        def placed(each: Any) -> Any:
-            if isinstance(each, torch.nn.Module):
-                return each._apply(placed)
-            storages = [one.untyped_storage() for one in with_storages(each)]
-            waiting.difference_update(one._cdata for one in storages)
-            places = [
-                vars(one)["_dry_run_place"] for one in storages if "_dry_run_place" in vars(one)
-            ]
-            return each.to(places[0]) if places else each
-
-        loaded = tree_map(placed, load(f, on_host, *args, **kwargs))
-        if waiting:
+        loading = _Loading(map_location)
+        loaded = load(f, loading.on_host, *args, **kwargs)
+        loaded = tree_map(loading.moved, loaded)
+        if loading.waiting:
             raise CannotDryRun("it loads an object whose tensors a dry run does not find")
         return loaded
 
@@ -94,6 +73,44 @@ def arrange(module: DeviceModule, assume: Callable[[str], object]) -> None:
     for name in _OF_ANY_ACCELERATOR:
         if hasattr(torch.accelerator, name):
             setattr(torch.accelerator, name, getattr(module, name))
+
+
+class _Loading:
+    """Storages that are loaded on the host, and from there moved to their device.
+
+    Args:
+        map_location: what `torch.load` was given, other than a function.
+
+    Attributes:
+        waiting: the storages that were loaded for a device and not moved yet.
+    """
+
+    def __init__(self, map_location: Any) -> None:
+        self.waiting: set[int] = set()
+        self._map_location = map_location
+
+    def on_host(self, storage: Any, was_on: str) -> Any:
+        """Return a storage where it was loaded, with a note of the device that it is for."""
+        if isinstance(self._map_location, dict):
+            place = self._map_location.get(was_on, was_on)
+        else:
+            place = self._map_location or was_on
+        if torch.device(place).type != "cpu":
+            storage._dry_run_place = place
+            self.waiting.add(storage._cdata)
+        return storage
+
+    def moved(self, loaded: Any) -> Any:
+        """Return a part of what was loaded, with its tensors on the devices that they are for."""
+        if isinstance(loaded, torch.nn.Module):
+            return loaded._apply(self.moved)
+        places = []
+        for tensor in with_storages(loaded):
+            storage = tensor.untyped_storage()
+            self.waiting.discard(storage._cdata)
+            if "_dry_run_place" in vars(storage):
+                places.append(storage._dry_run_place)
+        return loaded.to(places[0]) if places else loaded
 
 
 def refuse_compiler() -> None:
@@ -104,11 +121,11 @@ def refuse_compiler() -> None:
 
 
 _TELL_COMPILER = frozenset({"torch._compile", "torch.optim.optimizer"})
-"""Modules that import torch's compiler to tell it what not to follow, also where nothing is compiled."""
+"""Modules that import torch's compiler only to say what it is not to follow, also where nothing is compiled."""
 
 
 class _NoCompiler:
-    """Stands for torch's compiler as long as it is only told what not to follow."""
+    """Stands for torch's compiler as long as nothing is compiled."""
 
     @staticmethod
     def graph_break() -> None:
@@ -116,7 +133,7 @@ class _NoCompiler:
 
     @staticmethod
     def disable(fn: Any, *_: object, **__: object) -> Any:
-        """Return a function as it is, with the mark by which the compiler knows it, should it come."""
+        """Return a function as it is, with the mark by which the compiler would know that it is not to follow it."""
         fn._torchdynamo_disable = True
         return fn
 
@@ -132,12 +149,10 @@ def do_without_compiler() -> None:
     import_module = builtins.__import__
 
     def imported(name: str, globals: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: A002  # Python's own name
-        if (
-            name == "torch._dynamo"
-            and name not in sys.modules
-            and (globals or {}).get("__name__") in _TELL_COMPILER
-        ):
-            return torch
+        if name == "torch._dynamo" and name not in sys.modules:
+            importer = (globals or {}).get("__name__")
+            if importer in _TELL_COMPILER:
+                return torch
         return import_module(name, globals, *args, **kwargs)
 
     torch._dynamo = _NoCompiler()
@@ -164,7 +179,8 @@ _OF_WORKERS = {
 
 def load_in_this_process(assume: Callable[[str], object]) -> None:
     """Let data loaders start no worker processes; a dataset that asks is told that it is in the only one."""
-    begin, worker = DataLoader.__iter__, torch.utils.data._utils.worker
+    begin = DataLoader.__iter__
+    worker = torch.utils.data._utils.worker
 
     def iterate(loader: Any) -> Any:
         worker._worker_info = None
@@ -181,13 +197,17 @@ def load_in_this_process(assume: Callable[[str], object]) -> None:
     DataLoader.__iter__ = iterate
 
 
+# ---- The shell
+
 _QUIET = frozenset({"matplotlib", "config", "load_ext", "reload_ext", "autoreload", "pip", "conda", "precision",
                     "gpuinfo", "devices", "oomguard", "who", "whos", "env", "pwd", "cd"})  # fmt: skip
+"""Magics that move no tensor."""
 _BODY = frozenset({"time", "capture"})
+"""Magics that run what stands under them or behind them."""
 _TRAINS = re.compile(
     r"\s*(?:\w+=\S*\s+)*(?:\S*/)?(torchrun|python[\d.]*|accelerate|deepspeed|mpirun|srun)\b(?!.*(?:pip|--version))"
 )
-"""Commands that start a program which may use a device."""
+"""Finds commands that start a program that may use a device."""
 
 
 def _compiled(text: str) -> Any:
@@ -205,15 +225,15 @@ class Magics:
 
     Args:
         namespace: where bodies run.
-        note: called with a sentence for each thing that was not done.
+        note: called with what was not done.
     """
 
-    def __init__(self, namespace: dict[str, Any], note: Callable[[str], object]) -> None:
+    def __init__(self, namespace: dict[str, Any], note: Note) -> None:
         self.user_ns = namespace
         self._note = note
 
     def run_line_magic(self, name: str, line: str, *_: object, **__: object) -> None:
-        """Do nothing for a magic that moves no tensor, run the statement of `%time`."""
+        """Do nothing for a magic that moves no tensor; run the statement of `%time`."""
         if name in _BODY:
             exec(_compiled(line), self.user_ns)  # noqa: S102  # the user's own cell
         elif name not in _QUIET:
@@ -221,23 +241,27 @@ class Magics:
 
     def run_cell_magic(self, name: str, line: str, body: str) -> None:
         """Run the body of a magic that only watches it."""
-        self.run_line_magic(name if name in _BODY else f"%{name}", body)
+        if name not in _BODY:
+            name = f"%{name}"
+        self.run_line_magic(name, body)
 
     def system(self, command: str, *_: object) -> None:
-        """Run no command; say so of one that may train."""
+        """Run no command; refuse one that may train."""
         program = _TRAINS.match(command)
         if program is not None:
             raise CannotDryRun(
                 f"{program[1]} is not looked into: put what the script does into a cell, and write --ranks N where "
                 f"it runs on N GPUs"
             )
-        self._note(f"runs the command {command!r}")
+        self._note(Effect(f"runs the command {command!r}"))
 
     def getoutput(self, command: str, *_: object, **__: object) -> list[str]:
         """Return no output."""
         self.system(command)
         return []
 
+
+# ---- Effects
 
 _SKIPPED = {os: ("mkdir", "makedirs", "remove", "unlink", "rename", "replace", "rmdir", "removedirs", "truncate",
                  "chmod", "chown", "symlink", "link", "utime", "mkfifo", "mknod"),
@@ -246,86 +270,98 @@ _LARGE = 64 << 20
 """Bytes of which `torch.save` writes none."""
 
 
-def block(
-    note: Callable[[str], object], assume: Callable[[str], object], watcher: socket.socket
-) -> Box:
+Note = Callable[[Effect], object]
+"""Is called with each effect that was kept from happening."""
+
+
+def block(note: Note, assume: Callable[[str], object], watcher: socket.socket) -> Box:
     """Block effects for the rest of the process; return what the kernel enforces.
 
     Args:
-        note: called with a sentence for each thing that was kept from happening.
-        assume: called with one for each that cannot be.
+        note: called with each effect that is kept from happening.
+        assume: called with a sentence for each kind that cannot be.
         watcher: takes the listener of what the kernel refuses.
     """
-    made = box.enter()
-    for each in made.missing:
-        assume(f"the cell has no effects by {each}, which this system does not keep in")
-    if made.listener is not None:
-        socket.send_fds(watcher, [b"."], [made.listener])
-        os.close(made.listener)
+    entered = box.enter()
+    for missing in entered.missing:
+        assume(f"the cell has no effects by {missing}, which this system does not keep in")
+    if entered.listener is not None:
+        socket.send_fds(watcher, [b"."], [entered.listener])
+        os.close(entered.listener)
     watcher.close()
     sys.dont_write_bytecode = True
-    _save(note, made.has_files)
-    if not made.has_files:
+    _save_sizes_alone(note, entered.has_files)
+    if not entered.has_files:
         _write_nowhere(note)
-    sys.addaudithook(_hook(note, made))
-    sleep = time.sleep
-    time.sleep = lambda seconds: sleep(
-        min(float(seconds), 0.0)
-    )  # it takes no memory; what is no duration is an error
+    sys.addaudithook(_hook(note, entered))
+    _do_not_sleep()
     builtins.input = _refusal("it asks for input")
-    # A lock of multiprocessing's or shared memory tells it of itself, and so starts its process.
+    # A lock of multiprocessing's, or shared memory, registers itself there, and so would start its process.
     ResourceTracker._send = lambda *_: None  # type: ignore[attr-defined]
-    return made
+    return entered
 
 
-def _save(note: Callable[[str], object], has_files: bool) -> None:
-    """Let `torch.save` write of large contents as much room as they take, and nothing where there are no own files."""
+def _do_not_sleep() -> None:
+    """Let waiting take no time, which takes no memory either; what is no duration is still an error."""
+    sleep = time.sleep
+    time.sleep = lambda seconds: sleep(min(float(seconds), 0.0))
+
+
+def _save_sizes_alone(note: Note, has_files: bool) -> None:
+    """Let `torch.save` leave as much room as large contents take and not write them; nothing without own files."""
     save = torch.save
 
     def saved(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         if not has_files and isinstance(f, str | os.PathLike):
-            note(
-                f"writes the file {os.fspath(f)}"
-            )  # what does it is C++, which no hook of Python's sees
+            # By C++, which no hook of Python's sees.
+            note(Effect(f"writes the file {os.fspath(f)}"))
             return
-        whole = obj.state_dict() if isinstance(obj, torch.nn.Module) else obj
-        large = (
-            sum(each.nbytes for each in tree_leaves(whole) if isinstance(each, torch.Tensor))
-            > _LARGE
-        )
-        is_skipped = large and hasattr(torch.serialization, "skip_data")
-        # What goes to a file is nothing that the cell decides by, so no mode follows it.
-        with (
-            _disable_current_modes(),
-            torch.serialization.skip_data() if is_skipped else nullcontext(),
-        ):
+        skipping = nullcontext()
+        if _tensor_bytes(obj) > _LARGE and hasattr(torch.serialization, "skip_data"):
+            skipping = torch.serialization.skip_data()
+        # The cell decides nothing by what goes to a file, so no mode follows it.
+        with _disable_current_modes(), skipping:
             save(obj, f, *args, **kwargs)
 
     torch.save = saved
 
 
-def _write_nowhere(note: Callable[[str], object]) -> None:
+def _tensor_bytes(obj: object) -> int:
+    """Return the bytes of the tensors in what is saved."""
+    whole = obj.state_dict() if isinstance(obj, torch.nn.Module) else obj
+    nbytes = 0
+    for leaf in tree_leaves(whole):
+        if isinstance(leaf, torch.Tensor):
+            nbytes += leaf.nbytes
+    return nbytes
+
+
+def _write_nowhere(note: Note) -> None:
     """Let no file be written, where the process has none of its own."""
     real = io.open
 
     def open_(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if isinstance(file, int) or not set(mode) & set("wax+"):
+        writes = not set(mode).isdisjoint("wax+")
+        if isinstance(file, int) or not writes:
             return real(file, mode, *args, **kwargs)
-        note(f"writes the file {os.fspath(file)!s}")
-        return real(os.devnull, mode.replace("x", "w"), *args, **kwargs)
+        note(Effect(f"writes the file {os.fspath(file)!s}"))
+        mode = mode.replace("x", "w")
+        return real(os.devnull, mode, *args, **kwargs)
 
     def skip(name: str, /, *args: Any, **_: Any) -> None:
-        note(f"calls {name}({', '.join(map(str, args[:2]))})")
+        shown = ", ".join([str(argument) for argument in args[:2]])
+        note(Effect(f"calls {name}({shown})"))
 
     builtins.open = io.open = open_
     for module, names in _SKIPPED.items():
         for name in names:
             if hasattr(module, name):
-                setattr(module, name, functools.partial(skip, f"{module.__name__}.{name}"))
+                skipped = functools.partial(skip, f"{module.__name__}.{name}")
+                setattr(module, name, skipped)
 
 
 _REFUSED_HERE = frozenset({"os.fork", "os.forkpty", "os.system"})
-"""What the kernel does not refuse, or refuses to a process of which the cell is told no more than a number."""
+"""Events of what the kernel does not refuse, or refuses to a process of which the cell learns no more than a number."""
 
 
 _OWN = re.compile(r"(b')?(localhost|::1?|0\.0\.0\.0|127\..*?)'?")
@@ -333,35 +369,42 @@ _OWN = re.compile(r"(b')?(localhost|::1?|0\.0\.0\.0|127\..*?)'?")
 
 
 class _CannotConnect(CannotDryRun, ConnectionRefusedError):
-    """Raised as the network would: libraries that can do without it then do, from what they have cached."""
+    """Raised as a network that is down would: libraries then do without it if they can, from what they have cached."""
 
 
-def _hook(note: Callable[[str], object], made: Box) -> Callable[[str, tuple[Any, ...]], None]:
-    """Return an audit hook that refuses what the kernel does not, and tells it."""
+Hook = Callable[[str, tuple[Any, ...]], None]
+
+
+def _hook(note: Note, entered: Box) -> Hook:
+    """Return an audit hook that notes and refuses what the kernel does not refuse."""
+    kernel_refuses = entered.listener is not None
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         path = effects.path_of(event, args)
-        if path is not None and (made.has_files or path == os.devnull):
+        if path is not None and (entered.has_files or path == os.devnull):
             return
-        is_name = event == "socket.getaddrinfo" and not _OWN.fullmatch(str(args[0] or "localhost"))
-        # Nor does the kernel refuse a name: C asks for one in the same ways as for this host's own.
-        if (
-            path is None
-            and not is_name
-            and made.listener is not None
-            and event not in _REFUSED_HERE
-        ):
+        if _looks_up_other(event, args):
+            # The kernel does not refuse it: C asks for another host's name in the same ways as for this one's.
+            effect: Effect | None = Effect(f"looks up {args[0]}", reaches_others=True)
+        elif path is None and kernel_refuses and event not in _REFUSED_HERE:
             return
-        what = f"looks up {args[0]}" if is_name else effects.of_event(event, args)
-        if what is None:
+        else:
+            effect = effects.of_event(event, args)
+        if effect is None:
             return
-        note(what)
+        note(effect)
         if event == "open":
             raise PermissionError(
                 f"a dry run writes no file here, and {path} was opened for writing"
             )
-        raise (_CannotConnect if event.startswith("socket.") else CannotDryRun)(
-            f"it {what}, {NOT_DONE}"
-        )
+        error = _CannotConnect if event.startswith("socket.") else CannotDryRun
+        raise error(f"it {effect.text}, {NOT_DONE}")
 
     return hook
+
+
+def _looks_up_other(event: str, args: tuple[Any, ...]) -> bool:
+    """Return whether an event asks for the address of another host."""
+    if event != "socket.getaddrinfo":
+        return False
+    return not _OWN.fullmatch(str(args[0] or "localhost"))

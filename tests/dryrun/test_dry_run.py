@@ -328,6 +328,26 @@ def test_effects_are_listed_and_go_nowhere(notebook, tmp_path) -> None:
     }  # without files of its own
 
 
+@pytest.mark.parametrize(
+    ("line", "is_heard_of"),
+    [
+        ("open(path, 'w').close()", False),
+        ("subprocess.run(['true'])", True),
+        ("socket.create_connection(('192.0.2.1', 9), timeout=1)", True),
+        ("ctypes.CDLL(None).kill(os.getppid(), 0)", True),
+    ],
+)
+def test_effects_that_others_may_hear_of_are_told_apart(
+    line, is_heard_of, notebook, tmp_path
+) -> None:
+    """A cell that has such effects is not run again for advice."""
+    names = {**notebook, "path": str(tmp_path / "made")}
+    cell = f"import contextlib, ctypes, os, socket, subprocess\nwith contextlib.suppress(Exception): {line}"
+    report = gpumagic.dry_run(cell, names)
+    assert report.effects
+    assert report.reaching == (report.effects if is_heard_of else ())
+
+
 def test_notebook_classes_go_by_value() -> None:
     """Inheritance, super(), closures, dataclasses, enumerations, properties, slots, class attributes, recursion."""
     source = """

@@ -1,12 +1,12 @@
-"""What keeps a dry run from having effects: the machine's kernel, for C code and started programs as for Python.
+"""What keeps a dry run from having effects: the operating system's kernel, for C code and programs as for Python.
 
-    files.py      a private view of the file system, network and names of its own, where namespaces are allowed; and
+    files.py      a private view of the file system, a network and names of its own, where namespaces are allowed; and
                   no writing elsewhere, no look into other processes
-    seccomp.py    no connections, signals, programs; calls that a user should hear of are told
+    seccomp.py    no connections, signals, programs; calls that a user should hear of are reported
 
 `enter` is called in the fork that will run the cell, before anything of the user's runs there. Each layer holds alone;
 what none of them enforces on this machine is in `Box.missing`, and the report says it. `Watch` is the other end, in the
-warm process: it hears which calls the kernel refused, and says them in words.
+warm process of the worker: it hears which calls the kernel refused, and says them in words.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from gpumagic.dryrun.effects import ASKS_THE_MACHINE, COMPILERS
+from gpumagic.dryrun.effects import ASKS_THE_MACHINE, COMPILERS, REACHES, Effect
 from gpumagic.worker.box import files, seccomp
 
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-_FILES, _SIGNALS = "files that C code removes or renames", "signals to other processes"
-_DEVICE_FILES = (
-    "device files that C code writes to"  # others than the administrator have hardly any
-)
+"""Device files that anybody may write to."""
+_FILES = "files that C code removes or renames"
+_DEVICE_FILES = "device files that C code writes to"
+_SIGNALS = "signals to other processes"
 _CONNECTIONS = "connections that C code makes"
 
 
@@ -36,8 +36,8 @@ class Box(NamedTuple):
     """What is enforced.
 
     Attributes:
-        stage: a descriptor of where that lies which is written; None if it has no files of its own to write to.
-        listener: where `Watch` hears of refused calls.
+        stage: a descriptor of the folder that keeps what is written; None if the process has no files of its own.
+        listener: the descriptor from which `Watch` hears of refused calls.
         missing: what is not enforced, in words.
     """
 
@@ -47,13 +47,15 @@ class Box(NamedTuple):
 
     @property
     def has_files(self) -> bool:
-        """Whether what is written lies in a view of the process's own and can be read back there."""
+        """Whether what is written lies in a private view of the process's own, and can be read back there."""
         return self.stage is not None
 
-    def written(self) -> list[str]:
-        """Return in words what was done to the files of the process's own."""
+    def written(self) -> list[Effect]:
+        """Return what was done to the files of the process's own."""
+        if self.stage is None:
+            return []
         try:
-            return [] if self.stage is None else list(files.written(self.stage))
+            return list(files.written(self.stage))
         except OSError:  # the cell has closed descriptors that it had not opened
             return []
 
@@ -66,32 +68,46 @@ def enter() -> Box:
     stage, has_network = files.enter()
     has_files = stage is not None
     if has_network:
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket,
-        ):
-            fcntl.ioctl(
-                any_socket, 0x8914, struct.pack("16sh14x", b"lo", 1)
-            )  # SIOCSIFFLAGS, IFF_UP
+        _start_loopback()
     files.drop_rights()
-    writable = [*_DEVICES, *(files.folders() if has_files else ())]
+    writable = [*_DEVICES]
+    if has_files:
+        writable += files.folders()
     missing = []
     if not files.restrict(writable):
         if not has_files:
             _let_no_file_grow()
             missing.append(_FILES)
-        elif os.geteuid() == 0:
+        elif os.geteuid() == 0:  # others than the administrator may write to hardly any
             missing.append(_DEVICE_FILES)
     try:
         listener = seccomp.install(seccomp.rules(has_files=has_files, has_network=has_network))
     except OSError:
         listener = None
-        missing += [_SIGNALS, *(() if has_network else (_CONNECTIONS,))]
+        missing.append(_SIGNALS)
+        if not has_network:
+            missing.append(_CONNECTIONS)
     return Box(stage, listener, tuple(missing))
 
 
+_SET_INTERFACE_FLAGS = 0x8914
+"""SIOCSIFFLAGS."""
+_IS_UP = 1
+"""IFF_UP."""
+
+
+def _start_loopback() -> None:
+    """Let this process reach itself in a network of its own, in which nothing is up yet."""
+    interface = struct.pack("16sh14x", b"lo", _IS_UP)
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket,
+    ):
+        fcntl.ioctl(any_socket, _SET_INTERFACE_FLAGS, interface)
+
+
 def _let_no_file_grow() -> None:
-    """Let the system refuse every byte to a file (POSIX)."""
+    """Have the system refuse every byte that is written to a file (POSIX)."""
     import resource
     import signal
 
@@ -105,44 +121,37 @@ def _let_no_file_grow() -> None:
 _NAMES_PORT = 53
 _NAME_CACHE = (socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 """How C asks for a name, also for this host's own: a server of DNS, and before it the machine's cache (nscd)."""
-_IN_WORDS = {
-    **dict.fromkeys(
-        (
-            "kill",
-            "tkill",
-            "tgkill",
-            "rt_sigqueueinfo",
-            "rt_tgsigqueueinfo",
-            "pidfd_send_signal",
-            "fcntl",
-            "ioctl",
-        ),
-        "signals another process",
-    ),
-    **dict.fromkeys(
-        ("pidfd_getfd", "ptrace", "process_vm_readv", "process_vm_writev"),
-        "looks into another process",
-    ),
+_CONNECTS = Effect(REACHES["socket.connect"], reaches_others=True)
+_SIGNALS_OTHERS = Effect(REACHES["os.kill"], reaches_others=True)
+_LOOKS_INTO_OTHERS = Effect("looks into another process", reaches_others=True)
+_SETS_FLAGS = Effect("changes the flags of a file")
+_EFFECTS = {
+    **dict.fromkeys(("kill", "tkill", "tgkill", "pidfd_send_signal"), _SIGNALS_OTHERS),
+    **dict.fromkeys(("rt_sigqueueinfo", "rt_tgsigqueueinfo"), _SIGNALS_OTHERS),
+    **dict.fromkeys(("fcntl", "ioctl"), _SIGNALS_OTHERS),  # which set whom a file signals
+    **dict.fromkeys(("pidfd_getfd", "ptrace"), _LOOKS_INTO_OTHERS),
+    **dict.fromkeys(("process_vm_readv", "process_vm_writev"), _LOOKS_INTO_OTHERS),
 }
+"""What system calls do that are refused, by the call's name; others are called by their names."""
 _LISTENS = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
-"""Tables of sockets, and the state of one that waits for anybody."""
+"""The system's tables of sockets, and the state in them of one that waits for anybody."""
 _PAGE = 4096
-"""What follows in memory may not be there."""
 
 
 class Watch:
-    """The calls of one dry run that the kernel refuses.
+    """Answers the calls of one dry run that the kernel refuses, and notes them.
 
     Args:
         control: the socket through which the dry run hands over its listener.
 
     Attributes:
-        effects: what was refused, in words, each once.
+        effects: what was refused, each once.
     """
 
     def __init__(self, control: socket.socket) -> None:
-        self.effects: dict[str, None] = {}
-        self._descriptor, self._is_listener = control.detach(), False
+        self.effects: dict[Effect, None] = {}
+        self._descriptor = control.detach()
+        self._is_listener = False
 
     def fileno(self) -> int:
         """Return what to wait for; -1 where there is nothing more to come."""
@@ -153,7 +162,8 @@ class Watch:
         if not self._is_listener:
             with socket.socket(fileno=self._descriptor) as control:
                 _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-            self._descriptor, self._is_listener = next(iter(descriptors), -1), True
+            self._descriptor = descriptors[0] if descriptors else -1
+            self._is_listener = True
             return
         call = seccomp.next_refused(self._descriptor)
         if call is not None:
@@ -166,68 +176,104 @@ class Watch:
         self._descriptor = -1
 
     def _answer(self, call: seccomp.Refused) -> int | None:
-        """Return the error of a call, None where it is made; what the user should hear of is noted."""
-        what = _IN_WORDS.get(call.name, f"calls {call.name}")
-        if call.name in {"execve", "execveat"}:
-            program = os.path.basename(_text_of(call.pid, call.arguments[call.name == "execveat"]))  # noqa: PTH119
-            if program in ASKS_THE_MACHINE or COMPILERS.fullmatch(program):
-                return None
-            what = f"starts a program{f' ({program})' if program else ''}"
-        elif call.name in {"connect", "sendto"}:
-            return self._reach(call)
-        elif call.name in {"socket", "socketpair"}:
-            if tuple(call.arguments[:2]) != _NAME_CACHE:
-                self.effects["opens a connection"] = None
+        """Return the error that a call fails with, None where it is made; note what the user should hear of."""
+        if call.name == "execve":
+            return self._start(_text_of(call.pid, call.arguments[0]))
+        if call.name == "execveat":
+            return self._start(_text_of(call.pid, call.arguments[1]))
+        if call.name == "connect":
+            return self._reach(call.pid, call.arguments[1], "socket.connect")
+        if call.name == "sendto":
+            return self._reach(call.pid, call.arguments[4], "socket.sendto")
+        if call.name in {"socket", "socketpair"}:
+            if call.arguments[:2] != _NAME_CACHE:
+                self.effects[_CONNECTS] = None
             return errno.EAFNOSUPPORT
-        elif call.name == "ioctl" and call.arguments[1] & 0xFFFFFFFF in seccomp.SETS_FLAGS:
-            what = "changes the flags of a file"
-        self.effects[what] = None
+        effect = _EFFECTS.get(call.name) or Effect(f"calls {call.name}")
+        if call.name == "ioctl" and call.arguments[1] & _LOWER_HALF in seccomp.SETS_FLAGS:
+            effect = _SETS_FLAGS
+        self.effects[effect] = None
         return errno.EPERM
 
-    def _reach(self, call: seccomp.Refused) -> int | None:
-        is_connection = call.name == "connect"
-        family, host, port = _address_of(call.pid, call.arguments[1 if is_connection else 4])
-        if family == socket.AF_NETLINK or _is_listening(port, f"/proc/{call.pid}/net"):
+    def _start(self, path: str) -> int | None:
+        """Answer the start of a program."""
+        program = os.path.basename(path)  # noqa: PTH119  # it may be empty
+        if program in ASKS_THE_MACHINE or COMPILERS.fullmatch(program):
             return None
-        if port != _NAMES_PORT:
-            effect = f"{'opens a connection' if is_connection else 'sends data'}{f' to {host}:{port}' if host else ''}"
-            self.effects[effect] = None
+        text = f"starts a program ({program})" if program else "starts a program"
+        self.effects[Effect(text, reaches_others=True)] = None
+        return errno.EPERM
+
+    def _reach(self, pid: int, pointer: int, event: str) -> int | None:
+        """Answer a connection, or data that is sent.
+
+        Args:
+            pid: the process that made the call.
+            pointer: where in it the address is to which it goes.
+            event: the same by Python's name.
+        """
+        address = _address_of(pid, pointer)
+        if address.family == socket.AF_NETLINK or _is_listening(address.port, f"/proc/{pid}/net"):
+            return None
+        if address.port != _NAMES_PORT:
+            text = REACHES[event]
+            if address.host:
+                text += f" to {address.host}:{address.port}"
+            self.effects[Effect(text, reaches_others=True)] = None
         return errno.ECONNREFUSED
+
+
+_LOWER_HALF = 0xFFFFFFFF
+"""Of an argument, which is all that the call itself looks at."""
 
 
 def _is_listening(port: int, network: str) -> bool:
     """Return whether somebody listens at a port in the network of a process."""
-    for name, listens in _LISTENS.items():
+    for table, listens in _LISTENS.items():
         with contextlib.suppress(OSError):
-            for line in Path(network, name).read_text(encoding="ascii").splitlines()[1:]:
-                _, local, _, state = line.split()[:4]
-                if state == listens and int(local.rpartition(":")[2], 16) == port:
+            text = Path(network, table).read_text(encoding="ascii")
+            for line in text.splitlines()[1:]:
+                _, local, _, state, *_ = line.split()
+                _, _, local_port = local.rpartition(":")
+                if state == listens and int(local_port, 16) == port:
                     return True
     return False
 
 
-def _address_of(pid: int, pointer: int) -> tuple[int, str, int]:
-    """Return the family, host and port of a socket's address in another process; an empty host for other families."""
-    found = _bytes_of(pid, pointer, 28)
-    family = int.from_bytes(found[:2], sys.byteorder)
-    port = int.from_bytes(found[2:4], "big")
+class _Address(NamedTuple):
+    family: int
+    host: str = ""
+    """Empty for families other than the internet's."""
+    port: int = 0
+
+
+def _address_of(pid: int, pointer: int) -> _Address:
+    """Return the address of a socket at a place in the memory of another process."""
+    content = _bytes_of(pid, pointer, 28)
+    family = int.from_bytes(content[:2], sys.byteorder)
+    port = int.from_bytes(content[2:4], "big")
     if family == socket.AF_INET:
-        return family, socket.inet_ntop(family, found[4:8]), port
+        return _Address(family, socket.inet_ntop(family, content[4:8]), port)
     if family == socket.AF_INET6:
-        return family, socket.inet_ntop(family, found[8:24]), port
-    return family, "", 0
+        return _Address(family, socket.inet_ntop(family, content[8:24]), port)
+    return _Address(family)
 
 
 def _text_of(pid: int, pointer: int) -> str:
-    """Return the text at an address, as long as a path can be; by pages, for the one after its last may be missing."""
+    """Return the text at an address of another process, as long as a path can be, which is a page (PATH_MAX).
+
+    It is read page by page: the one after that on which the text ends may be missing.
+    """
     text = b""
-    while b"\0" not in text and len(text) < _PAGE:  # PATH_MAX is a page
+    while b"\0" not in text and len(text) < _PAGE:
         start = pointer + len(text)
-        page = _bytes_of(pid, start, _PAGE - start % _PAGE)
-        if not page:
+        left_on_page = _PAGE - start % _PAGE
+        more = _bytes_of(pid, start, left_on_page)
+        if not more:
             break
-        text += page
-    return text.partition(b"\0")[0].decode(errors="replace")
+        text += more
+    before_end, _, _ = text.partition(b"\0")
+    return before_end.decode(errors="replace")
 
 
 def _bytes_of(pid: int, pointer: int, count: int) -> bytes:

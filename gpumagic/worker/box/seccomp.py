@@ -1,19 +1,20 @@
-"""Have the kernel refuse system calls of this process and of all that it starts (seccomp, Linux).
+"""Lets the kernel refuse system calls of this process and of all that it starts (seccomp, Linux).
 
-It takes no rights, holds for C code and for programs, and cannot be undone. Refused calls that a user should hear of go
-to a listener, where the kernel has that (5.0), so that the process that watches can tell what was refused.
+`install` is called in the worker's fork that will run the cell, `next_refused` and `answer` in the warm process. A
+filter takes no rights, holds for C code and for programs, and cannot be undone. Refused calls that a user should hear
+of go to a listener, where the kernel has that (5.0), so that the process that watches can say what was refused.
 
-No library is asked for: libseccomp's bindings need the library itself, which a notebook's machine rarely has, and the
-program below is forty instructions. Numbers are those of `asm/unistd_64.h` and of `asm-generic/unistd.h`.
+It is written without libseccomp, which a notebook's machine rarely has: the program below is forty instructions. The
+numbers are those of `asm/unistd_64.h` and of `asm-generic/unistd.h`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import functools
-import itertools
 import os
 import socket
 import struct
@@ -23,17 +24,36 @@ from typing import NamedTuple
 ALLOW = 0x7FFF0000
 NOTIFY = 0x7FC00000
 _REFUSE = 0x00050000
-_SET_FILTER, _WITH_LISTENER = 1, 1 << 3
+"""Answers to a call, as a filter gives them: it is made, it waits for the listener's answer, it fails with an error."""
+_SET_FILTER = 1
+_WITH_LISTENER = 1 << 3
 _NO_SPECULATION_GUARD = 1 << 2
-"""The cell is the user's own; with the guard all of its memory accesses are slower on some machines."""
+"""Without the guard against reading other processes' memory by timing, which slows all memory accesses down on some
+machines: the cell is the user's own."""
 _ONLY_KILLED = 1 << 5
-"""A call that has been received waits for its answer whatever signal comes (5.19): Python takes a `connect` that a
-signal interrupts for one that goes on by itself, and this one would never have begun."""
-_RECEIVE, _ANSWER = 0xC0502100, 0xC0182101
-_ARCHITECTURES = {"x86_64": (0, 0xC000003E, 317), "aarch64": (1, 0xC00000B7, 277)}
-"""Which of a call's numbers is its own, `AUDIT_ARCH_*`, and the number of `seccomp` itself."""
+"""No signal but the one that kills interrupts a call that waits for its answer (5.19): Python takes a `connect` that
+a signal interrupts for one that goes on by itself, and this one would never have begun."""
+_RECEIVE = 0xC0502100
+_ANSWER = 0xC0182101
+
+
+class Architecture(NamedTuple):
+    """A kind of processor."""
+
+    column: int
+    """Which of the numbers that a rule has of a call is this processor's."""
+    audit: int
+    """`AUDIT_ARCH_*`, by which a filter knows it."""
+    seccomp: int
+    """The number of the call `seccomp` itself."""
+
+
+_ARCHITECTURES = {
+    "x86_64": Architecture(column=0, audit=0xC000003E, seccomp=317),
+    "aarch64": Architecture(column=1, audit=0xC00000B7, seccomp=277),
+}
 _X32 = 0x40000000
-"""Numbers from here on are x86-64's second interface, with 32-bit pointers; nothing that is alive uses it."""
+"""Numbers from here on are those of x86-64's second interface, with 32-bit pointers, which nothing uses any more."""
 
 _NAMESPACES = 0x7E020000
 """`CLONE_NEW*`, for `clone`."""
@@ -42,12 +62,17 @@ _DEVICE_FILE = 0o020000
 _SETS_OWNER = (8, 15)
 """`F_SETOWN` and `F_SETOWN_EX`, which tell a file whom to signal."""
 SETS_FLAGS = (0x40086602, 0x40046602, 0x401C5820)
-"""`FS_IOC_SETFLAGS`, in 64 and 32 bits, and `FS_IOC_FSSETXATTR`: a file's flags take no right to write to it."""
+"""`FS_IOC_SETFLAGS`, in 64 and 32 bits, and `FS_IOC_FSSETXATTR`: to change a file's flags takes no right to write to
+it."""
 _CONTROLS = (0x8901, 0x8902, *SETS_FLAGS)
-"""These, and what sets the owner by `ioctl` (`FIOSETOWN`, `SIOCSPGRP`)."""
-_DATAGRAMS = tuple(2 | flags for flags in (0, 0x80000, 0x800, 0x80800))
-"""`SOCK_DGRAM`, also closed by exec and not waiting: either end of a pair can send to any path."""
+"""The same, and what sets whom a file signals by `ioctl` (`FIOSETOWN`, `SIOCSPGRP`)."""
+_DATAGRAMS = (0x2, 0x80002, 0x802, 0x80802)
+"""`SOCK_DGRAM`, with and without closing by exec and not waiting: either end of a pair can send to any path."""
 _INTERNET = (socket.AF_INET, socket.AF_INET6, getattr(socket, "AF_NETLINK", 16))
+
+
+Numbers = tuple["int | None", "int | None"]
+"""Of a call on x86-64 and on 64-bit Arm, which lacks some."""
 
 
 class Rule(NamedTuple):
@@ -55,15 +80,15 @@ class Rule(NamedTuple):
 
     Attributes:
         answer: `NOTIFY`, or what `refuse` returns.
-        calls: by name their numbers on x86-64 and on 64-bit Arm, which lacks some.
-        argument: the one that decides, by its place; None: each such call gets the answer.
-        allowed: values of it (32 bits) with which the call is made.
+        calls: their numbers, by name.
+        argument: the place of the one that decides; None: each such call gets the answer.
+        allowed: the values of it (32 bits) with which the call is made; with all others it gets the answer.
         flags: instead, bits of it of which one is enough for the answer.
-        values: instead, values of it with which the call gets the answer.
+        values: instead, the values of it with which the call gets the answer; with all others it is made.
     """
 
     answer: int
-    calls: Mapping[str, tuple[int | None, int | None]]
+    calls: Mapping[str, Numbers]
     argument: int | None = None
     allowed: Sequence[int] = ()
     flags: int = 0
@@ -71,7 +96,7 @@ class Rule(NamedTuple):
 
 
 def refuse(error: int) -> int:
-    """Return the answer to a call that fails with this error."""
+    """Return the answer by which a call fails with an error."""
     return _REFUSE | error
 
 
@@ -82,7 +107,7 @@ def rules(*, has_files: bool, has_network: bool) -> list[Rule]:
         has_files: whether the process has files of its own.
         has_network: whether it has a network of its own.
     """
-    own = (0, os.getpid())
+    own_process = (0, os.getpid())
     modes_and_times = {
         "chmod": (90, None),
         "fchmod": (91, 52),
@@ -153,18 +178,18 @@ def rules(*, has_files: bool, has_network: bool) -> list[Rule]:
                 "prlimit64": (302, 261),
             },
             0,
-            allowed=own,
+            allowed=own_process,
         ),
-        Rule(NOTIFY, {"setpriority": (141, 140), "ioprio_set": (251, 30)}, 1, allowed=own),
+        Rule(NOTIFY, {"setpriority": (141, 140), "ioprio_set": (251, 30)}, 1, allowed=own_process),
         Rule(NOTIFY, {"fcntl": (72, 25)}, 1, values=_SETS_OWNER),
         Rule(NOTIFY, {"ioctl": (16, 29)}, 1, values=_CONTROLS),
         Rule(NOTIFY, {"mknod": (133, None)}, 1, flags=_DEVICE_FILE),
         Rule(NOTIFY, {"mknodat": (259, 33)}, 2, flags=_DEVICE_FILE),
         Rule(NOTIFY, {"clone": (56, 220)}, 0, flags=_NAMESPACES),
-        # As if it were done: what ends the group ends all that the cell starts.
+        # They seem to be done, but are not: the group is what ends all that the cell starts.
         Rule(refuse(0), {"setsid": (112, 157), "setpgid": (109, 154)}),
         # Memory and queues that other processes know by a number (torch's and multiprocessing's have paths); `clone3`,
-        # whose flags lie in memory (the C library then takes `clone`); and what passes every filter.
+        # whose flags lie in memory (the C library then takes `clone`); and io_uring, whose calls pass no filter.
         Rule(
             refuse(errno.ENOSYS),
             {
@@ -199,34 +224,39 @@ def install(rules: Sequence[Rule]) -> int | None:
     """Apply rules to this thread and all that it will start; return the listener's descriptor, if there is one.
 
     Args:
-        rules: a call without one is made. Somebody has to answer what is to `NOTIFY`; where the kernel has no
-            listeners, it is refused with EPERM.
+        rules: a call without one is made. Somebody has to answer those whose rule says `NOTIFY`; where the kernel has
+            no listeners, they fail with EPERM.
 
     Raises:
         OSError: this system or processor has no such filter, or this process may still be given rights.
     """
-    if os.uname().machine not in _ARCHITECTURES:
-        raise OSError(errno.ENOSYS, f"no table of system calls for {os.uname().machine}")
+    machine = os.uname().machine
+    if machine not in _ARCHITECTURES:
+        raise OSError(errno.ENOSYS, f"no table of system calls for {machine}")
     libc = ctypes.CDLL(None, use_errno=True)
-    number = _ARCHITECTURES[os.uname().machine][2]
-    listens = any(
-        rule.answer == NOTIFY for rule in rules
-    )  # of all filters of a process one may have a listener
-    program = _Program.of(rules)
-    for flags in (_WITH_LISTENER | _ONLY_KILLED, _WITH_LISTENER) if listens else ():
-        descriptor = libc.syscall(
-            number, _SET_FILTER, flags | _NO_SPECULATION_GUARD, ctypes.byref(program)
-        )
-        if descriptor >= 0:
-            os.set_inheritable(descriptor, False)
-            return int(descriptor)
-    silent = [
-        rule._replace(answer=refuse(errno.EPERM)) if rule.answer == NOTIFY else rule
-        for rule in rules
-    ]
-    if libc.syscall(number, _SET_FILTER, _NO_SPECULATION_GUARD, ctypes.byref(_Program.of(silent))):
+    number = _ARCHITECTURES[machine].seccomp
+
+    def set_filter(rules: Sequence[Rule], flags: int) -> int:
+        program = _Program.of(rules)
+        flags |= _NO_SPECULATION_GUARD
+        return int(libc.syscall(number, _SET_FILTER, flags, ctypes.byref(program)))
+
+    notifies = any(rule.answer == NOTIFY for rule in rules)
+    if notifies:  # else there is none: only one filter of a process may have a listener
+        for flags in (_WITH_LISTENER | _ONLY_KILLED, _WITH_LISTENER):
+            descriptor = set_filter(rules, flags)
+            if descriptor >= 0:
+                os.set_inheritable(descriptor, False)
+                return descriptor
+    if set_filter([_without_listener(rule) for rule in rules], 0):
         raise OSError(ctypes.get_errno(), "seccomp")
     return None
+
+
+def _without_listener(rule: Rule) -> Rule:
+    if rule.answer != NOTIFY:
+        return rule
+    return rule._replace(answer=refuse(errno.EPERM))
 
 
 class Refused(NamedTuple):
@@ -256,29 +286,58 @@ def next_refused(listener: int) -> Refused | None:
     return Refused(number, _names()[call], pid, tuple(arguments))
 
 
+_CONTINUE = 1
+"""SECCOMP_USER_NOTIF_FLAG_CONTINUE."""
+
+
 def answer(listener: int, call: Refused, error: int | None) -> None:
-    """Have a call fail with an error, or be made where there is none."""
-    flags = int(error is None)  # SECCOMP_USER_NOTIF_FLAG_CONTINUE
-    try:
-        fcntl.ioctl(
-            listener, _ANSWER, bytearray(struct.pack("=QqiI", call.number, 0, -(error or 0), flags))
-        )
-    except OSError:
-        return  # its process has ended
+    """Let a call fail with an error, or be made where there is none."""
+    if error is None:
+        reply = struct.pack("=QqiI", call.number, 0, 0, _CONTINUE)
+    else:
+        reply = struct.pack("=QqiI", call.number, 0, -error, 0)
+    with contextlib.suppress(OSError):  # its process may have ended
+        fcntl.ioctl(listener, _ANSWER, bytearray(reply))
 
 
 @functools.cache
 def _names() -> dict[int | None, str]:
     """Return the names of all calls that may be refused, by their numbers here."""
-    column, every = _ARCHITECTURES[os.uname().machine][0], rules(has_files=False, has_network=False)
-    return {numbers[column]: name for rule in every for name, numbers in rule.calls.items()}
+    column = _ARCHITECTURES[os.uname().machine].column
+    names = {}
+    for rule in rules(has_files=False, has_network=False):  # which are most
+        for name, numbers in rule.calls.items():
+            names[numbers[column]] = name
+    return names
 
 
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_CALL, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
+# ---- The filter's program (classic BPF)
+
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_ANY_BIT = 0x45
+_RETURN = 0x06
+_CALL = 0
+_ARCHITECTURE = 4
+_ARGUMENTS = 16
 """Where `struct seccomp_data` has them; an argument is 8 bytes, of which the lower four come first."""
-_INSTRUCTION = struct.Struct("=HBBI")
-"""Its code, how many instructions it leaves out if true and if false, and its value."""
+_LOWER_HALF = 0xFFFFFFFF
+
+
+class _Instruction(NamedTuple):
+    code: int
+    skip_if_true: int
+    """How many of the instructions that follow are left out."""
+    skip_if_false: int
+    value: int
+
+    def packed(self) -> bytes:
+        return struct.pack("=HBBI", *self)
+
+
+def _return(answer: int) -> _Instruction:
+    return _Instruction(_RETURN, 0, 0, answer)
 
 
 class _Program(ctypes.Structure):
@@ -286,38 +345,46 @@ class _Program(ctypes.Structure):
 
     @classmethod
     def of(cls, rules: Sequence[Rule]) -> _Program:
-        column, architecture, _ = _ARCHITECTURES[os.uname().machine]
-        code = [
-            (_LOAD, 0, 0, _ARCHITECTURE),
-            (_EQUAL, 1, 0, architecture),
-            (_RETURN, 0, 0, refuse(errno.ENOSYS)),  # 32-bit programs have other numbers
-            (_LOAD, 0, 0, _CALL),
-            (_AT_LEAST, 0, 1, _X32),
-            (_RETURN, 0, 0, refuse(errno.ENOSYS)),
+        """Return the program that gives each call the answer of its rule, and lets all others be made."""
+        architecture = _ARCHITECTURES[os.uname().machine]
+        program = [
+            _Instruction(_LOAD, 0, 0, _ARCHITECTURE),
+            _Instruction(_EQUAL, 1, 0, architecture.audit),
+            _return(refuse(errno.ENOSYS)),  # 32-bit programs have other numbers
+            _Instruction(_LOAD, 0, 0, _CALL),
+            _Instruction(_AT_LEAST, 0, 1, _X32),
+            _return(refuse(errno.ENOSYS)),
         ]
         for rule in rules:
             block = _block(rule)
             for numbers in rule.calls.values():
-                number = numbers[column]
+                number = numbers[architecture.column]
                 if number is not None:
-                    code += [(_EQUAL, 0, len(block), number), *block]
-        code.append((_RETURN, 0, 0, ALLOW))
-        return cls(len(code), b"".join(itertools.starmap(_INSTRUCTION.pack, code)))
+                    program.append(_Instruction(_EQUAL, 0, len(block), number))
+                    program += block
+        program.append(_return(ALLOW))
+        packed = b"".join([instruction.packed() for instruction in program])
+        return cls(len(program), packed)
 
 
-def _block(rule: Rule) -> list[tuple[int, int, int, int]]:
-    """Return the instructions for a call that has this rule; each way through ends with an answer."""
+def _block(rule: Rule) -> list[_Instruction]:
+    """Return the instructions for a call that has a rule; each way through them ends with an answer."""
     if rule.argument is None:
-        return [(_RETURN, 0, 0, rule.answer)]
-    load = (_LOAD, 0, 0, _ARGUMENTS + 8 * rule.argument)
-    refused, jump = (
-        rule.values or ([rule.flags] if rule.flags else []),
-        _ANY_BIT if rule.flags else _EQUAL,
-    )
-    values, on_match, otherwise = (
-        (refused, rule.answer, ALLOW) if refused else (rule.allowed, ALLOW, rule.answer)
-    )
-    tests = [
-        (jump, len(values) - place, 0, value & 0xFFFFFFFF) for place, value in enumerate(values)
-    ]
-    return [load, *tests, (_RETURN, 0, 0, otherwise), (_RETURN, 0, 0, on_match)]
+        return [_return(rule.answer)]
+    on_match = rule.answer
+    otherwise = ALLOW
+    test = _EQUAL
+    if rule.flags:
+        test = _ANY_BIT
+        values: Sequence[int] = [rule.flags]
+    elif rule.values:
+        values = rule.values
+    else:
+        values = rule.allowed
+        on_match = ALLOW
+        otherwise = rule.answer
+    block = [_Instruction(_LOAD, 0, 0, _ARGUMENTS + 8 * rule.argument)]
+    for place, value in enumerate(values):
+        rest = len(values) - place  # the other tests, and the answer where none matches
+        block.append(_Instruction(test, rest, 0, value & _LOWER_HALF))
+    return [*block, _return(otherwise), _return(on_match)]
