@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import replace
@@ -45,9 +45,7 @@ def connect(targets: str = PX) -> tuple[Any, list[int]]:
     Raises:
         OptionError: there is no client, it is closed, it has no engines, or an engine was never there.
     """
-    source = _selected
-    if source is None and (shell := notebook.shell()) is not None:
-        source = getattr(getattr(shell.find_cell_magic("px"), "__self__", None), "view", None)
+    source = _selected if _selected is not None else _view_of_px()
     client = getattr(source, "client", source)
     if client is None or client._closed:
         raise OptionError(
@@ -62,12 +60,7 @@ def connect(targets: str = PX) -> tuple[Any, list[int]]:
     of_px = getattr(source, "targets", "all")
     if targets == PX and of_px not in (None, "all"):
         return client, [of_px] if isinstance(of_px, int) else list(of_px)  # those that are gone too
-    if targets in (PX, "all"):
-        wanted = known
-    elif ":" in targets:
-        wanted = known[slice(*(int(part) if part else None for part in targets.split(":")))]
-    else:
-        wanted = [int(part) for part in targets.split(",")]
+    wanted = _chosen(targets, known)
     missing = [str(engine) for engine in wanted if engine not in known]
     if missing or not wanted:
         lacking = missing[0] if missing else targets
@@ -75,6 +68,25 @@ def connect(targets: str = PX) -> tuple[Any, list[int]]:
             f"there is no engine {lacking}; there are {', '.join(map(str, known))}, which --engines all asks"
         )
     return client, wanted
+
+
+def _view_of_px() -> Any:
+    """Return the view that `%%px` uses, or None."""
+    shell = notebook.shell()
+    if shell is None:
+        return None
+    magic = shell.find_cell_magic("px")
+    return getattr(getattr(magic, "__self__", None), "view", None)
+
+
+def _chosen(targets: str, known: list[int]) -> list[int]:
+    """Return the engines that a value of `--engines` names."""
+    if targets in (PX, "all"):
+        return known
+    if ":" in targets:
+        bounds = [int(part) if part else None for part in targets.split(":")]
+        return known[slice(*bounds)]
+    return [int(part) for part in targets.split(",")]
 
 
 # ---- What an engine does
@@ -88,13 +100,15 @@ def answer(request: str, arguments: Mapping[str, Any], version: str) -> dict[str
         arguments: its keyword arguments.
         version: the gpumagic of the client; nothing is called in another version.
     """
-    if (here := _compat.installed_version()) != version:
+    here = _compat.installed_version()
+    if here != version:
         return {"state": "other version", "detail": f"gpumagic {here} there, {_same(version)}"}
-    found: dict[str, Any] = {"origin": current_origin()}
+    origin = current_origin()
     try:
-        return {**found, "report": globals()[f"answer_{request}"](**arguments)}
+        report = globals()[f"answer_{request}"](**arguments)
     except Exception as error:  # reported by the client
-        return {**found, "state": "failed", "detail": f"{type(error).__name__}: {error}"}
+        return {"origin": origin, "state": "failed", "detail": f"{type(error).__name__}: {error}"}
+    return {"origin": origin, "report": report}
 
 
 def _same(version: str) -> str:
@@ -130,11 +144,10 @@ def answer_prepare(device: str | None, fallback: str | None) -> list[str]:
         shell.extension_manager.load_extension("gpumagic")
     if device is None:
         return [""]
-    alike = [
-        each
-        for each in allocator.accelerators()
-        if device in ("auto", "gpu", Device.parse(each).backend)
-    ]
+    alike: list[str] = []
+    for name in allocator.accelerators():
+        if device in ("auto", "gpu", Device.parse(name).backend):
+            alike.append(name)
     return alike or [resolve(device, fallback)]
 
 
@@ -159,56 +172,53 @@ _REPLY_TIMEOUT = 1.0
 
 
 def ask(
-    client: Any, engines: Iterable[int], timeout: float, request: str, **arguments: object
+    client: Any, engines: Sequence[int], timeout: float, request: str, **arguments: object
 ) -> list[EngineAnswer]:
     """Return what each engine answered to a request, in their order; ``timeout`` is in seconds, for the slowest."""
     names = {"request": (request, arguments, _compat.installed_version())}
-    asked = {
-        engine: client.send_apply_request(
-            client._mux_stream, eval, (_ENGINE_CODE, names), ident=client._engines[engine].encode()
-        )
-        for engine in engines
-        if engine in client.ids
-    }
-    late: list[int] = []
+    asked: dict[int, Any] = {}
+    for engine in engines:
+        if engine in client.ids:
+            asked[engine] = client.send_apply_request(
+                client._mux_stream,
+                eval,
+                (_ENGINE_CODE, names),
+                ident=client._engines[engine].encode(),
+            )
     try:
         wait(asked.values(), timeout=timeout)
     finally:  # also after Ctrl-C
         late = [engine for engine, future in asked.items() if not future.done()]
-        if alive := [engine for engine in late if engine in client.ids]:
-            messages = [
-                asked[engine].msg_id for engine in late
-            ]  # a thread of the engine takes them back
+        alive = [engine for engine in late if engine in client.ids]
+        if alive:  # a thread of each engine takes the requests back
+            messages = [asked[engine].msg_id for engine in late]
             wait([client.abort(messages, targets=alive, block=False)], timeout=_REPLY_TIMEOUT)
-    busy = {
-        "state": "busy",
-        "detail": f"no answer within {timeout:g} s: it is in a cell, or cannot be reached",
-    }
-    facts = {
-        engine: busy if engine in late else future.result() for engine, future in asked.items()
-    }
-    gone = {"state": "dead", "detail": "it is gone"}
-    return [_read_answer(engine, facts.get(engine, gone)) for engine in engines]
+    answers: list[EngineAnswer] = []
+    for engine in engines:
+        if engine not in asked:
+            answers.append(EngineAnswer(engine, state="dead", detail="it is gone"))
+        elif engine in late:
+            detail = f"no answer within {timeout:g} s: it is in a cell, or cannot be reached"
+            answers.append(EngineAnswer(engine, state="busy", detail=detail))
+        else:
+            answers.append(_read_answer(engine, asked[engine].result()))
+    return answers
 
 
-def _read_answer(engine: int, facts: Any) -> EngineAnswer:
+def _read_answer(engine: int, reply: Any) -> EngineAnswer:
     """Return the answer in an engine's reply."""
-    if isinstance(facts, BaseException):
-        kind, text = (
-            getattr(facts, "ename", type(facts).__name__),
-            getattr(facts, "evalue", str(facts)),
-        )
-        if kind == "EngineError":
-            return EngineAnswer(engine, state="dead", detail="it died before it answered")
-        if (
-            kind == "ModuleNotFoundError" and "'gpumagic" in text
-        ):  # other versions may lack the module that is asked
-            state = "no gpumagic" if "'gpumagic'" in text else "other version"
-            return EngineAnswer(
-                engine, state=state, detail=f"{text} there, {_same(_compat.installed_version())}"
-            )
-        return EngineAnswer(engine, state="failed", detail=f"{kind}: {text}")
-    return EngineAnswer(engine, **facts)
+    if not isinstance(reply, BaseException):
+        return EngineAnswer(engine, **reply)
+    kind = getattr(reply, "ename", type(reply).__name__)
+    text = getattr(reply, "evalue", str(reply))
+    if kind == "EngineError":
+        return EngineAnswer(engine, state="dead", detail="it died before it answered")
+    # Another version may lack the module that is asked.
+    if kind == "ModuleNotFoundError" and "'gpumagic" in text:
+        state = "no gpumagic" if "'gpumagic'" in text else "other version"
+        detail = f"{text} there, {_same(_compat.installed_version())}"
+        return EngineAnswer(engine, state=state, detail=detail)
+    return EngineAnswer(engine, state="failed", detail=f"{kind}: {text}")
 
 
 def _check_options(magic: str, options: Namespace, alternative: str) -> None:
@@ -240,9 +250,8 @@ def of_line(magic: str, options: Namespace, timeout: float) -> ClusterReport:
         arguments = {"processes": options.processes, "everything": options.all}
     client, engines = connect(options.engines)
     answers = ask(client, engines, timeout, magic, names=options.devices, **arguments)
-    if answers and all(
-        each.detail.startswith(_NO_DEVICE) for each in answers
-    ):  # the line itself is wrong
+    if answers and all(answer.detail.startswith(_NO_DEVICE) for answer in answers):
+        # The line itself is wrong
         raise DeviceNotFound(f"on the engines: {answers[0].detail.removeprefix(_NO_DEVICE)}")
     return ClusterReport(magic, tuple(answers))
 
@@ -290,29 +299,30 @@ def of_cell(
         device=device,
         fallback=getattr(options, "fallback", None),
     )
-    able = ",".join(str(each.engine) for each in ready if each.state == ANSWERED)
-    for each in ready:
-        if each.state != ANSWERED:
-            leave = f"; without it: --engines {able}" if able else ""
-            raise OptionError(
-                f"the cell ran nowhere: engine {each.engine}: {each.state}, {each.detail}{leave}"
-            )
-    words = [
-        _word(name, value) for name in PARSERS[magic].forwarded if (value := getattr(options, name))
-    ]
+    able = ",".join(str(answer.engine) for answer in ready if answer.state == ANSWERED)
+    for answer in ready:
+        if answer.state != ANSWERED:
+            where = f"engine {answer.engine}: {answer.state}, {answer.detail}"
+            remedy = f"; without it: --engines {able}" if able else ""
+            raise OptionError(f"the cell ran nowhere: {where}{remedy}")
+    words: list[str] = []
+    for name in PARSERS[magic].forwarded:
+        value = getattr(options, name)
+        if value:
+            words.append(_word(name, value))
     line = " ".join([*words, f"-q -o {REPORT_NAME}"])
-    code = {
-        engine: f"%%{magic} {own} {line}\n{body}" for engine, own in assign_devices(ready).items()
-    }
+    code: dict[int, str] = {}
+    for engine, own_device in assign_devices(ready).items():
+        code[engine] = f"%%{magic} {own_device} {line}\n{body}"
 
     def run() -> None:
         __tracebackhide__ = True
         sent, is_interrupted = _run(client, code)
-        ended = [engine for engine, each in sent.items() if each.done()]
-        answers = {int(each.engine): each for each in ask(client, ended, timeout, "collect")}
-        report = ClusterReport(
-            magic, tuple(_outcome(engine, sent[engine], answers.get(engine)) for engine in sent)
-        )
+        ended = [engine for engine, cell in sent.items() if cell.done()]
+        collected = ask(client, ended, timeout, "collect")
+        answers = {int(answer.engine): answer for answer in collected}
+        outcomes = [_outcome(engine, cell, answers.get(engine)) for engine, cell in sent.items()]
+        report = ClusterReport(magic, tuple(outcomes))
         show(report)
         if is_interrupted:
             raise KeyboardInterrupt
@@ -324,11 +334,11 @@ def of_cell(
 def _word(name: str, value: object) -> str:
     """Return an option as it is typed."""
     option = f"--{name.replace('_', '-')}"
-    return (
-        option
-        if value is True
-        else f"{option}={','.join(value) if isinstance(value, list) else value}"
-    )
+    if value is True:
+        return option
+    if isinstance(value, list):
+        value = ",".join(value)
+    return f"{option}={value}"
 
 
 def assign_devices(ready: Sequence[EngineAnswer]) -> dict[int, str]:
@@ -337,14 +347,15 @@ def assign_devices(ready: Sequence[EngineAnswer]) -> dict[int, str]:
     That number is the launcher's where the host's engines have one each, and else their order: engines that a batch
     script starts without a launcher all inherit the script's own.
     """
-    found = {}
-    for engines in grouped((each.origin.host, each) for each in ready).values():
-        ranks = [each.origin.local_rank for each in engines]
+    devices: dict[int, str] = {}
+    for engines in grouped((answer.origin.host, answer) for answer in ready).values():
+        ranks = [answer.origin.local_rank for answer in engines]
         is_told = None not in ranks and len(set(ranks)) == len(ranks)
-        for place, each in enumerate(engines):
-            rank = each.origin.local_rank if is_told else place
-            found[int(each.engine)] = each.report[(rank or 0) % len(each.report)]
-    return found
+        for place, answer in enumerate(engines):
+            rank = answer.origin.local_rank if is_told else place
+            possible = answer.report
+            devices[int(answer.engine)] = possible[(rank or 0) % len(possible)]
+    return devices
 
 
 def _run(client: Any, code: Mapping[int, str]) -> tuple[dict[int, Any], bool]:
@@ -355,8 +366,8 @@ def _run(client: Any, code: Mapping[int, str]) -> tuple[dict[int, Any], bool]:
             for engine, text in code.items():
                 sent[engine] = client[engine].execute(text, silent=False, block=False)
                 streams.enter_context(sent[engine].stream_output())
-            for each in sent.values():
-                while not (each.wait(_CHECK_INTERVAL) and each.wait_for_output(_CHECK_INTERVAL)):
+            for cell in sent.values():
+                while not (cell.wait(_CHECK_INTERVAL) and cell.wait_for_output(_CHECK_INTERVAL)):
                     pass
         except KeyboardInterrupt:
             if not sent:
@@ -368,26 +379,28 @@ def _run(client: Any, code: Mapping[int, str]) -> tuple[dict[int, Any], bool]:
 
 def _interrupt(client: Any, sent: Mapping[int, Any]) -> None:
     """Cancel the cells that have not begun and interrupt the others, each once: nothing heeds what comes before."""
-    running = [engine for engine, each in sent.items() if engine in client.ids and not each.done()]
+
+    def is_running(engine: int) -> bool:
+        return engine in client.ids and not sent[engine].done()
+
+    def has_begun(engine: int) -> bool:
+        return bool(client.metadata[sent[engine].msg_ids[0]]["execute_input"])
+
+    running = list(filter(is_running, sent))
     if running:
-        client.abort(
-            [message for engine in running for message in sent[engine].msg_ids],
-            running,
-            block=False,
-        )
+        messages: list[str] = []
+        for engine in running:
+            messages += sent[engine].msg_ids
+        client.abort(messages, running, block=False)
     interrupted: set[int] = set()
     deadline = time.monotonic() + _INTERRUPT_TIMEOUT
     while running and time.monotonic() < deadline:
-        begun = {
-            engine
-            for engine in running
-            if client.metadata[sent[engine].msg_ids[0]]["execute_input"]
-        }
+        begun = set(filter(has_begun, running))
         if begun - interrupted:
             client.send_signal("SIGINT", targets=sorted(begun - interrupted), block=False)
         interrupted |= begun
         sent[running[0]].wait(_CHECK_INTERVAL)
-        running = [engine for engine in running if engine in client.ids and not sent[engine].done()]
+        running = list(filter(is_running, running))
 
 
 def _raise(sent: Mapping[int, Any], report: ClusterReport, *, keep_going: bool) -> None:
@@ -395,47 +408,43 @@ def _raise(sent: Mapping[int, Any], report: ClusterReport, *, keep_going: bool) 
     __tracebackhide__ = True
     from ipyparallel import error
 
-    out = [each for each in report.engines if each.state == OUT_OF_MEMORY]
-    others = [
-        sent[int(each.engine)]
-        for each in report.engines
-        if each.state not in (ANSWERED, OUT_OF_MEMORY)
-    ]
-    if others:
+    shortages: list[str] = []
+    failed: list[Any] = []
+    for answer in report.engines:
+        if answer.state == OUT_OF_MEMORY:
+            shortages.append(f"engine {answer.engine} ran out of memory: {answer.detail}")
+        elif answer.state != ANSWERED:
+            failed.append(sent[int(answer.engine)])
+    if failed:
         try:
-            error.collect_exceptions([each.exception() for each in others], f"%%{report.magic}")
+            error.collect_exceptions([cell.exception() for cell in failed], f"%%{report.magic}")
         except error.CompositeError as several:
             # ipyparallel streams no error that came before it listened, and none of a dead engine.
-            if all(each._streamed_errors for each in others):
+            if all(cell._streamed_errors for cell in failed):
                 raise error.AlreadyDisplayedError(several) from None
             raise
-    if out and not keep_going:
+    if shortages and not keep_going:
         from gpumagic.oom.guard import raise_alone
         from gpumagic.oom.recognition import OutOfMemory
 
-        raise_alone(
-            OutOfMemory(
-                "; ".join(f"engine {each.engine} ran out of memory: {each.detail}" for each in out)
-            )
-        )
+        raise_alone(OutOfMemory("; ".join(shortages)))
 
 
 def _outcome(engine: int, sent: Any, answer: EngineAnswer | None) -> EngineAnswer:
     """Return how an engine's cell ended, with the report that it left."""
     if answer is None:
         return EngineAnswer(engine, state="interrupted", detail="but its cell is still running")
-    report, error = answer.report, sent.exception()
     if answer.state != ANSWERED:
         return answer
+    report = answer.report
+    error = sent.exception()
     if type(report).__name__ == "OomReport" and not report.recovered:
         line = f" in line {report.line}" if report.line is not None else ""
         return replace(answer, state=OUT_OF_MEMORY, detail=f"{report.device or 'the host'}{line}")
     if error is None:
         return answer
-    name, value = (
-        getattr(error, "ename", type(error).__name__),
-        getattr(error, "evalue", str(error)),
-    )
+    name = getattr(error, "ename", type(error).__name__)
+    value = getattr(error, "evalue", str(error))
     if name in {"KeyboardInterrupt", "TaskAborted"}:
         return replace(answer, state="interrupted")
     return replace(answer, state="raised", detail=f"{name}: {value}")

@@ -64,11 +64,13 @@ class ClusterReport(Report[PlacedRow]):
 
     @property
     def rows(self) -> tuple[PlacedRow, ...]:
-        return tuple(
-            PlacedRow(answer.origin.host, answer.engine, answer.origin.rank, answer.state, row)
-            for answer in self.engines
-            for row in (answer.report.rows if answer.report is not None else ()) or (None,)
-        )
+        placed: list[PlacedRow] = []
+        for answer in self.engines:
+            origin = answer.origin
+            place = PlacedRow(origin.host, answer.engine, origin.rank, answer.state)
+            own = answer.report.rows if answer.report is not None else ()
+            placed += [replace(place, row=row) for row in own] or [place]
+        return tuple(placed)
 
     @property
     def reports(self) -> dict[int | str, Any]:
@@ -81,13 +83,11 @@ class ClusterReport(Report[PlacedRow]):
         """Return all rows of all engines; an engine without rows has one with its state, so that none is missing."""
         places = {name: kind for name, kind in columns_of(PlacedRow).items() if name != "row"}
         columns = columns_of(KINDS[self.magic].row_type)
-        cells = [
-            (
-                *(getattr(placed, name) for name in places),
-                *(getattr(placed.row, name, None) for name in columns),
-            )
-            for placed in self.rows
-        ]
+        cells: list[tuple[Any, ...]] = []
+        for placed in self.rows:
+            values = [getattr(placed, name) for name in places]
+            values += [getattr(placed.row, name, None) for name in columns]
+            cells.append(tuple(values))
         return frame({**places, **columns}, cells)
 
 
@@ -116,21 +116,18 @@ def merge(reports: Mapping[Any, object] | Sequence[object]) -> ClusterReport:
             what = "no report" if value is None else f"{type(value).__name__}: {value}"
             answers.append(EngineAnswer(engine, state="failed", detail=what))
     if len(magics) != 1:
-        found = (
-            f"they are of {' and '.join(sorted(magics))}" if magics else "there is none among these"
-        )
-        raise OptionError(f"merge() takes reports of one kind; {found}")
+        if magics:
+            problem = f"they are of {' and '.join(sorted(magics))}"
+        else:
+            problem = "there is none among these"
+        raise OptionError(f"merge() takes reports of one kind; {problem}")
     magic = magics.pop()
-    if magic in {
-        "gpuinfo",
-        "devices",
-    }:  # of a process as it is now: a worker of Ray runs many tasks
-        answers = list(
-            {
-                (each.origin.host, each.origin.pid or place): each
-                for place, each in enumerate(answers)
-            }.values()
-        )
+    if magic in {"gpuinfo", "devices"}:
+        # Of a process as it is now: a worker of Ray runs many tasks
+        last: dict[tuple[str, int], EngineAnswer] = {}
+        for place, answer in enumerate(answers):
+            last[answer.origin.host, answer.origin.pid or place] = answer
+        answers = list(last.values())
     return ClusterReport(magic, tuple(answers))
 
 
@@ -146,32 +143,37 @@ class SharedGpu(NamedTuple):
 
 def shared_gpus(report: ClusterReport) -> list[SharedGpu]:
     """Return the GPUs of a merged `%gpuinfo`, by host and then in the order in which their engines list them."""
-    found: dict[tuple[str, object], dict[object, tuple[EngineAnswer, GpuRow]]] = {}
+    seen_by: dict[tuple[str, object], dict[object, tuple[EngineAnswer, GpuRow]]] = {}
     for answer in report.engines:
+        if not isinstance(answer.report, GPUReport):
+            continue
         process = answer.origin.pid or answer.engine
-        for row in answer.report.devices if isinstance(answer.report, GPUReport) else ():
-            # A simulated GPU is its process's own.
-            own = (
-                (process, row.device) if row.simulated else row.uuid or row.device or row.nvml_index
-            )
-            found.setdefault((answer.origin.host, own), {})[process] = answer, row
-    gpus = []
-    for (host, _), seen in found.items():
-        engines, rows = zip(*seen.values(), strict=True)
+        for row in answer.report.devices:
+            gpu: object = row.uuid or row.device or row.nvml_index
+            if row.simulated:  # it is its process's own
+                gpu = (process, row.device)
+            seen_by.setdefault((answer.origin.host, gpu), {})[process] = (answer, row)
+    gpus: list[SharedGpu] = []
+    for (host, _), seen in seen_by.items():
+        rows = [row for _, row in seen.values()]
         row = replace(
             rows[-1],
-            kernel_allocated=sum(each.kernel_allocated or 0 for each in rows),
-            kernel_reserved=sum(each.kernel_reserved or 0 for each in rows),
+            kernel_allocated=sum(row.kernel_allocated or 0 for row in rows),
+            kernel_reserved=sum(row.kernel_reserved or 0 for row in rows),
         )
-        users = tuple(answer for answer, each in seen.values() if each.kernel_reserved)
-        gpus.append(SharedGpu(host, row, users or engines))
+        engines = [answer for answer, _ in seen.values()]
+        users = [answer for answer, own in seen.values() if own.kernel_reserved]
+        gpus.append(SharedGpu(host, row, tuple(users or engines)))
     return sorted(gpus, key=lambda gpu: gpu.host)
 
 
 def engine_ranges(answers: Iterable[EngineAnswer]) -> str:
     """Return ``"0-3, 7"``, and after it the names of those that have no number."""
-    engines = [each.engine for each in answers]
-    numbers = sorted({each for each in engines if isinstance(each, int)})
-    spans = grouped((number - place, number) for place, number in enumerate(numbers)).values()
-    ranges = [str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans]
-    return ", ".join([*ranges, *(each for each in engines if isinstance(each, str))])
+    engines = [answer.engine for answer in answers]
+    numbers = sorted({engine for engine in engines if isinstance(engine, int)})
+    names = [engine for engine in engines if isinstance(engine, str)]
+    ranges: list[str] = []
+    # In a run of consecutive numbers each is as far ahead of its place
+    for span in grouped((number - place, number) for place, number in enumerate(numbers)).values():
+        ranges.append(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}")
+    return ", ".join([*ranges, *names])

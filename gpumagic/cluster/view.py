@@ -41,30 +41,34 @@ class Said(NamedTuple):
 @doc.document_of.register(ClusterReport)
 def view_engines(report: ClusterReport) -> doc.Document:
     """Return what all engines say together, a row for each GPU or for engines that say the same, and their reports."""
-    gpus, said = shared_gpus(report), [_said(answer) for answer in report.engines]
-    found = [each for each in said if isinstance(each.answer.report, Report)]
+    gpus = shared_gpus(report)
+    said = [_said(answer) for answer in report.engines]
+    reporting = [engine for engine in said if isinstance(engine.answer.report, Report)]
     blocks: list[doc.Block] = [
-        doc.Heading(_headline(report, found, gpus)),
+        doc.Heading(_headline(report, reporting, gpus)),
         doc.Paragraph(_engines(report), muted=True),
     ]
     if gpus:
         blocks.append(_gpu_table(gpus))
-        said = [each for each in said if each.answer.report is None or each.answer.report.cause]
-    blocks += [_table(said)] if said else []
-    reports = [
-        doc.Fold(
-            f"Engine {each.answer.engine}: {each.headline}",
-            to_document(each.answer.report).blocks[1:],
-        )
-        for each in found[:MAX_REPORTS]
-    ]
-    if any(getattr(each.answer.report, name, None) for each in found for name in ASKED):
+        said = [
+            engine for engine in said if engine.answer.report is None or engine.answer.report.cause
+        ]
+    if said:
+        blocks.append(_table(said))
+    reports: list[doc.Block] = []
+    for engine in reporting[:MAX_REPORTS]:
+        own = to_document(engine.answer.report).blocks[1:]
+        reports.append(doc.Fold(f"Engine {engine.answer.engine}: {engine.headline}", own))
+    if any(_asks_for_all(engine.answer.report) for engine in reporting):
         blocks += doc.unfolded(reports)
     elif reports:
-        blocks.append(
-            doc.Fold("Each engine's own report; in code, report.reports[engine]", reports)
-        )
+        title = "Each engine's own report; in code, report.reports[engine]"
+        blocks.append(doc.Fold(title, reports))
     return doc.Document(tuple(blocks))
+
+
+def _asks_for_all(report: Any) -> bool:
+    return any(getattr(report, name, None) for name in ASKED)
 
 
 def _said(answer: EngineAnswer) -> Said:
@@ -73,45 +77,53 @@ def _said(answer: EngineAnswer) -> Said:
         return Said(answer, answer.state)
     if isinstance(report, GPUReport):  # of a thousand engines, whose tables take their time
         return Said(answer, headline(report.devices, report.cause))
-    first = next(
-        (block.text for block in to_document(report).blocks if isinstance(block, doc.Heading)), ""
-    )
+    headings = [block for block in to_document(report).blocks if isinstance(block, doc.Heading)]
+    first = headings[0].text if headings else ""
     return Said(answer, first, sum(row.in_rows for row in getattr(report, "by_device", ())))
 
 
-def _headline(report: ClusterReport, found: Sequence[Said], gpus: Sequence[SharedGpu]) -> str:
+def _headline(report: ClusterReport, reporting: Sequence[Said], gpus: Sequence[SharedGpu]) -> str:
     """Return which GPU has most room, which engine holds most in tensors, or what most engines say."""
-    if not found:
+    if not reporting:
         return "No engine ran out of memory" if report.magic == "oomguard" else "No answer"
     if gpus:
-        several = len({gpu.host for gpu in gpus}) > 1
-        return headline(
-            [
-                replace(gpu.row, device=f"{gpu.row.device} on {gpu.host}")
-                if several and gpu.row.device
-                else gpu.row
-                for gpu in gpus
-            ]
-        )
+        return headline(_named_with_host(gpus))
     if report.magic == "devices":
-        whole, most = sum(each.nbytes for each in found), max(found, key=lambda each: each.nbytes)
-        if len(found) > 1 and most.nbytes > UNEVEN * (whole - most.nbytes) / (len(found) - 1):
-            largest = next(iter(fold(most.answer.report.tensors)), None)
-            mostly = (
-                f", mostly {largest.text}"
-                if largest is not None and largest.nbytes > most.nbytes / 2
-                else ""
-            )
-            return f"Engine {most.answer.engine} holds most: {size_of(most.nbytes, whole)}{mostly}"
-        tensors = sum(row.tensors for each in found for row in each.answer.report.by_device)
-        return f"{count(tensors, 'tensor')}, {size(whole)}" if tensors else "No live tensors"
-    first, alike = max(
-        grouped((each.headline, each.answer) for each in found).items(),
-        key=lambda each: len(each[1]),
-    )
-    return first + (
-        "" if len(alike) == len(report.engines) else f" (engine {engine_ranges(alike)})"
-    )
+        return _tensors_headline(reporting)
+    by_headline = grouped((engine.headline, engine.answer) for engine in reporting)
+    first = max(by_headline, key=lambda text: len(by_headline[text]))
+    alike = by_headline[first]
+    if len(alike) == len(report.engines):
+        return first
+    return f"{first} (engine {engine_ranges(alike)})"
+
+
+def _named_with_host(gpus: Sequence[SharedGpu]) -> list[GpuRow]:
+    """Return the rows of GPUs, of several hosts with the host beside each device's name."""
+    rows = [gpu.row for gpu in gpus]
+    if len({gpu.host for gpu in gpus}) == 1:
+        return rows
+    for place, gpu in enumerate(gpus):
+        if gpu.row.device:
+            rows[place] = replace(gpu.row, device=f"{gpu.row.device} on {gpu.host}")
+    return rows
+
+
+def _tensors_headline(reporting: Sequence[Said]) -> str:
+    """Return which engine holds most in tensors, if one does, else what all hold."""
+    whole = sum(engine.nbytes for engine in reporting)
+    fullest = max(reporting, key=lambda engine: engine.nbytes)
+    others = len(reporting) - 1
+    if others and fullest.nbytes > UNEVEN * (whole - fullest.nbytes) / others:
+        sentence = f"Engine {fullest.answer.engine} holds most: {size_of(fullest.nbytes, whole)}"
+        largest = next(iter(fold(fullest.answer.report.tensors)), None)
+        if largest is not None and largest.nbytes > fullest.nbytes / 2:
+            sentence += f", mostly {largest.text}"
+        return sentence
+    tensors = 0
+    for engine in reporting:
+        tensors += sum(row.tensors for row in engine.answer.report.by_device)
+    return f"{count(tensors, 'tensor')}, {size(whole)}" if tensors else "No live tensors"
 
 
 def _engines(report: ClusterReport) -> str:
@@ -119,16 +131,18 @@ def _engines(report: ClusterReport) -> str:
     if len(report.reports) < len(report.engines) and report.magic != "oomguard":
         number = f"{len(report.reports)} of {number}"
     hosts = {answer.origin.host for answer in report.engines} - {""}
-    where = hosts.pop() if len(hosts) == 1 else count(len(hosts), "host") if hosts else ""
-    return f"{number} on {where}" if where else number
+    if not hosts:
+        return number
+    where = hosts.pop() if len(hosts) == 1 else count(len(hosts), "host")
+    return f"{number} on {where}"
 
 
 def _most(alike: Sequence[Said]) -> int:
-    return max(each.nbytes for each in alike)
+    return max(engine.nbytes for engine in alike)
 
 
 SAID_COLUMNS: tuple[Column[list[Said]], ...] = (
-    Column("Engine", lambda alike: engine_ranges(each.answer for each in alike), shrinks=True),
+    Column("Engine", lambda alike: engine_ranges(engine.answer for engine in alike), shrinks=True),
     Column("In tensors", lambda alike: size(_most(alike)), "right", bar=_most, when=_most),
     Column(
         "Says",
@@ -143,8 +157,8 @@ SAID_COLUMNS: tuple[Column[list[Said]], ...] = (
 
 def _table(said: Sequence[Said]) -> Table:
     """Return a row for the engines that say the same, those with the most in tensors first."""
-    alike = grouped(((each.headline, each.answer.detail), each) for each in said).values()
-    rows = sorted(alike, key=_most, reverse=True)
+    alike = grouped(((engine.headline, engine.answer.detail), engine) for engine in said)
+    rows = sorted(alike.values(), key=_most, reverse=True)
     return Table.of(rows, SAID_COLUMNS, "Each engine", limit=MAX_ROWS, rest="row")
 
 
@@ -165,8 +179,8 @@ def _gpu_table(gpus: Sequence[SharedGpu]) -> Table:
         Column("Host", lambda gpu: gpu.host if several else ""),
         Column("GPU", lambda gpu: gpu.row.label),
         Column("Engine", lambda gpu: engine_ranges(gpu.engines), shrinks=True),
-        *(_of_row(each) for each in COLUMNS if each.title in GPU_TITLES),
     ]
+    columns += [_of_row(column) for column in COLUMNS if column.title in GPU_TITLES]
     return Table.of(
         gpus, columns, "GPUs", limit=MAX_ROWS, rest="GPU", elsewhere="in a wider terminal"
     )
