@@ -17,7 +17,6 @@ from gpumagic.dryrun.report import (
     shortcoming,
 )
 from gpumagic.report import document as doc
-from gpumagic.report.base import grouped
 from gpumagic.report.document import Column, Table, document_of, stacking_order
 from gpumagic.report.units import count, duration, size, size_of, size_range
 
@@ -41,7 +40,7 @@ def view_dry_run(report: DryRunReport) -> doc.Document:
         blocks.append(
             doc.Paragraph(f"Line {report.failure_line} runs out of memory, and the cell goes on.")
         )
-    retries = sum(each.retries for each in report.devices)
+    retries = sum(device.retries for device in report.devices)
     if report.fits and retries:
         gives = f"The allocator gives its cache back {count(retries, 'time')} to serve a request, which is slow"
         blocks.append(doc.Paragraph(f"{gives}: it is close to the limit."))
@@ -72,28 +71,25 @@ def _headline(report: DryRunReport) -> str:
 
 
 def _answer(report: DryRunReport) -> str:
-    place, peak = _place(report), peak_of(report)
+    place = _place(report)
+    peak = peak_of(report)
     if report.fits and report.world is not None:
-        of = (
-            f"the fullest of {len(report.ranks)} that were run"
-            if len(report.ranks) > 1
-            else "the one that was run"
-        )
-        each = f"Fits on each of {report.world:,} {report.gpu or 'GPUs'}"
-        return f"{each}: {_needs(report)} on rank {report.rank}, {of}"
+        if len(report.ranks) > 1:
+            which = f"the fullest of {len(report.ranks)} that were run"
+        else:
+            which = "the one that was run"
+        gpus = report.gpu or "GPUs"
+        needs = f"{_needs(report)} on rank {report.rank}, {which}"
+        return f"Fits on each of {report.world:,} {gpus}: {needs}"
+    if report.fits and not peak:
+        return f"Fits: it allocates nothing on {place}"
     if report.fits:
-        return (
-            f"Fits: {_needs(report)} on {place}"
-            if peak
-            else f"Fits: it allocates nothing on {place}"
-        )
+        return f"Fits: {_needs(report)} on {place}"
     if report.fits is False:
-        remedy = (
-            f". --fit {report.sizes[0]} finds what fits"
-            if report.sizes and report.search is None
-            else ""
-        )
-        return f"Does not fit: {_shortage(report, peak)}; {shortcoming(report)}{remedy}"
+        answer = f"Does not fit: {_shortage(report, peak)}; {shortcoming(report)}"
+        if report.sizes and report.search is None:
+            return f"{answer}. --fit {report.sizes[0]} finds what fits"
+        return answer
     if report.error is not None:
         so_far = f"; up to there it needs {size(peak)}" if peak else ""
         return f"{report.error[:1].upper()}{report.error[1:]}{so_far}"
@@ -104,15 +100,16 @@ def _answer(report: DryRunReport) -> str:
 
 def _open(report: DryRunReport) -> str:
     """Return the answer where it cannot be told whether a cell fits."""
-    needs, why = f"{_needs(report)} on {_place(report)}", shortcoming(report)
+    needs = f"{_needs(report)} on {_place(report)}"
+    why = shortcoming(report)
     if report.open_on:
         return f"May not fit: {why}; it needs {needs} or more"
     if report.complete:
         return f"May not fit: needs {needs}, and {overhead(report)}"
     if not report.flat:
         return f"{why[:1].upper()}{why[1:]} in {duration(report.seconds)}: needs at least {needs}"
-    (place, number), *_ = report.flat
-    run = next((each.run for each in report.passes if each.place == place), number)
+    place, number = report.flat[0]
+    run = next((passes.run for passes in report.passes if passes.place == place), number)
     after = f"after pass {number:,} of {place} none of {run:,} took more"
     return f"Fits as far as it was run, {duration(report.seconds)}: {needs}; {after}"
 
@@ -135,15 +132,15 @@ def _needs(report: DryRunReport) -> str:
 
 
 def _place(report: DryRunReport) -> str:
-    place = (
-        f"{report.device}" if report.world is None else f"rank {report.rank} of {report.world:,}"
-    )
+    place = report.device or ""
+    if report.world is not None:
+        place = f"rank {report.rank} of {report.world:,}"
     return f"{place} ({report.gpu})" if report.gpu else place
 
 
 def _neighbour(search: records.Search, largest: int | None) -> Iterator[doc.Block]:
     """Say what shows that it is the largest, and every value that was run."""
-    failing = [each for each in search.trials if not each.fits]
+    failing = [trial for trial in search.trials if not trial.fits]
     if failing and (largest is not None or search.name == "ranks"):
         nearest = failing[-1 if search.name == "ranks" else 0]
         does = "does not" if nearest.fits is False else "may not"
@@ -161,81 +158,80 @@ def _neighbour(search: records.Search, largest: int | None) -> Iterator[doc.Bloc
 
 def _peak(report: DryRunReport) -> Iterator[doc.Block]:
     """Yield the line of the peak, and what is allocated then."""
-    failing = next((row.code for row in report.lines if row.line == report.failure_line), "")
-    lines = (
-        {report.failure_line: (failing, "runs out of memory")}
-        if failing and report.failure_line
-        else {}
-    )
-    if report.line is not None and report.code is not None:
-        inside = f" in {report.function}" if report.function else ""
-        is_large = report.operator_bytes > WORTH_SAYING * peak_of(report)
-        adds = (
-            f": {report.operator} adds {size(report.operator_bytes)}"
-            if report.operator and is_large
-            else ""
-        )
-        first = f"{lines[report.line][1]}; " if report.line in lines else ""
-        lines[report.line] = report.code, f"{first}peak{inside}{adds}"
+    lines = _marked_lines(report)
     if lines:
         yield doc.Listing([(number, *lines[number]) for number in sorted(lines)])
-    peak, reserved = peak_of(report), reserved_of(report)
-    rows: list[list[doc.Cell | str]] = [
-        [part, doc.Cell(size(nbytes), (doc.Segment(nbytes / peak, part=part),))]
-        for part, nbytes in report.breakdown.items()
-    ]
+    peak = peak_of(report)
+    reserved = reserved_of(report)
+    rows: list[list[doc.Cell | str]] = []
+    for part, nbytes in report.breakdown.items():
+        rows.append([part, doc.Cell(size(nbytes), (doc.Segment(nbytes / peak, part=part),))])
     besides = {
         "reserved with cache": size(reserved) if reserved > peak else "",
         "NCCL's buffers (estimate)": size_range(*report.nccl) if report.nccl[1] else "",
         "CUDA itself (estimate)": size_range(*report.overhead) if report.overhead[1] else "",
     }
-    rows += [
-        [doc.Cell(name, muted=True), doc.Cell(text, muted=True)]
-        for name, text in besides.items()
-        if text
-    ]
-    yield Table(
-        [Column[Any]("At the peak"), Column[Any]("Size", align="right")],
-        rows,
-        "What makes up the peak",
-    )
+    for name, text in besides.items():
+        if text:
+            rows.append([doc.Cell(name, muted=True), doc.Cell(text, muted=True)])
+    columns = [Column[Any]("At the peak"), Column[Any]("Size", align="right")]
+    yield Table(columns, rows, "What makes up the peak")
+
+
+def _marked_lines(report: DryRunReport) -> dict[int, tuple[str, str]]:
+    """Return the line that runs out of memory and that of the peak, each with its code and what happens there."""
+    lines: dict[int, tuple[str, str]] = {}
+    failing = next((row.code for row in report.lines if row.line == report.failure_line), "")
+    if failing and report.failure_line:
+        lines[report.failure_line] = (failing, "runs out of memory")
+    if report.line is None or report.code is None:
+        return lines
+    event = f"peak in {report.function}" if report.function else "peak"
+    if report.operator and report.operator_bytes > WORTH_SAYING * peak_of(report):
+        event += f": {report.operator} adds {size(report.operator_bytes)}"
+    if report.line in lines:
+        event = f"runs out of memory; {event}"
+    lines[report.line] = (report.code, event)
+    return lines
 
 
 def _timeline(report: DryRunReport) -> Iterator[doc.Block]:
     """Yield the memory over the cell's operators, by what it is."""
-    points, peak = (
-        [each for each in report.timeline if each.device == report.device],
-        peak_of(report),
-    )
+    points = [point for point in report.timeline if point.device == report.device]
     if len(points) < ENOUGH:
         return
+    peak = peak_of(report)
     columns = _columns(points)
     heights = [point.allocated / peak for point in columns]
     mark = heights.index(max(heights))
-    bands = {
-        part: [point.parts.get(part, 0) / peak for point in columns]
-        for part in stacking_order(part for point in columns for part in point.parts)
-    }
-    line = f", line {columns[mark].line}" if columns[mark].line is not None else ", before the cell"
-    said = f"Memory on {report.device} over {count(report.operators, 'operator')}, by kind"
-    yield doc.Paragraph(said, muted=True)
-    yield doc.Sparkline(
-        heights, mark, f"peak {size(peak)}{line}", f"{said}, peak {size(peak)}{line}", bands
-    )
+    parts: list[str] = []
+    for point in columns:
+        parts += point.parts
+    bands: dict[str, list[float]] = {}
+    for part in stacking_order(parts):
+        bands[part] = [point.parts.get(part, 0) / peak for point in columns]
+    line = columns[mark].line
+    where = f"line {line}" if line is not None else "before the cell"
+    label = f"peak {size(peak)}, {where}"
+    title = f"Memory on {report.device} over {count(report.operators, 'operator')}, by kind"
+    yield doc.Paragraph(title, muted=True)
+    yield doc.Sparkline(heights, mark, label, f"{title}, {label}", bands)
 
 
 def _columns(points: Sequence[records.DryRunPoint]) -> list[records.DryRunPoint]:
     """Return the highest point of each of `COLUMNS` equal parts of the operators; where none is, the last before."""
-    last, operators = points[0], max(1, points[-1].operator)
-    parts = grouped(
-        (min(COLUMNS - 1, COLUMNS * point.operator // operators), point) for point in points
-    )
-    found = []
+    operators = max(1, points[-1].operator)
+    parts: dict[int, list[records.DryRunPoint]] = {}
+    for point in points:
+        column = min(COLUMNS - 1, COLUMNS * point.operator // operators)
+        parts.setdefault(column, []).append(point)
+    last = points[0]
+    highest: list[records.DryRunPoint] = []
     for column in range(COLUMNS):
         within = parts.get(column, [last])
-        found.append(max(within, key=lambda point: point.allocated))
+        highest.append(max(within, key=lambda point: point.allocated))
         last = within[-1]
-    return found
+    return highest
 
 
 def _details(report: DryRunReport) -> Iterator[doc.Block]:
@@ -244,38 +240,38 @@ def _details(report: DryRunReport) -> Iterator[doc.Block]:
         named = _named((f"line {row.line}", row.peak) for row in lines)
         table = Table.of(lines, _LINES, "What each line of the cell takes", whole=peak_of(report))
         yield doc.Fold(f"By line: {named}", [table])
-    if report.modules:
-        families: dict[str, Counter[str]] = {}
-        for path, parts in report.modules.items():
-            families.setdefault(re.sub(r"\.\d+(?=\.|$).*", ".*", path), Counter()).update(parts)
-        named = _named((path, each.total()) for path, each in families.items() if path)
-        if named:
-            every, are_few = (
-                f"All {count(len(report.modules), 'module')}",
-                len(report.modules) <= FEW_MODULES,
-            )
-            blocks = [
-                _modules(
-                    report.modules if are_few else families, "What each module takes at the peak"
-                )
-            ]
-            folded = [] if are_few else [doc.Fold(every, [_modules(report.modules, every)])]
-            yield doc.Fold(f"By module: {named}", [*blocks, *folded])
+    yield from _by_module(report)
     if len(report.ranks) > 1:
-        named = _named((f"rank {each.rank:,}", each.peak) for each in report.ranks)
-        yield doc.Fold(
-            f"By rank: {named}", [Table.of(report.ranks, _RANKS, "The ranks that were run")]
-        )
-    devices = [each for each in report.devices if each.peak]
+        named = _named((f"rank {rank.rank:,}", rank.peak) for rank in report.ranks)
+        table = Table.of(report.ranks, _RANKS, "The ranks that were run")
+        yield doc.Fold(f"By rank: {named}", [table])
+    devices = [device for device in report.devices if device.peak]
     if len(devices) > 1:
-        others = ", ".join(
-            f"{size(each.peak)} on {each.device}"
-            for each in devices
-            if each.device != report.device
-        )
-        yield doc.Fold(f"Other devices: {others}", [Table.of(devices, _DEVICES, "Each device")])
+        others = [device for device in devices if device.device != report.device]
+        named = ", ".join(f"{size(device.peak)} on {device.device}" for device in others)
+        table = Table.of(devices, _DEVICES, "Each device")
+        yield doc.Fold(f"Other devices: {named}", [table])
     if report.operators:
         yield doc.Fold(_how(report), list(_small_print(report)))
+
+
+def _by_module(report: DryRunReport) -> Iterator[doc.Block]:
+    """Yield what modules take, those of one list together where there are many."""
+    families: dict[str, Counter[str]] = {}
+    for path, parts in report.modules.items():
+        family = re.sub(r"\.\d+(?=\.|$).*", ".*", path)
+        families.setdefault(family, Counter()).update(parts)
+    named = _named((family, parts.total()) for family, parts in families.items() if family)
+    if not named:
+        return
+    caption = "What each module takes at the peak"
+    if len(report.modules) <= FEW_MODULES:
+        blocks: list[doc.Block] = [_modules(report.modules, caption)]
+    else:
+        every = f"All {count(len(report.modules), 'module')}"
+        folded = doc.Fold(every, [_modules(report.modules, every)])
+        blocks = [_modules(families, caption), folded]
+    yield doc.Fold(f"By module: {named}", blocks)
 
 
 def _modules(found: Mapping[str, Mapping[str, int]], caption: str) -> Table:
@@ -289,6 +285,9 @@ def _modules(found: Mapping[str, Mapping[str, int]], caption: str) -> Table:
             1,
         )
 
+    kinds: list[str] = []
+    for parts in found.values():
+        kinds += parts
     columns: tuple[Column[tuple[str, Mapping[str, int]]], ...] = (
         Column(
             "Module",
@@ -299,7 +298,7 @@ def _modules(found: Mapping[str, Mapping[str, int]], caption: str) -> Table:
             code=True,
         ),
         Column("Size", lambda row: size(sum(row[1].values())), "right", bar=lambda row: row[1]),
-        *map(of_kind, stacking_order(kind for parts in found.values() for kind in parts)),
+        *map(of_kind, stacking_order(kinds)),
     )
     rows = sorted(found.items(), key=lambda row: -sum(row[1].values()))
     whole = sum(sum(parts.values()) for parts in found.values())
@@ -331,37 +330,42 @@ _DEVICES: tuple[Column[records.DeviceNeed], ...] = (
 
 def _named(sizes: Iterable[tuple[str, int]]) -> str:
     """Return the largest few."""
-    largest = sorted(sizes, key=lambda each: -each[1])
-    more = ", ..." if len(largest) > MOST_NAMED else ""
-    return ", ".join(f"{name} {size(nbytes)}" for name, nbytes in largest[:MOST_NAMED]) + more
+    largest = sorted(sizes, key=lambda named: -named[1])
+    texts = [f"{name} {size(nbytes)}" for name, nbytes in largest[:MOST_NAMED]]
+    if len(largest) > MOST_NAMED:
+        texts.append("...")
+    return ", ".join(texts)
 
 
 def _how(report: DryRunReport) -> str:
     on = "torch's CUDA allocator" if report.engine == "cuda" else "fake tensors"
-    said = [count(report.runs, "run")] if report.runs > 1 else []
-    said += [count(len(report.assumed), "assumption")] if report.assumed else []
-    said += [f"{len(report.unknown)} not known"] if report.unknown else []
-    return (
-        f"How: a dry run on {on}, {duration(report.seconds)}{'; ' if said else ''}{', '.join(said)}"
-    )
+    facts: list[str] = []
+    if report.runs > 1:
+        facts.append(count(report.runs, "run"))
+    if report.assumed:
+        facts.append(count(len(report.assumed), "assumption"))
+    if report.unknown:
+        facts.append(f"{len(report.unknown)} not known")
+    how = f"How: a dry run on {on}, {duration(report.seconds)}"
+    return f"{how}; {', '.join(facts)}" if facts else how
 
 
 def _small_print(report: DryRunReport) -> Iterator[doc.Block]:
     for passes in report.passes:
         if passes.run != passes.asked:
             yield doc.Paragraph(f"{passes_sentence(passes)}.", muted=True)
-    for text, sentences in (
-        ("Assumed", report.assumed),
-        ("Not known", report.unknown),
-        ("Left out", report.effects),
-    ):
+    lists = {
+        "Assumed": report.assumed,
+        "Not known": report.unknown,
+        "Left out": report.effects,
+    }
+    for title, sentences in lists.items():
         if sentences:
-            yield doc.Paragraph(f"{text}: {'; '.join(sentences)}.", muted=True)
-    on = f" on torch {report.versions['torch']}" if "torch" in report.versions else ""
-    attention = (
-        f"; attention is {report.versions['attention']}" if "attention" in report.versions else ""
-    )
-    yield doc.Paragraph(
-        f"{count(report.operators, 'operator')} were run{on}, {count(report.runs, 'time')}{attention}.",
-        muted=True,
-    )
+            yield doc.Paragraph(f"{title}: {'; '.join(sentences)}.", muted=True)
+    ran = f"{count(report.operators, 'operator')} were run"
+    if "torch" in report.versions:
+        ran += f" on torch {report.versions['torch']}"
+    ran += f", {count(report.runs, 'time')}"
+    if "attention" in report.versions:
+        ran += f"; attention is {report.versions['attention']}"
+    yield doc.Paragraph(f"{ran}.", muted=True)
