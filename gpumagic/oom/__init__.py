@@ -8,7 +8,8 @@ Start with `guard.py`: `OomGuard` has the order of things after a failure.
     failure.py       what is read before the release, while the frames are whole: what ran out
     stack.py         what these frames tell: the line, the operation, its tensors
     ownership.py     which names, models and optimizers own the memory of a device
-    evidence.py      what is read after the release, and the report made of it; `advice` does the rest
+    evidence.py      what is read after the release: who holds memory, and what of it the cell uses
+    conclusion.py    the report made of all this, of the verdict and of the advice
     trainers.py      libraries' trainers, and the code that told them how to train
     rerun.py         running again: with what, when to stop, and what of the notebook is restored before it
     shell.py         shows a traceback after its report; guards all cells of a shell

@@ -1,151 +1,40 @@
-"""What is read of the notebook after the release, and the report that the advice and the verdict make of it."""
+"""What is read of the notebook after the release: who holds memory, and what of it the cell uses."""
 
 from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
-from gpumagic._compat import torch_private
-from gpumagic.advice import search
 from gpumagic.advice.facts import (
     Event,
-    Facts,
     Frames,
     Loader,
-    Memory,
+    Model,
     Notebook,
+    Optimizer,
     Ownership,
     Stage,
 )
-from gpumagic.advice.rules import training, verdict
-from gpumagic.advice.trials import Trials
+from gpumagic.advice.rules import training
 from gpumagic.backends import backend_named
 from gpumagic.heap.workspaces import workspace_bytes
-from gpumagic.memory import allocator, devices
+from gpumagic.memory import devices
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.memory.devices import Device
 from gpumagic.oom import ownership
-from gpumagic.oom.failure import Failure, GuardState
-from gpumagic.oom.report import CUBLAS, WORKSPACE, OomReport
+from gpumagic.oom.failure import GuardState
+from gpumagic.oom.report import CUBLAS, WORKSPACE
 from gpumagic.oom.trainers import find_trainer
-from gpumagic.report import base
 from gpumagic.report.base import Holder
-from gpumagic.report.units import LARGE, size
+from gpumagic.report.units import LARGE
 from gpumagic.source.cell_code import BatchSize, batches_in, is_batch_name, names_used
 from gpumagic.source.text import names_in
 from gpumagic.tensors import scan
 
-
-def conclude(
-    failure: Failure,
-    state: GuardState,
-    *,
-    is_kept: bool = False,
-    retries: int = 0,
-    recovered: bool = False,
-    seconds: float = 0.0,
-    elsewhere: str = "",
-) -> OomReport:
-    """Return the report, from what was read before the release and what is alive now.
-
-    Args:
-        failure: what was read before the release.
-        state: the session as it was when the block began.
-        is_kept: whether the failed frames are kept for a debugger.
-        retries: how often the block was run again.
-        recovered: whether the last run passed.
-        seconds: how long dry runs may try the advice.
-        elsewhere: the device that the run that failed was sent to.
-    """
-    event, frames = failure.event, failure.frames
-    notes = list(failure.notes)
-    after = allocator.all_device_stats().get(event.device or "")
-    try:
-        frames = _after_run(frames, state)
-        notebook = read_notebook(event, frames, state, after)
-    except Exception as fault:  # a partial report is better than the loss of it
-        notes.append(
-            f"What lives in the notebook could not be looked at: {type(fault).__name__}: {fault}"
-        )
-        notebook = Notebook(after=after)
-    facts = Facts(event, frames, notebook)
-    trials = Trials(
-        facts,
-        state.namespace,
-        seconds,
-        elsewhere,
-        is_cell=state.shell is not None,
-        outside=state.watch.sentence(),
-    )
-    need = trials.need()
-    facts = replace(facts, need=need)
-    advice = () if recovered else search.advise(facts, trials)
-    why_untried = trials.stop.sentence if trials.stop is not None else ""
-    if why_untried and need is not None:
-        notes.append(f"Not all advice was tried: {why_untried}.")
-    # The first is shown, the others are folded away: what holds of most failures comes last.
-    notes += dict.fromkeys(trials.exhausted)
-    notes += _notes(facts, is_kept=is_kept)
-    notes += verdict.sentences(facts)
-    notes += torch_private.lacking("oomguard")
-    explanation = verdict.explain(facts)
-    before, at_failure = event.before, event.at_failure
-    return OomReport(
-        kind=event.kind.value,
-        certainty=event.certainty,
-        device=event.device,
-        requested=event.requested,
-        allocated_before=before.allocated if before is not None else None,
-        allocated_at_failure=at_failure.allocated if at_failure is not None else None,
-        allocated_after=after.allocated if after is not None else None,
-        reserved_before=before.reserved if before is not None else None,
-        reserved_at_failure=at_failure.reserved if at_failure is not None else None,
-        reserved_after=after.reserved if after is not None else None,
-        line=frames.line,
-        code=frames.code,
-        verdict=explanation.sentence,
-        cause=explanation.cause.value,
-        need=need,
-        untried=why_untried if need is None else "",
-        holders=notebook.holders,
-        advice=advice,
-        capacity=event.capacity,
-        retries=retries,
-        recovered=recovered,
-        message=event.message,
-        notes=tuple(notes),
-        origin=base.current_origin(),
-    )
-
-
-def _notes(facts: Facts, *, is_kept: bool) -> Iterator[str]:
-    event, notebook = facts.event, facts.notebook
-    if event.raised != event.message:
-        yield f"It was raised as {event.raised}"
-    is_guess = event.memory is Memory.DEVICE and not event.names_device
-    if is_guess and event.device is not None:
-        yield f"The error does not name the device; {event.device} is the fullest of its kind in use."
-    if facts.frames.deepest_line is not None:
-        yield f"It failed inside {facts.frames.deepest_line}"
-    named = sum(holder.nbytes for holder in notebook.holders)
-    unnamed = notebook.after.allocated - named if notebook.after is not None else 0
-    if is_kept:
-        yield f"Kept for %debug: the failed frames, which hold at most {size(unnamed)}."
-    elif named and unnamed >= LARGE:
-        yield f"{size(unnamed)} has no name, only autograd graphs or C++; see %devices --leaks."
-
-
-def _after_run(frames: Frames, state: GuardState) -> Frames:
-    """Return what the frames told, with what the run has shown of the cell: which of its loops made a pass."""
-    if frames.cell is None:
-        return frames
-    names = state.namespace
-    rebound = {name for name, value in names.items() if not state.bound.is_still(name, value)}
-    return replace(frames, cell=frames.cell.after_run(frames.line, rebound))
+Owner = TypeVar("Owner", Model, Optimizer)
 
 
 class _Names(NamedTuple):
@@ -196,13 +85,12 @@ def read_notebook(
     allocated_before = event.before.allocated if event.before is not None else 0
     unnamed = allocated - sum(holder.nbytes for holder in holders)
     filled = _filled(owned, allocated - allocated_before, names, namespace)
-    outputs = {name for part in owned for name in part.names if name.startswith("Out[")}
-    removable = (names.unchanged | outputs) - names.used - names.bound_first - set(filled)
+    unneeded = names.unchanged - names.used
+    outputs = set(ownership.displayed(namespace, shell))
+    removable = (unneeded | outputs) - names.bound_first - set(filled)
     leftover_graphs = None
     if unnamed >= LARGE:
-        leftover_graphs = kept_graphs(
-            device, names.unchanged - names.used, names.bound_first, namespace, shell
-        )
+        leftover_graphs = kept_graphs(device, unneeded, names.bound_first, namespace, shell)
     loaders = find_loaders(names.used, namespace)
     free_elsewhere, other_processes = other_devices(device)
     return Notebook(
@@ -217,14 +105,8 @@ def read_notebook(
         about_to_be_rebound=_about_to_be_rebound(owned, names),
         left_by_failed_run=_left_by_failed_run(owned, unnamed, names, namespace),
         reset_code=_reset_code(frames, filled, names, namespace),
-        models=tuple(
-            model for model in frames.models_alive if model.local or model.name in names.used
-        ),
-        optimizers=tuple(
-            optimizer
-            for optimizer in frames.optimizers_alive
-            if optimizer.local or optimizer.name in names.used
-        ),
+        models=_used(frames.models_alive, names),
+        optimizers=_used(frames.optimizers_alive, names),
         loaders=loaders,
         trainer=find_trainer(
             names.used | (names.bound_first & namespace.keys()),
@@ -238,6 +120,11 @@ def read_notebook(
         other_processes=other_processes,
         has_fused_attention=backend_named(Device.parse(device).backend).has_fused_attention,
     )
+
+
+def _used(owners: Iterable[Owner], names: _Names) -> tuple[Owner, ...]:
+    """Return the models or optimizers that the cell uses, or that a running function has."""
+    return tuple(owner for owner in owners if owner.local or owner.name in names.used)
 
 
 def _holders(owned: Iterable[Ownership], device: str) -> tuple[Holder, ...]:
@@ -324,11 +211,8 @@ def _reset_code(
                 codes[optimizer.name] = f"{optimizer.name}.state.clear()"
     for name in filled:
         codes[name] = f"{name}.clear()"
-    return {
-        name: code
-        for name, code in codes.items()
-        if name in namespace and name not in names.bound_first
-    }
+    kept = namespace.keys() - names.bound_first
+    return {name: code for name, code in codes.items() if name in kept}
 
 
 def _device_names(device: str, used: set[str], namespace: Mapping[str, object]) -> tuple[str, ...]:
@@ -358,25 +242,32 @@ def _batch_sizes(
     cell, failing = frames.cell, frames.failing_text
     if cell is None:
         return ()
-    found = list(cell.batches)  # those that the cell writes, then of what it uses
+    found = list(cell.batches)  # those that the cell writes, then those that it uses
     for name in sorted(used - {batch.name for batch in found}):
         value = namespace[name]
         if _is_batch(value, name):
             found.append(BatchSize(name, value))
     if not found:
-        of_loaders = [BatchSize(each.name, each.batch_size, loader=True) for each in loaders]
-        of_objects = [
-            BatchSize(code, int(number))
-            for code, number in frames.numbers.items()
-            if "." in code and _is_batch(number, code.rpartition(".")[2])
-        ]
+        of_loaders = [BatchSize(loader.name, loader.batch_size, loader=True) for loader in loaders]
+        of_objects = _batch_attributes(frames.numbers)
         # A loader says no more than the number it was made with; one that the cell makes itself is made of another.
-        is_made_here = "DataLoader" in cell.attributes
-        first, second = (of_objects, of_loaders) if is_made_here else (of_loaders, of_objects)
-        found = first or second
+        if "DataLoader" in cell.attributes:
+            found = of_objects or of_loaders
+        else:
+            found = of_loaders or of_objects
     if failing is not None and failing.cell:
         found += batches_in(failing.tree, failing.cell)
     return tuple(found)
+
+
+def _batch_attributes(numbers: Mapping[str, float]) -> list[BatchSize]:
+    """Return the batch sizes that are attributes of objects, such as ``config.batch_size``."""
+    found = []
+    for code, number in numbers.items():
+        owner, _, attribute = code.rpartition(".")
+        if owner and _is_batch(number, attribute):
+            found.append(BatchSize(code, number))
+    return found
 
 
 def _is_batch(value: object, name: str) -> TypeGuard[int]:
@@ -427,16 +318,14 @@ def find_loaders(names: Iterable[str], namespace: Mapping[str, object]) -> tuple
     """Return the DataLoaders among these names that make batches of more than one."""
     from torch.utils import data
 
-    found = []
+    loaders = []
     for name in sorted(names):
-        value: Any = namespace[name]
-        if (
-            issubclass(type(value), data.DataLoader)
-            and isinstance(value.batch_size, int)
-            and value.batch_size > 1
-        ):
-            found.append(Loader(name, value.batch_size, value.num_workers))
-    return tuple(found)
+        loader: Any = namespace[name]
+        if not issubclass(type(loader), data.DataLoader):
+            continue
+        if isinstance(loader.batch_size, int) and loader.batch_size > 1:
+            loaders.append(Loader(name, loader.batch_size, loader.num_workers))
+    return tuple(loaders)
 
 
 def other_devices(device: str) -> tuple[dict[str, int], int | None]:
@@ -447,8 +336,10 @@ def other_devices(device: str) -> tuple[dict[str, int], int | None]:
     backend = Device.parse(device).backend
     figures = devices.driver_figures({backend})
     free = {}
+    other_processes = None
     for other, driver in figures.items():
-        is_alike = other != device and Device.parse(other).backend == backend
-        if is_alike and driver.free is not None:
+        if other == device:
+            other_processes = driver.other_processes
+        elif driver.free is not None and Device.parse(other).backend == backend:
             free[other] = driver.free
-    return free, figures[device].other_processes if device in figures else None
+    return free, other_processes

@@ -88,10 +88,11 @@ def recognise(error: BaseException, outside: Collection[int]) -> Recognized | No
                 capacities[device] = allocator.mem_get_info(device)
             except RuntimeError:  # a sticky CUDA error makes every further call fail
                 capacities[device] = None
-    known = [capacity for capacity in capacities.values() if capacity is not None]
-    least_free = min((free for free, _ in known), default=None)
-    found = recognition.recognise(error, least_free, outside)
-    return Recognized(found, figures, capacities, id(error)) if found is not None else None
+    free = [capacity[0] for capacity in capacities.values() if capacity is not None]
+    recognised = recognition.recognise(error, min(free, default=None), outside)
+    if recognised is None:
+        return None
+    return Recognized(recognised, figures, capacities, id(error))
 
 
 def examine(error: BaseException, recognized: Recognized, state: GuardState) -> Failure:
@@ -108,17 +109,20 @@ def examine(error: BaseException, recognized: Recognized, state: GuardState) -> 
 
 def read_event(recognized: Recognized, frames: Frames, state: GuardState) -> Event:
     """Return what ran out: what the error says, or the driver where it does not."""
-    found, figures, capacities, _ = recognized
-    if _was_pinning(found, frames):
-        found = found._replace(signature=recognition.PINNING)
-    signature, numbers = found.signature, found.numbers
-    device = _device(found, capacities)
+    text = recognized.recognition
+    if _was_pinning(text, frames):
+        text = text._replace(signature=recognition.PINNING)
+    signature = text.signature
+    numbers = text.numbers
+    device = _device(text, recognized.capacities)
     key = device or ""
     requested, at_failure = _request_and_stats(
-        found, figures.get(key), state.watch.refusals.get(key)
+        text, recognized.figures.get(key), state.watch.refusals.get(key)
     )
-    is_host = signature.memory is Memory.HOST
-    free_and_total = devices.available_memory() if is_host else capacities.get(key)
+    if signature.memory is Memory.HOST:
+        free_and_total = devices.available_memory()
+    else:
+        free_and_total = recognized.capacities.get(key)
     free, capacity = free_and_total or (None, numbers.capacity)
     unallocated = numbers.unallocated
     if unallocated is None and at_failure is not None:
@@ -131,9 +135,9 @@ def read_event(recognized: Recognized, frames: Frames, state: GuardState) -> Eve
         certainty=signature.certainty,
         memory=signature.memory,
         device=device,
-        names_device=found.device is not None,
-        message=found.message,
-        raised=found.raised,
+        names_device=text.device is not None,
+        message=text.message,
+        raised=text.raised,
         requested=requested,
         capacity=capacity,
         free=free if numbers.free is None else numbers.free,
@@ -141,26 +145,26 @@ def read_event(recognized: Recognized, frames: Frames, state: GuardState) -> Eve
         before=before,
         at_failure=at_failure,
         from_allocator=signature.is_allocator,
-        segments_can_expand=signature.is_allocator and _segments_can_expand(found.text),
+        segments_can_expand=signature.is_allocator and _segments_can_expand(text.text),
     )
 
 
-def _device(found: Recognition, capacities: Capacities) -> str | None:
+def _device(text: Recognition, capacities: Capacities) -> str | None:
     """Return the device that failed: the one the text names, else the fullest in use of its type."""
-    if found.signature.memory is not Memory.DEVICE:
+    if text.signature.memory is not Memory.DEVICE:
         return "cpu"
-    if found.device is not None:
-        return found.device
+    if text.device is not None:
+        return text.device
     free: dict[str, int] = {}
     for device, capacity in capacities.items():
-        if found.signature.backend in (None, Device.parse(device).backend):
+        if text.signature.backend in (None, Device.parse(device).backend):
             free[device] = capacity[0] if capacity is not None else 0
     return min(free, key=lambda device: free[device], default=None)
 
 
-def _was_pinning(found: Recognition, frames: Frames) -> bool:
+def _was_pinning(text: Recognition, frames: Frames) -> bool:
     """Return whether memory of the host was to be pinned; a copy back to it that does not wait does so as well."""
-    if found.signature.kind is not Kind.CUDA_RUNTIME:
+    if text.signature.kind is not Kind.CUDA_RUNTIME:
         return False
     if frames.functions & {"pin_memory", torch_frames.IN_PIN_THREAD}:
         return True
@@ -168,19 +172,22 @@ def _was_pinning(found: Recognition, frames: Frames) -> bool:
 
 
 def _request_and_stats(
-    found: Recognition, now: AllocatorStats | None, refusal: Refusal | None
+    text: Recognition, now: AllocatorStats | None, refusal: Refusal | None
 ) -> tuple[int | None, AllocatorStats | None]:
     """Return what was asked for, and the figures as they were when the allocator gave up.
 
     What an unwinding frame kept on its stack, such as a comprehension's list, is freed before it can be read. The
     allocator's text has what was allocated, to two decimals; it is used where it is clearly more.
     """
-    requested, allocated = found.numbers.requested, found.numbers.allocated
-    if not found.signature.is_allocator:
+    requested = text.numbers.requested
+    if not text.signature.is_allocator:
         return requested, now
-    if refusal is not None and abs((requested or 0) - refusal[0]) <= 0.01 * refusal[0]:
-        return refusal
-    if now is not None and allocated is not None and allocated > now.allocated * 1.01:
+    if refusal is not None:
+        difference = abs((requested or 0) - refusal.requested)
+        if difference <= 0.01 * refusal.requested:
+            return refusal
+    allocated = text.numbers.allocated or 0
+    if now is not None and allocated > now.allocated * 1.01:
         now = now._replace(allocated=min(allocated, now.reserved))
     return requested, now
 

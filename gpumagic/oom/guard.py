@@ -236,7 +236,7 @@ class OomGuard(contextlib.ContextDecorator):
         """Publish and return the report of the last failure, from what is alive now; forget the failure."""
         if self.failure is None:
             return None
-        from gpumagic.oom.evidence import conclude
+        from gpumagic.oom.conclusion import conclude
 
         found, self.failure = self.failure, None
         is_kept = self.debug and not self._recovered

@@ -31,7 +31,7 @@ def by_names(
 ) -> list[Ownership]:
     """Return the ownerships of the notebook's variables and displayed values on a device, largest first."""
     named = dict(holders.variables(namespace, shell))
-    named.update(_displayed(namespace, shell))
+    named.update(displayed(namespace, shell))
     names_of: dict[Storage, set[str]] = {}
     table = StorageTable()
     graph = HeapGraph(holders.excluded_objects(namespace, shell), MAX_STEPS_OF_ALL)
@@ -58,7 +58,7 @@ def by_names(
     return sorted(owned, key=lambda part: (-part.nbytes, sorted(part.names)))
 
 
-def _displayed(namespace: Mapping[str, object], shell: object | None) -> dict[str, object]:
+def displayed(namespace: Mapping[str, object], shell: object | None) -> dict[str, object]:
     """Return the values that IPython keeps since it showed them, by the first output that has them.
 
     A value that was displayed twice counts once: `%xdel` clears both.

@@ -11,7 +11,7 @@ import linecache
 import re
 from collections import deque
 from collections.abc import Collection as AnyCollection
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -31,6 +31,25 @@ class FrameLine(NamedTuple):
 
     frame: FrameType
     line: int
+
+    @property
+    def file(self) -> str:
+        """What its code was compiled as: a file, or what stands for a cell."""
+        return self.frame.f_code.co_filename
+
+    @property
+    def function(self) -> str:
+        """The name of its function."""
+        return self.frame.f_code.co_name
+
+    @property
+    def text(self) -> str:
+        """The text of the line, as far as it is known."""
+        return frames.code_at(self.frame, self.line) or ""
+
+    def mentions(self, name: str) -> bool:
+        """Return whether its function uses a name or an attribute."""
+        return name in self.frame.f_code.co_names
 
 
 _MAGICS_ABOVE = re.compile(r"\A(%%.*\n)+")
@@ -57,35 +76,38 @@ def read_frames(
         outside: ids of exceptions that were being handled before, and are none of this one's.
     """
     stack = [FrameLine(*step) for step in frames.frames_in(error, outside)]
-    functions = frozenset(step.frame.f_code.co_name for step in stack)
-    of_user = [
-        step
-        for step in stack
-        if frames.is_user_code(step.frame) or step.frame.f_globals is namespace
-    ]
+    functions = frozenset(step.function for step in stack)
+    of_user = []
+    of_notebook = []
+    for step in stack:
+        is_of_notebook = step.frame.f_globals is namespace
+        if is_of_notebook:
+            of_notebook.append(step)
+        if is_of_notebook or frames.is_user_code(step.frame):
+            of_user.append(step)
     if not of_user:
         return Frames(functions=functions)
-    of_notebook = [step for step in of_user if step.frame.f_globals is namespace] or of_user
-    outermost, failing = of_user[0], of_user[-1]
-    in_cell = _deepest_of_first_file(of_notebook)
+    of_notebook = of_notebook or of_user
+    outermost = of_user[0]
+    failing = of_user[-1]
+    # The cell is the outermost of the notebook's code, and may call functions of its own.
+    in_cell = [step for step in of_notebook if step.file == of_notebook[0].file][-1]
     source = _source(in_cell.frame)
     cell = cell_code.read_cell(source) if source else None
     failing_text = _failing_text(outermost, failing, shell)
-    values = {
-        **dict(_named_values(cell.text if cell is not None else None, outermost.frame)),
-        **dict(_named_values(failing_text, failing.frame)),
-    }
+    values = _named_values(cell.text if cell is not None else None, outermost.frame)
+    values |= _named_values(failing_text, failing.frame)
     variables = _variables(of_user, namespace)
     models, optimizers = ownership.find_models_and_optimizers(variables, device)
     return Frames(
         line=in_cell.line,
-        code=frames.code_at(in_cell.frame, in_cell.line),
+        code=in_cell.text or None,
         source=source or None,
         cell=cell,
         functions=functions,
-        deepest_line=_described(failing) if _file_of(failing) != _file_of(in_cell) else None,
-        calls_backward=_mention(of_notebook, "backward"),
-        mentions_autocast=_mention(of_notebook, "autocast"),
+        deepest_line=_described(failing) if failing.file != in_cell.file else None,
+        calls_backward=any(step.mentions("backward") for step in of_notebook),
+        mentions_autocast=any(step.mentions("autocast") for step in of_notebook),
         failing_text=failing_text,
         tensors=_tensors(values),
         numbers={code: value for code, value in values.items() if type(value) in (int, float)},
@@ -98,25 +120,10 @@ def read_frames(
     )
 
 
-def _file_of(step: FrameLine) -> str:
-    return step.frame.f_code.co_filename
-
-
-def _deepest_of_first_file(steps: list[FrameLine]) -> FrameLine:
-    """Return where the cell stood: it is the outermost of the notebook's code, and may call functions of its own."""
-    return [step for step in steps if _file_of(step) == _file_of(steps[0])][-1]
-
-
 def _described(step: FrameLine) -> str:
     """Return a line with its function, and its text where that is known."""
-    place = f"{step.frame.f_code.co_name}(), line {step.line}"
-    code = frames.code_at(step.frame, step.line)
-    return f"{place}: {code}" if code else place
-
-
-def _mention(steps: Iterable[FrameLine], name: str) -> bool:
-    """Return whether any of the functions uses a name or an attribute."""
-    return any(name in step.frame.f_code.co_names for step in steps)
+    place = f"{step.function}(), line {step.line}"
+    return f"{place}: {step.text}" if step.text else place
 
 
 def _source(frame: FrameType) -> str:
@@ -135,13 +142,12 @@ def _failing_text(
     source = _source(failing.frame)
     if not source:
         return None
-    filename = _file_of(failing)
-    if filename == _file_of(outermost):
+    if failing.file == outermost.file:
         return texts.parse(source, "", failing.line)
     known: Any = getattr(getattr(shell, "compile", None), "_filename_map", {})
-    number = known.get(filename)
-    if number is None and filename.startswith("<ipython-input-"):
-        number = filename.split("-")[2]  # IPython 7 writes it into the name
+    number = known.get(failing.file)
+    if number is None and failing.file.startswith("<ipython-input-"):
+        number = failing.file.split("-")[2]  # IPython 7 writes it into the name
     cell = f"In [{number}]" if number is not None else "another cell"
     return texts.parse(source, cell, failing.line)
 
@@ -150,42 +156,42 @@ def _variables(
     steps: Iterable[FrameLine], namespace: Mapping[str, object]
 ) -> list[ownership.Variable]:
     """Return the notebook's variables, then those of the functions that were running."""
-    found = [
-        ownership.Variable(name, value)
-        for name, value in list(namespace.items())
-        if not name.startswith("_")
-    ]
+    variables = []
+    for name, value in list(namespace.items()):
+        if not name.startswith("_"):
+            variables.append(ownership.Variable(name, value))
     for frame, _ in steps:
-        variables = frame.f_locals
-        if variables is not frame.f_globals:
-            found += [
-                ownership.Variable(name, value, is_local=True)
-                for name, value in list(variables.items())
-            ]
-    return found
+        if frame.f_locals is frame.f_globals:
+            continue
+        for name, value in list(frame.f_locals.items()):
+            variables.append(ownership.Variable(name, value, is_local=True))
+    return variables
 
 
-def _named_values(text: CellText | None, frame: FrameType) -> Iterator[tuple[str, Any]]:
-    """Yield the variables of a frame, their stored attributes and the values of dicts, by the text that names them."""
+def _named_values(text: CellText | None, frame: FrameType) -> dict[str, Any]:
+    """Return the variables of a frame, their stored attributes and the values of dicts, by the text that names them."""
+    values: dict[str, Any] = {}
     if text is None:
-        return
+        return values
     globals_read = frame.f_globals.keys() & frame.f_code.co_names
-    variables = {**{name: frame.f_globals[name] for name in globals_read}, **frame.f_locals}
+    variables = {name: frame.f_globals[name] for name in globals_read}
+    variables |= frame.f_locals
+    owner: Any
     for node in text.nodes():
-        if isinstance(node, ast.Name):
-            if node.id in variables:
-                yield node.id, variables[node.id]
-        elif isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.value, ast.Name):
-            owner: Any = variables.get(node.value.id)
-            if isinstance(node, ast.Attribute):
-                if owner is not None:
-                    read = class_attribute if isinstance(owner, type) else stored_attribute
-                    yield ast.unparse(node), read(owner, node.attr)
-            elif issubclass(type(owner), dict):
-                key = _key(node.slice, variables)
-                if type(key) in (str, int):
-                    # Not by its own methods: a defaultdict would grow
-                    yield text.code(node), dict.get(owner, key)
+        if isinstance(node, ast.Name) and node.id in variables:
+            values[node.id] = variables[node.id]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            owner = variables.get(node.value.id)
+            if owner is not None:
+                read = class_attribute if isinstance(owner, type) else stored_attribute
+                values[ast.unparse(node)] = read(owner, node.attr)
+        elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+            owner = variables.get(node.value.id)
+            key = _key(node.slice, variables)
+            if issubclass(type(owner), dict) and type(key) in (str, int):
+                # Not by its own methods: a defaultdict would grow
+                values[text.code(node)] = dict.get(owner, key)
+    return values
 
 
 def _key(index: ast.expr, variables: Mapping[str, Any]) -> Any:
@@ -198,7 +204,7 @@ def _key(index: ast.expr, variables: Mapping[str, Any]) -> Any:
 def _operands(stack: list[FrameLine]) -> dict[str, TensorFact]:
     """Return the tensors of the deepest function of `torch.nn.functional` on a stack."""
     for step in reversed(stack):
-        if _file_of(step).endswith(_FUNCTIONAL):
+        if step.file.endswith(_FUNCTIONAL):
             return _tensors(step.frame.f_locals)
     return {}
 
@@ -207,23 +213,25 @@ def _moved_nbytes(stack: list[FrameLine]) -> int:
     """Return the bytes of float32 parameters in the module that `Module.to` or its like was moving."""
     import torch
 
-    for frame, _ in stack:
-        if frame.f_code.co_name == torch_frames.IN_MODULE_MOVE:
-            module: Any = frame.f_locals.get("self")
-            if issubclass(type(module), torch.nn.Module):
-                weights = module.parameters()
-                return sum(weight.nbytes for weight in weights if weight.dtype == torch.float32)
+    for step in stack:
+        if step.function != torch_frames.IN_MODULE_MOVE:
+            continue
+        module: Any = step.frame.f_locals.get("self")
+        if issubclass(type(module), torch.nn.Module):
+            weights = [weight for weight in module.parameters() if weight.dtype == torch.float32]
+            return sum(weight.nbytes for weight in weights)
     return 0
 
 
 def _summing_criteria(
     variables: Iterable[ownership.Variable], values: Mapping[str, Any]
 ) -> frozenset[str]:
+    """Return the names of modules, such as losses, that add up what they reduce."""
     named = [(variable.name, variable.value) for variable in variables]
+    named += values.items()
+    modules = [(name, value) for name, value in named if ownership.kind_of(value) == "module"]
     return frozenset(
-        name
-        for name, value in (*named, *values.items())
-        if ownership.kind_of(value) == "module" and attributes_of(value).get("reduction") == "sum"
+        name for name, module in modules if attributes_of(module).get("reduction") == "sum"
     )
 
 
@@ -256,10 +264,11 @@ def _tensor_fact(value: object) -> TensorFact | None:
 
 def _array_fact(array: Any) -> TensorFact | None:
     """Return what is known of numpy's array or pandas's table, of which `values` makes one array."""
-    package, name = type(array).__module__.partition(".")[0], type(array).__name__
-    if (package, name) == ("numpy", "ndarray"):
+    cls = type(array)
+    package = cls.__module__.partition(".")[0]
+    if package == "numpy" and cls.__name__ == "ndarray":
         return TensorFact(array.shape, str(array.dtype), array.nbytes, "cpu")
-    if (package, name) == ("pandas", "DataFrame"):
+    if package == "pandas" and cls.__name__ == "DataFrame":
         dtypes = {str(dtype) for dtype in array.dtypes}
         dtype = dtypes.pop() if len(dtypes) == 1 else "object"
         return TensorFact(array.shape, dtype, 8 * array.size, "cpu")
@@ -282,9 +291,11 @@ def _collections(values: Mapping[str, Any], device: str) -> dict[str, Collection
 def _largest_attribute(code: str, owner: object, device: str) -> Collection | None:
     """Return the largest collection that an object has in an attribute."""
     largest: Collection | None = None
+    most = -1
     for name, value in attributes_of(owner).items():
         collection = _collection(value, device)
-        if collection is not None and (largest is None or collection.nbytes > largest.nbytes):
+        if collection is not None and collection.nbytes > most:
+            most = collection.nbytes
             largest = replace(collection, place=f"{code}.{name}")
     return largest
 
@@ -297,13 +308,14 @@ def _collection(value: Any, device: str) -> Collection | None:
         members = list(value.values())
     else:
         return None
-    sample = (part for member in members[:_SAMPLE] for part in _parts(member))
-    if not any(_tensor_fact(part) is not None for part in sample):
+    if not any(_has_tensor(member) for member in members[:_SAMPLE]):
         return None
-    records = sum(bool(_kind_of_record(member)) for member in members)
-    if 0 < records < len(members):
+    records = [member for member in members if _kind_of_record(member) is not None]
+    if records and len(records) < len(members):
         return None
-    parts = {id(part): part for member in members for part in _parts(member)}
+    parts: dict[int, Any] = {}
+    for member in members:
+        parts |= {id(part): part for part in _parts(member)}
     tensors = []
     for part in parts.values():
         fact = _tensor_fact(part)
@@ -321,18 +333,26 @@ def _collection(value: Any, device: str) -> Collection | None:
     )
 
 
+def _has_tensor(member: Any) -> bool:
+    return any(_tensor_fact(part) is not None for part in _parts(member))
+
+
 def _kind_of_record(member: Any) -> Member | None:
     """Return what a member of a collection is that consists of tensors and more; None for a tensor or a number."""
-    kind = ownership.kind_of(member)
-    for record in _RECORDS:
-        if kind == record:
-            return record
-    if issubclass(type(member), tuple):
-        return "named tuple" if hasattr(type(member), "_make") else "tuple"
+    cls = type(member)
+    for kind in _RECORDS:
+        if ownership.kind_of(member) == kind:
+            return kind
+    if cls is list:
+        return "list"
+    if cls is dict:
+        return "dict"
+    if issubclass(cls, tuple):
+        return "named tuple" if hasattr(cls, "_make") else "tuple"
     return None
 
 
-_RECORDS: tuple[Member, ...] = ("module", "optimizer", "list", "tuple", "dict")
+_RECORDS: tuple[Member, ...] = ("module", "optimizer")
 
 
 def _parts(member: Any) -> Iterable[Any]:

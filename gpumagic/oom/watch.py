@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpumagic._compat import torch_frames, torch_private
 from gpumagic.dryrun import effects
@@ -40,8 +40,13 @@ _of_cells: set[str] = set()
 """Files that guarded cells have made: what they do to these is their own business."""
 
 
-Refusal = tuple[int, AllocatorStats]
-"""What torch's allocator said when it gave up: the bytes asked for, and the figures at that instant."""
+class Refusal(NamedTuple):
+    """What torch's allocator said when it gave up."""
+
+    requested: int
+    """Bytes."""
+    figures: AllocatorStats
+    """As they were at that instant."""
 
 
 class CellWatch:
@@ -191,4 +196,4 @@ def _observe(index: int, requested: int, _total: int, _free: int) -> None:
         refusals.pop(device, None)
         figures = allocator.device_stats(device)
         if figures is not None:
-            refusals[device] = requested, figures
+            refusals[device] = Refusal(requested, figures)

@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 import torch
 
-from gpumagic.oom import evidence, shell
+from gpumagic.oom import conclusion, shell
 from gpumagic.oom.guard import OomGuard
 from gpumagic.transfers.run import DeviceRun
 from tests.interrupts import Interrupt
@@ -70,7 +70,7 @@ def test_a_cell_whose_report_is_cut_short_has_failed_and_shows_its_traceback(
         raise error("no report today")
 
     guarded("1")  # loads the extension
-    monkeypatch.setattr(evidence, "conclude", conclude)
+    monkeypatch.setattr(conclusion, "conclude", conclude)
     result = bare_shell.run_cell(f"%%oomguard {options}\nn = 2\nfail()  # here")
     assert not result.success
     assert "fail()  # here" in capsys.readouterr().out
