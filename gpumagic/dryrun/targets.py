@@ -20,7 +20,8 @@ from gpumagic.memory.presets import GPUS, like, settings
 from gpumagic.memory.segments import Segment
 from gpumagic.options import Ranks
 
-CUDA, FAKE = "cuda", "fake"
+CUDA = "cuda"
+FAKE = "fake"
 MIB = 1 << 20
 CONTEXT = (250 * MIB, 900 * MIB)
 """What a CUDA context and the libraries take of the device, least and most: an estimate, it differs by card and driver.
@@ -81,11 +82,10 @@ class Target:
 
     def tells_segments(self) -> bool:
         """Return whether it is known where everything lies that is in use."""
-        return all(
-            each is not None
-            for each, held in zip(self.segments, self.allocated, strict=True)
-            if held
-        )
+        for segments_of_device, held in zip(self.segments, self.allocated, strict=True):
+            if held and segments_of_device is None:
+                return False
+        return True
 
 
 def choose(
@@ -103,62 +103,80 @@ def choose(
         DeviceNotFound: the device is not here, and neither a capacity nor a GPU is given.
         OptionError: there is no accelerator here, and neither is given; or no such GPU is known.
     """
-    here, is_stated = allocator.accelerators(), capacity is not None
+    here = allocator.accelerators()
+    is_stated = capacity is not None
     if gpu is not None:
         gpu = presets.name_of(gpu)
-        capacity = presets.GPUS[gpu].capacity if capacity is None else capacity
         device = device or "cuda:0"
-    if device is None:
-        if not here and capacity is None:
-            raise OptionError(
-                "there is no GPU here; name one, --gpu T4, or give a size, --capacity 16GiB"
-            )
-        device = here[0] if here else "cuda:0"
-    elif (
-        capacity is None
-        or device in here
-        or not re.fullmatch(rf"({'|'.join(IN_TREE)})(:\d+)?", device)
-    ):
-        device = devices.resolve(device)
+        if capacity is None:
+            capacity = presets.GPUS[gpu].capacity
+    is_imagined = capacity is not None
+    device = _resolved(device, here, is_imagined=is_imagined)
     backend, chosen = Device.parse(device)
     if backend in devices.BUILTIN_DEVICES:
         raise OptionError(
             f"a dry run is for an accelerator, and {device} is not one; name one of {', '.join(here)}"
         )
-    count = max(chosen + 1, sum(each.startswith(f"{backend}:") for each in here))
-    names = [f"{backend}:{each}" for each in range(count)]
-    figures = [allocator.device_stats(name) if name in here else None for name in names]
-    allocated = [0 if each is None else each.allocated for each in figures]
-    room = [devices.room(name) if capacity is None and name in here else None for name in names]
-    simulated = backend_named(backend).is_simulated
+    of_backend = [name for name in here if name.startswith(f"{backend}:")]
+    count = max(chosen + 1, len(of_backend))
+    capacities: list[int | None] = []
+    allocated: list[int] = []
+    segments_of: list[list[Segment] | None] = []
+    has_context = False
+    for index in range(count):
+        name = f"{backend}:{index}"
+        figures = allocator.device_stats(name) if name in here else None
+        held = 0 if figures is None else figures.allocated
+        free = devices.room(name) if not is_imagined and name in here else None
+        capacities.append(capacity if free is None else free + held)
+        allocated.append(held)
+        if figures is None or is_imagined:
+            segments_of.append(None)
+        else:
+            has_context = True
+            segments_of.append(segments.read_segments(name, figures))
+    is_simulated = backend_named(backend).is_simulated
+    if is_simulated:
+        extra = (0, 0)
+    elif is_stated:
+        extra = STATED
+    else:
+        extra = _overhead_range(has_context=has_context)
     target = Target(
         backend,
         chosen,
-        capacities=[
-            capacity if free is None else free + held
-            for free, held in zip(room, allocated, strict=True)
-        ],
+        capacities=capacities,
         allocated=allocated,
-        extra=(0, 0)
-        if simulated
-        else STATED
-        if is_stated
-        else _extra(has_context=any(figures) and capacity is None),
-        segments=[
-            None if each is None or capacity is not None else segments.read_segments(name, each)
-            for name, each in zip(names, figures)  # noqa: B905
-        ],
-        unknown=(_EXPANDABLE,) if segments.may_be_expandable() and not simulated else (),
-        is_imagined=capacity is not None,
-        is_here=any(each.startswith(f"{backend}:") for each in here),
+        extra=extra,
+        segments=segments_of,
+        unknown=(_EXPANDABLE,) if segments.may_be_expandable() and not is_simulated else (),
+        is_imagined=is_imagined,
+        is_here=bool(of_backend),
         gpu=gpu,
     )
     return target if ranks is None else of_ranks(target, ranks)
 
 
+def _resolved(device: str | None, here: list[str], *, is_imagined: bool) -> str:
+    """Return the name of the device that is asked about, by default the first; an imagined one need not be here."""
+    if device is None:
+        if here:
+            return here[0]
+        if is_imagined:
+            return "cuda:0"
+        raise OptionError(
+            "there is no GPU here; name one, --gpu T4, or give a size, --capacity 16GiB"
+        )
+    is_name = re.fullmatch(rf"({'|'.join(IN_TREE)})(:\d+)?", device) is not None
+    if is_imagined and device not in here and is_name:
+        return device
+    return devices.resolve(device)
+
+
 def of_ranks(target: Target, ranks: Ranks) -> Target:
     """Return the machine of some ranks: as many devices as it has of them, all like the one that was asked about."""
-    number, extra = min(ranks), target.extra if target.is_imagined else _extra(has_context=False)
+    number = min(ranks)
+    extra = target.extra if target.is_imagined else _overhead_range(has_context=False)
     return replace(
         target,
         chosen=0,
@@ -171,7 +189,7 @@ def of_ranks(target: Target, ranks: Ranks) -> Target:
     )
 
 
-def _extra(*, has_context: bool) -> tuple[int, int]:
+def _overhead_range(*, has_context: bool) -> tuple[int, int]:
     if has_context:
         return WORKSPACES[0], WORKSPACES[1] + LIBRARIES
     most = EAGER if os.environ.get("CUDA_MODULE_LOADING") == "EAGER" else CONTEXT[1]
@@ -180,22 +198,19 @@ def _extra(*, has_context: bool) -> tuple[int, int]:
 
 def _still_to_load(device: str, backend: str) -> int:
     """Return the bytes that CUDA's libraries may yet take of a device in use; 0 where a cap leaves so much alone."""
-    figures, driver, cap = (
-        allocator.device_stats(device),
-        allocator.mem_get_info(device),
-        allocator.cap(device),
-    )
-    others = (
-        devices.driver_figures({backend})
-        .get(device, devices.DriverFigures(None, None))
-        .other_processes
-    )
-    if figures is None or driver is None or others is None:
+    figures = allocator.device_stats(device)
+    memory = allocator.mem_get_info(device)
+    driver = devices.driver_figures({backend}).get(device)
+    others = None if driver is None else driver.other_processes
+    if figures is None or memory is None or others is None:
         return 0
-    free, total = driver
+    free, total = memory
     taken = total - free - figures.reserved - others
-    if taken <= 0 or (cap is not None and free + figures.reserved - cap >= LIBRARIES):
+    if taken <= 0:
         return 0  # the fake runtime counts no context
+    cap = allocator.cap(device)
+    if cap is not None and free + figures.reserved - cap >= LIBRARIES:
+        return 0
     return min(LIBRARIES, max(0, CONTEXT[1] - taken))
 
 
@@ -217,13 +232,11 @@ def with_engine(target: Target) -> Target:
     reason = _unavailable()
     if reason is not None:
         return replace(target, unknown=(*target.unknown, reason))
-    least, most = (
-        max(0, each - modelled) for each, modelled in zip(target.extra, WORKSPACES, strict=True)
-    )
+    least = max(0, target.extra[0] - WORKSPACES[0])
+    most = max(0, target.extra[1] - WORKSPACES[1])
     if most and not least:  # the device is in use
         most = min(most, _still_to_load(target.names[target.chosen], target.backend))
-    extra = (least, most)
-    target = replace(target, extra=extra, unknown=())
+    target = replace(target, extra=(least, most), unknown=())
     parts = [_device(index, target) for index in range(len(target.names))]
     return replace(target, engine=CUDA, gpus="|".join(["peer=0", *parts]))
 
@@ -238,17 +251,21 @@ def _unavailable() -> str | None:
     return None
 
 
-def _device(index: int, target: Target) -> str:
-    """Return the settings of a device: what this process cannot have of it is held by others."""
+def _is_initialized(index: int) -> bool:
+    """Return whether this process uses CUDA and has such a device."""
     import torch
 
+    return torch.cuda.is_initialized() and index < torch.cuda.device_count()
+
+
+def _device(index: int, target: Target) -> str:
+    """Return the settings of a device: what this process cannot have of it is held by others."""
     number = 0 if target.ranks is not None else index
-    is_here = (
-        not target.is_imagined
-        and torch.cuda.is_initialized()
-        and number < torch.cuda.device_count()
-    )
-    gpu = GPUS[target.gpu] if target.gpu is not None else like(number) if is_here else GPUS["A100"]
+    gpu = GPUS["A100"]
+    if target.gpu is not None:
+        gpu = GPUS[target.gpu]
+    elif not target.is_imagined and _is_initialized(number):
+        gpu = like(number)
     room = target.capacities[index]
     if room is None:
         return settings(gpu, index, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from gpumagic.report import document as doc
@@ -23,43 +24,49 @@ def view_transfers(report: TransferReport) -> doc.Document:
     blocks: list[doc.Block] = [doc.Heading(_headline(report))]
     blocks.append(doc.Paragraph(_summary(report), muted=True))
     traced = report.by_line
-    blocks += (
-        _traced_lines(traced, report) if traced is not None and traced.lines else _lines(report)
-    )
+    if traced is not None and traced.lines:
+        blocks += _traced_lines(traced, report)
+    else:
+        blocks += _lines(report)
     blocks += [doc.Paragraph(text, muted=True) for text in _sentences(report)]
     if report.moves:
-        known = [row.seconds for row in report.moves if row.seconds is not None]
-        took = f", {duration(sum(known))} of host time" if known else ""
+        summary = f"Every transfer: {count(len(report.moves), 'row')}"
+        times = [row.seconds for row in report.moves if row.seconds is not None]
+        if times:
+            summary += f", {duration(sum(times))} of host time"
         table = Table.of(report.moves, TRANSFERS, "Every transfer")
-        blocks.append(doc.Fold(f"Every transfer: {count(len(report.moves), 'row')}{took}", [table]))
+        blocks.append(doc.Fold(summary, [table]))
     blocks += [doc.Paragraph(note, muted=True) for note in report.notes]
     return doc.Document(tuple(blocks))
 
 
 def _headline(report: TransferReport) -> str:
     """Return what is wrong and what to do about it, or that nothing is."""
-    if report.explanation is not None:
-        found = report.explanation
-        fix = f" Fix: {found.fix}" if found.fix else ""
-        return f"{found.place.capitalize()[:1]}{found.place[1:]}{found.what}{fix}"
+    explanation = report.explanation
+    if explanation is not None:
+        place = f"{explanation.place[:1].upper()}{explanation.place[1:]}"
+        fix = f" Fix: {explanation.fix}" if explanation.fix else ""
+        return f"{place}{explanation.what}{fix}"
     if report.unrecorded:
-        first = f"Ran on {report.device}; what it created and copied was not recorded: {report.unrecorded}"
-        return f"{first}; ended by {report.error}" if report.error else first
-    first = (
-        str(report.advice[0])
-        if report.advice
-        else _used_instead(report) or _transfers(report.moves)
-    )
-    return f"{first}; ended by {report.error}" if report.error else first
+        answer = (
+            f"Ran on {report.device}; what it created and copied was not recorded: "
+            f"{report.unrecorded}"
+        )
+    elif report.advice:
+        answer = str(report.advice[0])
+    else:
+        answer = _used_instead(report) or _transfers(report.moves)
+    return f"{answer}; ended by {report.error}" if report.error else answer
 
 
 def _transfers(moves: Sequence[TransferRow]) -> str:
     if not moves:
         return "No transfers between devices"
     transfers = sum(row.count for row in moves)
-    told = f"{count(transfers, 'transfer')}, {size(sum(row.nbytes for row in moves))}"
-    repeats = transfers == 1 or any(row.repeats for row in moves)
-    return told if repeats else f"{told}: no line copied the same data twice"
+    answer = f"{count(transfers, 'transfer')}, {size(sum(row.nbytes for row in moves))}"
+    if transfers == 1 or any(row.repeats for row in moves):
+        return answer
+    return f"{answer}: no line copied the same data twice"
 
 
 def _used_instead(report: TransferReport) -> str:
@@ -68,33 +75,31 @@ def _used_instead(report: TransferReport) -> str:
     is_used = report.allocations.get(report.device) or report.device in report.created
     if is_used or report.device in ("cpu", "meta") or not (others or report.elsewhere):
         return ""
-    where = others or sorted({each.device for each in report.elsewhere})
-    names = [each.name for each in report.elsewhere if each.device in where][:SHOWN_NAMES]
-    named = f" ({', '.join(names)})" if names else ""
-    worked = (
-        f"Nothing was allocated on {report.device}: the cell worked on {', '.join(where)}{named}"
-    )
-    return f"{worked}; --move NAMES copies tensors first" if names else worked
+    where = others or sorted({used.device for used in report.elsewhere})
+    names = [used.name for used in report.elsewhere if used.device in where][:SHOWN_NAMES]
+    answer = f"Nothing was allocated on {report.device}: the cell worked on {', '.join(where)}"
+    if not names:
+        return answer
+    return f"{answer} ({', '.join(names)}); --move NAMES copies tensors first"
 
 
 def _summary(report: TransferReport) -> str:
     """Return the figures of the whole run in one line."""
-    said = [f"{report.device}, {duration(report.elapsed)}"]
-    routes = grouped((f"{row.source} → {row.target}", row.nbytes) for row in report.moves)
-    largest = sorted(routes, key=lambda route: -sum(routes[route]))
-    said += (
-        [few([f"{route} {size(sum(routes[route]))}" for route in largest], SHOWN_ROUTES, "route")]
-        if routes
-        else []
-    )
-    said += [count(sum(report.syncs.values()), "sync")] if report.syncs else []
-    created = {device: count(n, "new tensor") for device, (n, _) in report.created.items()}
-    said += [
-        text if device == report.device else f"{text} on {device}"
-        for device, text in created.items()
-    ]
-    said += [f"peak {size(nbytes)} on {device}" for device, nbytes in report.peak.items()]
-    return " · ".join(said)
+    figures = [f"{report.device}, {duration(report.elapsed)}"]
+    routes: Counter[str] = Counter()
+    for row in report.moves:
+        routes[f"{row.source} → {row.target}"] += row.nbytes
+    if routes:
+        largest = [f"{route} {size(nbytes)}" for route, nbytes in routes.most_common()]
+        figures.append(few(largest, SHOWN_ROUTES, "route"))
+    if report.syncs:
+        figures.append(count(sum(report.syncs.values()), "sync"))
+    for device, (number, _) in report.created.items():
+        created = count(number, "new tensor")
+        figures.append(created if device == report.device else f"{created} on {device}")
+    for device, nbytes in report.peak.items():
+        figures.append(f"peak {size(nbytes)} on {device}")
+    return " · ".join(figures)
 
 
 # ---- The lines that copied or waited
@@ -105,37 +110,47 @@ ByLine = Mapping[int | None, list[TransferRow]]
 def _lines(report: TransferReport) -> Iterator[doc.Block]:
     """Yield the lines that copied or waited, each with the one above it, as far as there is room."""
     by_line = _by_line(report)
-    code = dict(report.lines)
     busy = {line for line in (*by_line, *report.syncs) if line is not None}
-    for line in busy:  # a function's line outside the cell, or code that could not be read
-        code.setdefault(line, next((row.code for row in by_line.get(line, ()) if row.code), ""))
     if not busy:
         return
-    weight = {line: sum(row.nbytes for row in by_line.get(line, ())) for line in busy}
-    ordered = sorted(busy, key=lambda line: (-weight[line], line))
+    code = dict(report.lines)
+    nbytes: dict[int, int] = {}
+    for line in busy:
+        rows = by_line.get(line, [])
+        nbytes[line] = sum(row.nbytes for row in rows)
+        # A function's line outside the cell, or code that could not be read
+        code.setdefault(line, next((row.code for row in rows if row.code), ""))
+    ordered = sorted(busy, key=lambda line: (-nbytes[line], line))
     shown = set(ordered[:SHOWN_LINES])
     for line in ordered[:SHOWN_LINES]:
         above = code.get(line - 1, "").strip()
         if len(shown) < SHOWN_LINES and above and not above.startswith("%%"):
             shown.add(line - 1)
     yield _code_table(sorted(shown), code, by_line, report)
-    if rest := sorted(ordered[SHOWN_LINES:]):
-        summary = f"{count(len(rest), 'more line')} with transfers, {size(sum(weight[line] for line in rest))}"
+    rest = sorted(ordered[SHOWN_LINES:])
+    if rest:
+        more = count(len(rest), "more line")
+        summary = f"{more} with transfers, {size(sum(nbytes[line] for line in rest))}"
         yield doc.Fold(summary, [_code_table(rest, code, by_line, report)])
 
 
 def _by_line(report: TransferReport) -> ByLine:
     """Return the transfers by line; those of `--move` are the magic's, where a cell has it."""
-    magic = next(
-        (line for line, code in report.lines if code.startswith("%") and "--move" in code), None
-    )
+    magic = None
+    for line, code in report.lines:
+        if code.startswith("%") and "--move" in code:
+            magic = line
+            break
     return grouped((magic if row.cause == "--move" else row.line, row) for row in report.moves)
 
 
 def _code_table(
     shown: Sequence[int], code: Mapping[int, str], by_line: ByLine, report: TransferReport
 ) -> Table:
-    sums = {line: sum(row.nbytes for row in by_line.get(line, ())) for line in shown}
+    sums: dict[int, int] = {}
+    for line in shown:
+        if line in by_line:
+            sums[line] = sum(row.nbytes for row in by_line[line])
     columns = (
         Column[int]("Line", str, "right"),
         Column[int](
@@ -147,9 +162,9 @@ def _code_table(
         ),
         Column[int](
             "Size",
-            lambda line: size(sums[line]) if line in by_line else "",
+            lambda line: size(sums[line]) if line in sums else "",
             "right",
-            bar=lambda line: sums[line] if line in by_line else None,
+            bar=sums.get,
             when=lambda _: True,
         ),
         Column[int](
@@ -169,18 +184,25 @@ def _code_table(
 
 
 def _changes(report: TransferReport, line: int) -> tuple[str, ...]:
-    return tuple(each.action for each in report.advice if each.line == line)
+    return tuple(advice.action for advice in report.advice if advice.line == line)
 
 
 def _what(rows: Sequence[TransferRow]) -> str:
     """Return what was copied, how often and by what, the largest first; targets are named if there are several."""
     targets = {row.target for row in rows}
-    parts = []
+    parts: list[str] = []
     for row in sorted(rows, key=lambda row: -row.nbytes):
-        times = f"{row.count:,}× " if row.count > 1 else ""
-        by = row.cause if row.name and row.cause.startswith(".") else f" by {row.cause}"
-        what = f"{row.name}{by}" if row.name else row.cause
-        parts.append(times + what + (f" → {row.target}" if len(targets) > 1 else ""))
+        if not row.name:
+            part = row.cause
+        elif row.cause.startswith("."):
+            part = f"{row.name}{row.cause}"
+        else:
+            part = f"{row.name} by {row.cause}"
+        if row.count > 1:
+            part = f"{row.count:,}× {part}"
+        if len(targets) > 1:
+            part = f"{part} → {row.target}"
+        parts.append(part)
     return "; ".join(parts)
 
 
@@ -198,26 +220,28 @@ TRANSFERS: tuple[Column[TransferRow], ...] = (
 
 
 def _sentences(report: TransferReport) -> Iterator[str]:
-    outside = [row for row in _by_line(report).get(None, ()) if row.cause != "--move"]
-    first = [row for row in _by_line(report).get(None, ()) if row.cause == "--move"]
+    outside: list[str] = []
+    first: list[str] = []
+    for row in _by_line(report).get(None, ()):
+        if row.cause == "--move":
+            first.append(f"{row.name} ({size(row.nbytes)} from {row.source})")
+        else:
+            outside.append(f"{row.source} → {row.target} {size(row.nbytes)} by {row.cause}")
     if first:
-        names = (f"{row.name} ({size(row.nbytes)} from {row.source})" for row in first)
-        yield f"Copied first, as asked: {', '.join(names)}."
+        yield f"Copied first, as asked: {', '.join(first)}."
     if outside:
-        copied = "; ".join(
-            f"{row.source} → {row.target} {size(row.nbytes)} by {row.cause}"
-            for row in outside[:SHOWN_NAMES]
-        )
-        yield f"Copied by code outside the cell: {copied}."
-    told = {row.name for row in report.moves}
-    elsewhere = [each for each in report.elsewhere if each.name not in told]
-    if elsewhere and report.explanation is None and (report.advice or not _used_instead(report)):
-        used = [f"{each.name} ({each.device}, {size(each.nbytes)})" for each in elsewhere]
+        yield f"Copied by code outside the cell: {'; '.join(outside[:SHOWN_NAMES])}."
+    copied = {row.name for row in report.moves}
+    used: list[str] = []
+    for other in report.elsewhere:
+        if other.name not in copied:
+            used.append(f"{other.name} ({other.device}, {size(other.nbytes)})")
+    if used and report.explanation is None and (report.advice or not _used_instead(report)):
         yield f"Used, but on another device: {few(used, SHOWN_NAMES, 'name')}."
-    rest_of_advice = [
-        each for each in report.advice if each.line is None or each.line not in dict(report.lines)
-    ]
-    yield from (f"→ {each}" for each in rest_of_advice if each is not report.advice[0])
+    lines = dict(report.lines)
+    for advice in report.advice[1:]:
+        if advice.line is None or advice.line not in lines:
+            yield f"→ {advice}"
 
 
 # ---- The lines of a trace: of the cell first, then of each function that was asked for
@@ -229,16 +253,13 @@ def view_lines(report: LineReport) -> doc.Document:
     own = [row for row in report.lines if row.function is None]
     answer = "No line was traced"
     if own:
-        slowest, highest = (
-            max(own, key=lambda row: row.seconds),
-            max(own, key=lambda row: row.peak or 0),
-        )
-        memory = (
-            f"; line {highest.line} has the peak, {size(highest.peak)} on {report.device}"
-            if highest.peak
-            else ""
-        )
-        answer = f"Line {slowest.line} took {duration(slowest.seconds)} of {duration(report.elapsed)}{memory}"
+        slowest = max(own, key=lambda row: row.seconds)
+        highest = max(own, key=lambda row: row.peak or 0)
+        took = f"{duration(slowest.seconds)} of {duration(report.elapsed)}"
+        answer = f"Line {slowest.line} took {took}"
+        if highest.peak:
+            peak = f"{size(highest.peak)} on {report.device}"
+            answer += f"; line {highest.line} has the peak, {peak}"
     return doc.Document((doc.Heading(answer), *_traced_lines(report)))
 
 
@@ -251,37 +272,44 @@ def _traced_lines(report: LineReport, run: TransferReport | None = None) -> Iter
     for function in dict.fromkeys([None, *report.files]):
         rows = [row for row in report.lines if row.function == function]
         if function is not None:
-            took = f"{duration(sum(row.seconds for row in rows))} in {count(len(rows), 'line')}"
-            yield doc.Heading(
-                f"{function}: {took}" if rows else f"{function} did not run in Python", apart=True
-            )
+            yield doc.Heading(_function_heading(function, rows), apart=True)
+        if not rows:
+            continue
         columns = _traced_columns(run if function is None else None)
-        most = sorted(rows, key=lambda row: (row.seconds, row.allocated or 0), reverse=True)[
-            :TRACED_LINES
-        ]
-        if rows:
-            shown = [row for row in rows if row in most]
-            yield Table.of(
-                shown,
-                columns,
-                f"Lines of {function or 'the cell'}",
-                elsewhere="in a wider terminal and in .by_line.to_pandas()",
-            )
+        by_time = sorted(rows, key=lambda row: (row.seconds, row.allocated or 0), reverse=True)
+        most = by_time[:TRACED_LINES]
+        name = function or "the cell"
+        yield Table.of(
+            [row for row in rows if row in most],
+            columns,
+            f"Lines of {name}",
+            elsewhere="in a wider terminal and in .by_line.to_pandas()",
+        )
         if len(most) < len(rows):
-            summary = f"{count(len(rows) - len(most), 'more line')} of {function or 'the cell'}"
+            summary = f"{count(len(rows) - len(most), 'more line')} of {name}"
             yield doc.Fold(summary, [Table.of(rows, columns, "All lines")])
 
 
+def _function_heading(function: str, rows: Sequence[LineRow]) -> str:
+    if not rows:
+        return f"{function} did not run in Python"
+    took = duration(sum(row.seconds for row in rows))
+    return f"{function}: {took} in {count(len(rows), 'line')}"
+
+
 def _traced_columns(run: TransferReport | None) -> tuple[Column[LineRow], ...]:
-    by_line, syncs = ({}, {}) if run is None else (_by_line(run), run.syncs)
+    by_line: ByLine = {}
+    syncs: Mapping[int, int] = {}
+    if run is not None:
+        by_line = _by_line(run)
+        syncs = run.syncs
 
     def copied(row: LineRow) -> str:
-        moves = by_line.get(row.line, [])
-        return (
-            f"{sum(each.count for each in moves):,}× {size(sum(each.nbytes for each in moves))}"
-            if moves
-            else ""
-        )
+        moves = by_line.get(row.line)
+        if not moves:
+            return ""
+        transfers = sum(move.count for move in moves)
+        return f"{transfers:,}× {size(sum(move.nbytes for move in moves))}"
 
     return (
         Column("Line", lambda row: str(row.line), "right"),
