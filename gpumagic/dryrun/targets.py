@@ -255,7 +255,7 @@ def _is_initialized(index: int) -> bool:
     """Return whether this process uses CUDA and has such a device."""
     import torch
 
-    return torch.cuda.is_initialized() and index < torch.cuda.device_count()
+    return bool(torch.cuda.is_initialized() and index < torch.cuda.device_count())
 
 
 def _device(index: int, target: Target) -> str:
