@@ -27,6 +27,7 @@ from gpumagic.gpus.report import FIGURES, GpuRow, ProcessRow, call
 from gpumagic.gpus.torch_devices import HOST_MEMORY, bare_uuid, cuda_devices
 from gpumagic.memory import devices
 from gpumagic.report.base import grouped
+from gpumagic.report.units import count
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class NvmlSnapshot:
     @property
     def cards(self) -> list[list[GpuRow]]:
         """The cards in NVML's order, each with its instances behind it."""
-        return list(grouped((row.nvml_index, row) for row in self.rows).values())
+        by_index = grouped((row.nvml_index, row) for row in self.rows)
+        return list(by_index.values())
 
 
 SPLIT, ONE_INSTANCE = "split into MIG instances", "CUDA uses one MIG instance a process"
@@ -58,16 +60,14 @@ def _read_cards() -> NvmlSnapshot | NvmlFailure:
     answer = nvml.connect()
     if isinstance(answer, NvmlFailure):
         return answer
-    binding, count = answer
+    binding, number = answer
     driver, _ = nvml.query(binding.nvmlSystemGetDriverVersion)
     cuda, reason = nvml.query(binding.nvmlSystemGetCudaDriverVersion_v2)
     if reason is not None:
         cuda, _ = nvml.query(binding.nvmlSystemGetCudaDriverVersion)
-    handles = [
-        nvml.query(partial(binding.nvmlDeviceGetHandleByIndex, index)) for index in range(count)
-    ]
     rows: list[GpuRow] = []
-    for index, (handle, reason) in enumerate(handles):
+    for index in range(number):
+        handle, reason = nvml.query(partial(binding.nvmlDeviceGetHandleByIndex, index))
         if reason is not None:
             rows.append(GpuRow(None, index, reasons={"all": reason}))
         else:
@@ -77,32 +77,39 @@ def _read_cards() -> NvmlSnapshot | NvmlFailure:
 
 
 def _read_card(card: Readings, index: int) -> Iterator[GpuRow]:
+    """Yield a card, and behind it its MIG instances."""
     mode, _ = card.ask(*call("MigMode"))
-    mig = bool(mode and mode[0])
+    is_split = bool(mode and mode[0])
     for name, figure in FIGURES.items():
         if figure.read:
             card.take(name, *figure.read, to=figure.to)
     processes = list_processes(card)
     if is_unified(card):
         _use_host_memory(card, processes)
-    if mig:
-        not_of_the_card = [
-            name for name, reason in card.reasons.items() if reason == "not supported"
-        ]
-        card.reasons.update({**dict.fromkeys(not_of_the_card, "n/a (MIG)"), "device": SPLIT})
+    if is_split:
+        for name, reason in card.reasons.items():
+            if reason == "not supported":
+                card.reasons[name] = "n/a (MIG)"
+        card.reasons["device"] = SPLIT
     yield GpuRow(None, index, **card.values, reasons=card.reasons, processes=processes)
-    limit = card.ask(*call("MaxMigDeviceCount"))[0] if mig else 0
-    for number in range(int(limit or 0)):
-        handle, empty = card.ask(*call("MigDeviceHandleByIndex", number))
-        if empty is None:
-            instance = Readings(card.binding, handle)
-            for name, figure in FIGURES.items():
-                if figure.of_instance:
-                    instance.take(name, *figure.read, to=figure.to)
-            processes = list_processes(instance)
-            # The driver has all else for the whole card only (nvitop#5, dcgm-exporter#216); 0 would be wrong.
-            reasons = {"all": "n/a (MIG)", **instance.reasons, "device": ONE_INSTANCE}
-            yield GpuRow(None, index, **instance.values, reasons=reasons, processes=processes)
+    if is_split:
+        yield from _read_instances(card, index)
+
+
+def _read_instances(card: Readings, index: int) -> Iterator[GpuRow]:
+    most, _ = card.ask(*call("MaxMigDeviceCount"))
+    for number in range(int(most or 0)):
+        handle, is_empty = card.ask(*call("MigDeviceHandleByIndex", number))
+        if is_empty is not None:
+            continue
+        instance = Readings(card.binding, handle)
+        for name, figure in FIGURES.items():
+            if figure.of_instance:
+                instance.take(name, *figure.read, to=figure.to)
+        processes = list_processes(instance)
+        # The driver has all else for the whole card only (nvitop#5, dcgm-exporter#216); 0 would be wrong.
+        reasons = {"all": "n/a (MIG)", **instance.reasons, "device": ONE_INSTANCE}
+        yield GpuRow(None, index, **instance.values, reasons=reasons, processes=processes)
 
 
 UNIFIED_MEMORY_NAMES = re.compile(r"\b(GB10|N1X|Orin|Xavier|Thor|Tegra|Jetson)\b", re.IGNORECASE)
@@ -125,7 +132,9 @@ def _use_host_memory(card: Readings, processes: Sequence[ProcessRow] | None) -> 
     card.values["unified"] = True
     if host_memory := devices.available_memory():
         card.values.update(memory_free=host_memory[0], memory_total=host_memory[1])
-    used = None if processes is None else total_memory([each.memory for each in processes])
+    used = None
+    if processes is not None:
+        used = total_memory([process.memory for process in processes])
     if used is None:
         card.reasons["memory_used"] = "the driver does not say what the GPU's processes use"
     else:
@@ -141,31 +150,36 @@ def list_processes(card: Readings) -> tuple[ProcessRow, ...] | None:
     Their pids may belong to another pid namespace.
     """
     total = card.values.get("memory_total")
-    found: dict[int, ProcessRow] = {}
-    mps = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps").exists()  # noqa: S108  # NVIDIA's choice
-    # Clients of the Multi-Process Service (MPS) are listed separately.
-    for name in ("Graphics", *["MPSCompute"] * mps, "Compute"):
-        calls = (*call(f"{name}RunningProcesses_v3"), *call(f"{name}RunningProcesses_v2"))
+    listed: dict[int, ProcessRow] = {}
+    kinds = ["Graphics", "Compute"]
+    mps = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")  # noqa: S108  # NVIDIA's choice
+    if mps.exists():  # clients of the Multi-Process Service (MPS) are listed separately
+        kinds.insert(1, "MPSCompute")
+    for kind in kinds:
+        calls = (*call(f"{kind}RunningProcesses_v3"), *call(f"{kind}RunningProcesses_v2"))
         processes, reason = card.ask(*calls, to=partial(_sane_list, total))
-        if reason is not None and name == "Compute":
+        if reason is not None and kind == "Compute":
             card.reasons["processes"] = reason
             return None
-        for pid, memory in (
-            processes or ()
-        ):  # one that is in several lists is charged the same memory in each
-            known = found[pid].memory if memory is None and pid in found else memory
-            found[pid] = ProcessRow(
-                pid, None, None, known, kind="graphics" if name == "Graphics" else "compute"
-            )
-    return tuple(found.values())
+        # One that is in several lists is charged the same memory in each.
+        for pid, memory in processes or ():
+            if memory is None and pid in listed:
+                memory = listed[pid].memory  # noqa: PLW2901
+            shown_kind = "graphics" if kind == "Graphics" else "compute"
+            listed[pid] = ProcessRow(pid, None, None, memory, kind=shown_kind)
+    return tuple(listed.values())
 
 
 def _sane_list(total: int | None, listed: Sequence[Any]) -> list[tuple[int, int | None]]:
     """Return (pid, bytes) pairs, or raise where the list was read with the wrong layout (nvitop#75, #88)."""
-    pairs = [(int(each.pid), each.usedGpuMemory) for each in listed]
-    for pid, memory in pairs:
-        if not 0 < pid < MAX_PID or (total and memory is not None and memory > total):
+    pairs = []
+    for process in listed:
+        pid = int(process.pid)
+        memory = process.usedGpuMemory
+        is_too_much = total and memory is not None and memory > total
+        if is_too_much or not 0 < pid < MAX_PID:
             raise ValueError("a process list of another layout")
+        pairs.append((pid, memory))
     return pairs
 
 
@@ -188,46 +202,52 @@ def attribute_processes(
     the driver reserves, None if not known.
     """
     contained = in_container()
-    rows, outside = [], []
-    for each in listed:
-        pid, reason = each.pid or 0, None if each.memory is not None else why_memory_unknown()
-        if contained and not uses_cuda(pid):
-            outside.append(each)
-            continue
-        own = pid == os.getpid()
-        rows.append(
-            replace(each, name=program_name(pid), user=_user(pid), this_kernel=own, reason=reason)
-        )
+    rows = []
+    outside = []
+    for process in listed:
+        if contained and not uses_cuda(process.pid or 0):
+            outside.append(process)
+        else:
+            rows.append(_with_name(process))
     if outside:
-        memory, several = total_memory([each.memory for each in outside]), "es" * (len(outside) > 1)
-        name, reason = (
-            f"{len(outside)} process{several} outside this container",
-            why_memory_unknown(),
-        )
-        rows.append(
-            replace(
-                outside[0],
-                pid=None,
-                name=name,
-                memory=memory,
-                reason=None if memory is not None else reason,
-            )
-        )
+        rows.append(_outside_of_container(outside))
     rows.sort(key=lambda row: (not row.this_kernel, row.pid is None, -(row.memory or 0)))
-    mine = [row.memory for row in rows if row.this_kernel]
-    others = total_memory([row.memory for row in rows if not row.this_kernel])
     # A list with pids from outside is the host's, and complete; any other may be limited to this container.
-    if contained and not (outside and not uses_cuda(os.getpid())):
-        if used is None or (not mine and uses_cuda(os.getpid())):
-            return (
-                tuple(rows),
-                None,
-                HIDDEN_BY_CONTAINER,
-            )  # this kernel is outside, or left out of the list
-        if (held := total_memory(mine)) is not None:
-            return tuple(rows), max(0, used - held), ESTIMATED
-        others = None
-    return tuple(rows), others, why_memory_unknown() if others is None else None
+    is_complete = bool(outside) and not uses_cuda(os.getpid())
+    if not contained or is_complete:
+        others = total_memory([row.memory for row in rows if not row.this_kernel])
+        return tuple(rows), others, why_memory_unknown() if others is None else None
+    own = [row.memory for row in rows if row.this_kernel]
+    is_missing = not own and uses_cuda(os.getpid())  # outside, or left out of the list
+    if used is None or is_missing:
+        return tuple(rows), None, HIDDEN_BY_CONTAINER
+    held = total_memory(own)
+    if held is None:
+        return tuple(rows), None, why_memory_unknown()
+    return tuple(rows), max(0, used - held), ESTIMATED
+
+
+def _with_name(process: ProcessRow) -> ProcessRow:
+    pid = process.pid or 0
+    return replace(
+        process,
+        name=program_name(pid),
+        user=_user(pid),
+        this_kernel=pid == os.getpid(),
+        reason=None if process.memory is not None else why_memory_unknown(),
+    )
+
+
+def _outside_of_container(processes: Sequence[ProcessRow]) -> ProcessRow:
+    """Return the processes that are outside of this container as one."""
+    memory = total_memory([process.memory for process in processes])
+    return replace(
+        processes[0],
+        pid=None,
+        name=f"{count(len(processes), 'process', 'processes')} outside this container",
+        memory=memory,
+        reason=None if memory is not None else why_memory_unknown(),
+    )
 
 
 def total_memory(figures: Sequence[int | None]) -> int | None:
@@ -262,26 +282,21 @@ def uses_cuda(pid: int) -> bool:
 def program_name(pid: int) -> str | None:
     """Return a process's program and, of an interpreter, its script or module; never arguments."""
     try:
-        raw = (PROC / str(pid) / "cmdline").read_bytes() or (
-            PROC / str(pid) / "comm"
-        ).read_bytes().strip()
+        command = (PROC / str(pid) / "cmdline").read_bytes()
+        if not command:
+            command = (PROC / str(pid) / "comm").read_bytes().strip()
     except OSError:
         return None
-    program, *words = [os.fsdecode(word) for word in raw.split(b"\0") if word] or [""]
+    program, *words = [os.fsdecode(word) for word in command.split(b"\0") if word] or [""]
     name = PurePath(program).name
     if not name.startswith("python"):
         return name or None
-    script = next(
-        (
-            place
-            for place, word in enumerate(words)
-            if word in ("-m", "-c") or not word.startswith("-")
-        ),
-        None,
-    )
-    if script is None:
-        return name
-    return f"{name} {' '.join(words[script : script + 2]) if words[script] == '-m' else PurePath(words[script]).name}"
+    for place, word in enumerate(words):
+        if word == "-m":
+            return " ".join([name, *words[place : place + 2]])
+        if word == "-c" or not word.startswith("-"):
+            return f"{name} {PurePath(word).name}"
+    return name
 
 
 def _user(pid: int) -> str | None:

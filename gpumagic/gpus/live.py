@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gpumagic import notebook
 from gpumagic.gpus.report import CellChange, GPUReport
@@ -40,7 +40,9 @@ class GpuWatch:
     def __init__(
         self, read: Callable[[], GPUReport], seconds: float, show: Callable[[GPUReport, bool], None]
     ) -> None:
-        self._read, self._show, self.seconds = read, show, seconds
+        self._read = read
+        self._show = show
+        self.seconds = seconds
         self._latest = GPUReport(())
         self._stopping = threading.Event()
         self._until = "%gpuinfo -w off"
@@ -51,10 +53,9 @@ class GpuWatch:
     @property
     def report(self) -> GPUReport:
         """The last snapshot, with a note that says what ends the refreshing, or has ended it."""
-        how = f", until {self._until}" if self.ended is None else f"; {self.ended}"
-        return replace(
-            self._latest, notes=(*self._latest.notes, f"A snapshot every {self.seconds:g} s{how}.")
-        )
+        end = f", until {self._until}" if self.ended is None else f"; {self.ended}"
+        note = f"A snapshot every {self.seconds:g} s{end}."
+        return replace(self._latest, notes=(*self._latest.notes, note))
 
     def start(self) -> None:
         """Refresh in a thread. The first snapshot is taken in this one, so that its errors are raised here."""
@@ -97,7 +98,8 @@ class GpuWatch:
             self._show(self.report, True)
 
     def __repr__(self) -> str:
-        return f"<watch of the GPUs every {self.seconds:g} s; {self.ended or 'stop it with %gpuinfo -w off'}>"
+        state = self.ended or "stop it with %gpuinfo -w off"
+        return f"<watch of the GPUs every {self.seconds:g} s; {state}>"
 
 
 def watch(shell: InteractiveShell, read: Callable[[], GPUReport], seconds: float) -> GpuWatch:
@@ -110,10 +112,18 @@ def watch(shell: InteractiveShell, read: Callable[[], GPUReport], seconds: float
     from IPython.display import DisplayHandle
 
     handle = DisplayHandle()
-    begin = [handle.display]
-    watching = shell.meta[_WATCH] = GpuWatch(
-        read, seconds, lambda report, _: (begin.pop() if begin else handle.update)(report)
-    )
+    is_displayed = False
+
+    def show(report: GPUReport, _is_last: bool) -> None:
+        nonlocal is_displayed
+        if is_displayed:
+            handle.update(report)
+        else:
+            is_displayed = True
+            handle.display(report)
+
+    watching = GpuWatch(read, seconds, show)
+    shell.meta[_WATCH] = watching
     try:
         watching.start()
     except BaseException:
@@ -143,9 +153,8 @@ def terminal_display() -> Callable[[GPUReport, bool], None]:
             return
         lines = str(report).splitlines()
         height = shutil.get_terminal_size().lines - 1
-        if (
-            not is_last and len(lines) > height
-        ):  # what has scrolled off the top cannot be written over
+        if len(lines) > height and not is_last:
+            # What has scrolled off the top cannot be written over.
             more = f"... {len(lines) - height + 1} more lines in a taller terminal; Ctrl-C ends it"
             lines = [*lines[: height - 1], more]
         up = f"\x1b[{written}F" if written else ""
@@ -156,13 +165,21 @@ def terminal_display() -> Callable[[GPUReport, bool], None]:
     return show
 
 
+class _OpenCell(NamedTuple):
+    """A cell that runs: since when, and the allocators' counters before it."""
+
+    info: ExecutionInfo
+    started: float
+    before: Mapping[str, allocator.AllocatorStats]
+
+
 class CellMonitor:
     """Reads the allocators before and after each cell of a shell; nested cells have their own line."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
-        self._open: list[tuple[ExecutionInfo, float, Mapping[str, allocator.AllocatorStats]]] = []
-        """The cells that run, each with its start and the counters before it."""
+        self._open: dict[int, list[_OpenCell]] = {}
+        """By thread, since subshells run cells in threads: the cells that run, each inside the one before."""
         self.is_on = False
 
     def switch(self, on: bool) -> None:
@@ -183,22 +200,20 @@ class CellMonitor:
             self.is_on = False
 
     def _pre_run_cell(self, info: ExecutionInfo) -> None:
-        self._open.append((info, time.perf_counter(), allocator.all_device_stats()))
+        cell = _OpenCell(info, time.perf_counter(), allocator.all_device_stats())
+        self._open.setdefault(threading.get_ident(), []).append(cell)
 
     def _post_run_cell(self, result: ExecutionResult | None) -> None:
         now = time.perf_counter()
-        places = [
-            place
-            for place, each in enumerate(self._open)
-            if result is None or each[0] is result.info
-        ]
-        if not places:
-            return
-        info, started, before = self._open[places[-1]]
-        del self._open[places[-1] :]  # with any cells inside it whose end was not reported
-        if not info.silent:
-            changes = _changes(before, allocator.all_device_stats())
-            print(cell_line(now - started, changes))  # noqa: T201  # what is asked for
+        cells = self._open.get(threading.get_ident(), [])
+        for place in reversed(range(len(cells))):
+            cell = cells[place]
+            if result is None or cell.info is result.info:
+                del cells[place:]  # with any cells inside it whose end was not reported
+                if not cell.info.silent:
+                    changes = _changes(cell.before, allocator.all_device_stats())
+                    print(cell_line(now - cell.started, changes))  # noqa: T201  # what is asked for
+                return
 
 
 def _changes(
@@ -211,9 +226,16 @@ def _changes(
     changes = []
     for device, now in after.items():
         then = before.get(device, allocator.AllocatorStats(0, 0, 0))
-        if now != then:
-            peak = now.peak if (now.peak or 0) > (then.peak or 0) else None
-            changes.append(CellChange(device, now.allocated - then.allocated, now.allocated, peak))
+        if now == then:
+            continue
+        has_risen = (now.peak or 0) > (then.peak or 0)
+        change = CellChange(
+            device,
+            growth=now.allocated - then.allocated,
+            allocated=now.allocated,
+            peak=now.peak if has_risen else None,
+        )
+        changes.append(change)
     return changes
 
 

@@ -32,13 +32,14 @@ def best_device(rows: Sequence[GpuRow]) -> str | None:
     Any real GPU comes before a simulated one; of equal ones the first is returned.
     """
     usable = [row for row in rows if row.device is not None and row.memory_free is not None]
+    if not usable:
+        return None
+    return max(usable, key=_room).device
 
-    def room(row: GpuRow) -> tuple[bool, int]:
-        return not row.simulated, (row.memory_free or 0) + (row.kernel_reserved or 0) - (
-            row.kernel_allocated or 0
-        )
 
-    return max(usable, key=room).device if usable else None
+def _room(row: GpuRow) -> tuple[bool, int]:
+    cached = (row.kernel_reserved or 0) - (row.kernel_allocated or 0)
+    return not row.simulated, (row.memory_free or 0) + cached
 
 
 def selected_rows(rows: Sequence[GpuRow], wanted: Sequence[str]) -> tuple[GpuRow, ...]:
@@ -47,19 +48,19 @@ def selected_rows(rows: Sequence[GpuRow], wanted: Sequence[str]) -> tuple[GpuRow
     Raises:
         DeviceNotFound: one of them is not here, or names no GPU; where there is no GPU, a valid name is no error.
     """
-    chosen: list[GpuRow] = [] if wanted else list(rows)
-    for name in (each.strip() for each in wanted):
-        found = [row for row in rows if _matches(name, row, rows)]
+    if not wanted:
+        return tuple(rows)
+    chosen: dict[int, GpuRow] = {}
+    for name in map(str.strip, wanted):
+        named = {id(row): row for row in rows if _matches(name, row, rows)}
         readable = re.fullmatch(DEVICE_PATTERN, name, re.IGNORECASE)
-        if not found and (rows or not readable):
-            here = (
-                ", ".join(row.device for row in rows if row.device)
-                or "none that torch can use (%gpuinfo says why)"
-            )
+        if not named and (rows or not readable):
+            here = ", ".join(row.device for row in rows if row.device)
+            here = here or "none that torch can use (%gpuinfo says why)"
             wrong = "a GPU here" if readable or name in ("cpu", "meta") else "a device"
             raise DeviceNotFound(f"{name!r} is not {wrong}; there are {here}")
-        chosen += [row for row in found if not any(row is each for each in chosen)]
-    return tuple(chosen)
+        chosen.update(named)
+    return tuple(chosen.values())
 
 
 def _matches(name: str, row: GpuRow, rows: Sequence[GpuRow]) -> bool:
@@ -93,25 +94,15 @@ def read_gpus(
     answer = cards.read_cards()
     rows, notes, view = _nvidia_rows(answer, build)
     rows += torch_devices.torch_rows(build, known=rows, reason=_why_not_listed(answer))
-    cause = (
-        visibility.explain(answer, build, view)
-        if not any(row.device is not None for row in rows)
-        else None
-    )
-    rows += torch_devices.simulated_rows()
-    for place, row in enumerate(rows):  # each has reasons for exactly those fields that are None
-        every, absent = (
-            row.reasons.get("all") or NOT_KNOWN,
-            [name for name in NULLABLE if getattr(row, name) is None],
-        )
-        rows[place] = replace(
-            row, reasons={name: row.reasons.get(name) or every for name in absent}
-        )
-    if any(row.simulated for row in rows):
-        notes.append(
-            f"simgpu devices are simulated. {cause}" if cause else "simgpu devices are simulated."
-        )
+    cause = None
+    if all(row.device is None for row in rows):
+        cause = visibility.explain(answer, build, view)
+    simulated = torch_devices.simulated_rows()
+    if simulated:
+        why = f" {cause}" if cause else ""
+        notes.append(f"simgpu devices are simulated.{why}")
         cause = None
+    rows = [_with_all_reasons(row) for row in (*rows, *simulated)]
     chosen = selected_rows(rows, devices)
     return GPUReport(
         devices=chosen,
@@ -128,39 +119,54 @@ def read_gpus(
     )
 
 
+def _with_all_reasons(row: GpuRow) -> GpuRow:
+    """Return the row with reasons for exactly those of its fields that are None."""
+    every = row.reasons.get("all") or NOT_KNOWN
+    absent = [name for name in NULLABLE if getattr(row, name) is None]
+    return replace(row, reasons={name: row.reasons.get(name) or every for name in absent})
+
+
 def driver_figures(backends: Collection[str]) -> dict[str, DriverFigures]:
     """Return what drivers say of the devices of some backends, such as ``{"cuda"}``, for `memory.devices`."""
     simulated = {backend for backend in backends if backend_named(backend).is_simulated}
     rows = torch_devices.simulated_rows() if simulated else []
     if set(backends) != simulated:
-        build, answer = torch_build(), cards.read_cards()
-        rows += _nvidia_rows(answer, build)[0]
+        build = torch_build()
+        answer = cards.read_cards()
+        nvidia_rows, _, _ = _nvidia_rows(answer, build)
+        rows += nvidia_rows
         rows += torch_devices.torch_rows(build, known=rows, reason=_why_not_listed(answer))
-    return {
-        row.device: DriverFigures(row.memory_free, row.other_processes)
-        for row in rows
-        if row.device is not None
-    }
+    figures = {}
+    for row in rows:
+        if row.device is not None:
+            figures[row.device] = DriverFigures(row.memory_free, row.other_processes)
+    return figures
 
 
 def _why_not_listed(answer: NvmlSnapshot | NvmlFailure) -> str:
-    return f"NVML: {answer.problem}" if isinstance(answer, NvmlFailure) else "NVML does not list it"
+    if isinstance(answer, NvmlFailure):
+        return f"NVML: {answer.problem}"
+    return "NVML does not list it"
 
 
 def _nvidia_rows(
     answer: NvmlSnapshot | NvmlFailure, build: TorchBuild
 ) -> tuple[list[GpuRow], list[str], Visibility | None]:
+    """Return NVML's cards and instances by torch's index, notes on them, and what of them CUDA sees."""
     if isinstance(answer, NvmlFailure):
         return [], [], None
-    view = visibility.visible_cards(
-        os.environ.get("CUDA_VISIBLE_DEVICES"),
-        [card.uuid for card, *_ in answer.cards],
-        [instance.uuid for _, *instances in answer.cards for instance in instances],
-    )
+    uuids: list[str | None] = []
+    instance_uuids: list[str | None] = []
+    for card, *instances in answer.cards:
+        uuids.append(card.uuid)
+        instance_uuids += [instance.uuid for instance in instances]
+    view = visibility.visible_cards(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids, instance_uuids)
     rows = [_gpu_row(row, build) for row in visibility.with_torch_names(answer, build, view)]
-    # By torch's index; instances follow their card.
-    first = {row.nvml_index: _sort_key(row) for row in sorted(rows, key=_sort_key, reverse=True)}
-    rows.sort(key=lambda row: first[row.nvml_index])
+    # Instances follow their card, where the first of them stands that torch can use.
+    place: dict[int | None, tuple[bool, int, int]] = {}
+    for row in sorted(rows, key=_sort_key):
+        place.setdefault(row.nvml_index, _sort_key(row))
+    rows.sort(key=lambda row: place[row.nvml_index])
     return rows, _notes(rows, view), view
 
 
@@ -169,35 +175,50 @@ def _sort_key(row: GpuRow) -> tuple[bool, int, int]:
 
 
 def _gpu_row(row: GpuRow, build: TorchBuild) -> GpuRow:
+    """Return a card or an instance with its processes by name, this kernel's memory, and why torch cannot use it."""
     reasons = dict(row.reasons)
     if row.device is None:
-        failed = row.reasons.get("all") if row.reasons.keys() == {"all"} else None
-        hidden = (
-            "not visible to CUDA in this process" if build.cuda else "no torch here is built for it"
-        )
-        reasons["device"] = failed or row.reasons.get("device") or hidden
+        if row.reasons.keys() == {"all"}:  # nothing of the card could be read
+            reasons["device"] = row.reasons["all"]
+        elif "device" not in reasons:
+            hidden = "not visible to CUDA in this process"
+            reasons["device"] = hidden if build.cuda else "no torch here is built for it"
+    processes = None
+    others = None
     if row.processes is None:
-        processes, others, reason = None, None, reasons.get("processes") or reasons.get("all")
+        why_no_others = reasons.get("processes") or reasons.get("all")
     else:
         used = None if row.memory_reserved is None else row.memory_used
-        processes, others, reason = attribute_processes(row.processes, used)
-    if reason:
-        reasons["other_processes"] = reason
+        processes, others, why_no_others = attribute_processes(row.processes, used)
+    if why_no_others:
+        reasons["other_processes"] = why_no_others
     row = replace(row, reasons=reasons, processes=processes, other_processes=others)
     return torch_devices.with_kernel_memory(row)
 
 
+_PREDICTED = (
+    "Names marked ? are predicted: until CUDA is in use in this process only it knows how it numbers these "
+    "GPUs. CUDA_DEVICE_ORDER=PCI_BUS_ID numbers them as nvidia-smi does."
+)
+_UNIFIED = (
+    "Unified memory is the host's: total is all of it, free is what the host can still give, used is what the "
+    "driver charges to processes on the GPU. Until CUDA, which knows, is in use here, a GPU's name tells whether "
+    "it has unified memory."
+)
+_ESTIMATED_IN_CONTAINER = (
+    "In this container the driver may hide others' processes: what they use is estimated, as memory used "
+    "less this kernel's."
+)
+
+
 def _notes(rows: Sequence[GpuRow], view: Visibility) -> list[str]:
-    candidates = {
-        "Names marked ? are predicted: until CUDA is in use in this process only it knows how it numbers these "
-        "GPUs. CUDA_DEVICE_ORDER=PCI_BUS_ID numbers them as nvidia-smi does.": any(
-            row.predicted for row in rows
-        ),
-        f"CUDA_VISIBLE_DEVICES {view.problem}.": view.problem and any(row.device for row in rows),
-        "Unified memory is the host's: total is all of it, free is what the host can still give, used is what the "
-        "driver charges to processes on the GPU. Until CUDA, which knows, is in use here, a GPU's name tells whether "
-        "it has unified memory.": any(row.unified for row in rows),
-        "In this container the driver may hide others' processes: what they use is estimated, as memory used "
-        "less this kernel's.": any(row.reasons.get("other_processes") == ESTIMATED for row in rows),
-    }
-    return [note for note, applies in candidates.items() if applies]
+    notes = []
+    if any(row.predicted for row in rows):
+        notes.append(_PREDICTED)
+    if view.problem and any(row.device for row in rows):
+        notes.append(f"CUDA_VISIBLE_DEVICES {view.problem}.")
+    if any(row.unified for row in rows):
+        notes.append(_UNIFIED)
+    if any(row.reasons.get("other_processes") == ESTIMATED for row in rows):
+        notes.append(_ESTIMATED_IN_CONTAINER)
+    return notes

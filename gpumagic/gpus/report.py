@@ -51,8 +51,9 @@ class Figure:
 def figure(label: str, show: Callable[..., str] = str, **declared: Any) -> Any:
     """Return the dataclass field of a `Figure`, which is None until it is read."""
     column: Column[Any] | None = declared.get("column")
-    title = {"title": column.title} if column is not None else {}
-    return field(default=None, metadata={"figure": Figure(label, show, **{**title, **declared})})
+    if column is not None:
+        declared.setdefault("title", column.title)
+    return field(default=None, metadata={"figure": Figure(label, show, **declared)})
 
 
 # Numbers of NVML's ABI that the declarations use.
@@ -87,7 +88,9 @@ def throttle_reasons(mask: int) -> tuple[str, ...]:
     """Return the reasons in a clocks-event mask, in words; empty for a card that is idle or not throttled."""
     words = [word for bit, word in THROTTLE_REASONS.items() if mask & bit]
     unknown = int(mask) & ~(sum(THROTTLE_REASONS) | 1)
-    return (*words, f"unknown reason {unknown:#x}") if unknown else tuple(words)
+    if unknown:
+        words.append(f"unknown reason {unknown:#x}")
+    return tuple(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +172,7 @@ class GpuRow:
     """Degrees Celsius."""
     power: float | None = figure(
         "Power",
-        lambda now, most: f"{now:.0f}{'' if most is None else f'/{most:.0f}'} W",
+        lambda now, most: f"{now:.0f} W" if most is None else f"{now:.0f}/{most:.0f} W",
         read=call("PowerUsage"),
         to=lambda milliwatts: milliwatts / 1000,
         most="power_limit",
@@ -191,7 +194,7 @@ class GpuRow:
     processes: tuple[ProcessRow, ...] | None = None
     clock_sm: int | None = figure(
         "SM clock",
-        lambda now, most: f"{now}{'' if most is None else f' / {most}'} MHz",
+        lambda now, most: f"{now} MHz" if most is None else f"{now} / {most} MHz",
         to=int,
         most="clock_sm_max",
         read=call("ClockInfo", SM_CLOCK),
@@ -222,16 +225,25 @@ class GpuRow:
     @property
     def label(self) -> str:
         """Return torch's name of a device, or NVML's where torch has none."""
-        return self.device or f"NVML {self.nvml_index}" + " MIG" * self.is_instance
+        if self.device:
+            return self.device
+        kind = " MIG" if self.is_instance else ""
+        return f"NVML {self.nvml_index}{kind}"
 
 
 FIGURES: dict[str, Figure] = {
-    each.name: each.metadata["figure"] for each in fields(GpuRow) if "figure" in each.metadata
+    declared.name: declared.metadata["figure"]
+    for declared in fields(GpuRow)
+    if "figure" in declared.metadata
 }
-NULLABLE = tuple(each.name for each in fields(GpuRow) if str(each.type).endswith("None"))
+NULLABLE = tuple(
+    declared.name for declared in fields(GpuRow) if str(declared.type).endswith("None")
+)
 """The fields that may be absent, and then have a reason."""
-NOT_KNOWN, SIMULATED = "not known", "simulated"
-"""Reasons for what nobody says, and for what a simulated device does not have."""
+NOT_KNOWN = "not known"
+"""The reason for what nobody says."""
+SIMULATED = "simulated"
+"""The reason for what a simulated device does not have."""
 
 
 @dataclass(frozen=True, repr=False)

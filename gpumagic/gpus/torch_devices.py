@@ -20,6 +20,7 @@ from gpumagic.memory import allocator
 from gpumagic.memory.devices import Device
 
 HOST_MEMORY = "the host's memory, shared"
+NOT_REPORTED = "torch does not report it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,9 @@ class TorchBuild:
         """Return ``"12.8"`` for CUDA, ``"ROCm 6.2"``, ``"XPU 2025.0"``, or None for a CPU-only build."""
         if self.hip:
             return f"ROCm {self.hip}"
-        return self.cuda or (f"XPU {self.xpu}" if self.xpu else None)
+        if self.cuda:
+            return self.cuda
+        return f"XPU {self.xpu}" if self.xpu else None
 
 
 def torch_build() -> TorchBuild:
@@ -44,10 +47,13 @@ def torch_build() -> TorchBuild:
     torch = sys.modules.get("torch")
     if torch is None:
         return _installed()
-    cuda, hip, xpu = (
-        getattr(getattr(torch, "version", None), name, None) for name in ("cuda", "hip", "xpu")
+    version = getattr(torch, "version", None)
+    return TorchBuild(
+        str(torch.__version__),
+        cuda=getattr(version, "cuda", None),
+        hip=getattr(version, "hip", None),
+        xpu=getattr(version, "xpu", None),
     )
-    return TorchBuild(str(torch.__version__), cuda, hip, xpu)
 
 
 def _installed() -> TorchBuild:
@@ -57,11 +63,18 @@ def _installed() -> TorchBuild:
         text = Path(folders[0], "version.py").read_text(encoding="utf-8") if folders else ""
     except (ImportError, ValueError, OSError):
         return TorchBuild()
-    found = {
-        name: re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-        for name in ("__version__", "cuda", "hip", "xpu")
-    }
-    return TorchBuild(*(match and match[1] for match in found.values()))
+    return TorchBuild(
+        _assigned(text, "__version__"),
+        cuda=_assigned(text, "cuda"),
+        hip=_assigned(text, "hip"),
+        xpu=_assigned(text, "xpu"),
+    )
+
+
+def _assigned(text: str, name: str) -> str | None:
+    """Return the text that a line of torch's ``version.py`` assigns to a name, if one does."""
+    match = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+    return None if match is None else match[1]
 
 
 def cuda_devices() -> dict[str, tuple[int, Any]]:
@@ -69,13 +82,12 @@ def cuda_devices() -> dict[str, tuple[int, Any]]:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return {}
-    properties = [
-        (ordinal, torch.cuda.get_device_properties(ordinal))
-        for ordinal in range(torch.cuda.device_count())
-    ]
-    return {
-        bare_uuid(str(getattr(each, "uuid", ""))): (ordinal, each) for ordinal, each in properties
-    }
+    devices = {}
+    for ordinal in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(ordinal)
+        uuid = str(getattr(properties, "uuid", ""))
+        devices[bare_uuid(uuid)] = ordinal, properties
+    return devices
 
 
 def bare_uuid(uuid: str | None) -> str:
@@ -92,28 +104,28 @@ def torch_rows(build: TorchBuild, known: Sequence[GpuRow], reason: str) -> list[
     torch = sys.modules.get("torch")
     if torch is None:
         return []
-    found = []
+    rows = []
     if torch.cuda.is_initialized():
         listed = {row.device for row in known}
-        found += [
-            _torch_row(name, torch.cuda, reason)
-            for name in _names("cuda", torch.cuda)
-            if name not in listed
-        ]
+        missing = [name for name in _names("cuda", torch.cuda) if name not in listed]
+        rows += [_torch_row(name, torch.cuda, reason) for name in missing]
     if build.xpu and torch.xpu.is_available():
-        found += [
-            _torch_row(name, torch.xpu, "torch does not report it")
-            for name in _names("xpu", torch.xpu)
-        ]
+        rows += [_torch_row(name, torch.xpu, NOT_REPORTED) for name in _names("xpu", torch.xpu)]
     if sys.platform == "darwin" and torch.backends.mps.is_available():
-        # Its memory is the host's; the total is the maximum that Metal recommends.
-        total, reasons = (
-            int(torch.mps.recommended_max_memory()),
-            {"all": "torch does not report it"},
-        )
-        row = GpuRow("mps:0", name="Apple GPU", memory_total=total, unified=True, reasons=reasons)
-        found.append(with_kernel_memory(row))
-    return found
+        rows.append(_mps_row(torch))
+    return rows
+
+
+def _mps_row(torch: ModuleType) -> GpuRow:
+    """Return Apple's GPU. Its memory is the host's; the total is the maximum that Metal recommends."""
+    row = GpuRow(
+        "mps:0",
+        name="Apple GPU",
+        memory_total=int(torch.mps.recommended_max_memory()),
+        unified=True,
+        reasons={"all": NOT_REPORTED},
+    )
+    return with_kernel_memory(row)
 
 
 def simulated_rows() -> list[GpuRow]:
@@ -123,31 +135,30 @@ def simulated_rows() -> list[GpuRow]:
         return []
     import torch
 
-    found = []
+    rows = []
     for name in _names("simgpu", torch.simgpu):
         free, total = torch.simgpu.mem_get_info(Device.parse(name).index)
         row = _row_of_properties(name, torch.simgpu, SIMULATED)
-        found.append(replace(row, simulated=True, memory_free=free, memory_used=total - free))
-    return found
+        rows.append(replace(row, simulated=True, memory_free=free, memory_used=total - free))
+    return rows
 
 
 def with_kernel_memory(row: GpuRow) -> GpuRow:
     """Return the row with this kernel's allocator figures; 0 while torch has not used the device."""
-    reason = "torch cannot use it"
-    if row.device is not None:
-        figures = allocator.device_stats(row.device)
-        if figures is not None:
-            return replace(
-                row, kernel_allocated=figures.allocated, kernel_reserved=figures.reserved
-            )
-        if "torch" not in sys.modules or not allocator.is_initialised(
-            Device.parse(row.device).backend
-        ):
-            return replace(row, kernel_allocated=0, kernel_reserved=0)
-        reason = "no counting allocator"
-    return replace(
-        row, reasons={**row.reasons, "kernel_allocated": reason, "kernel_reserved": reason}
-    )
+    if row.device is None:
+        return _without_kernel_memory(row, "torch cannot use it")
+    stats = allocator.device_stats(row.device)
+    if stats is not None:
+        return replace(row, kernel_allocated=stats.allocated, kernel_reserved=stats.reserved)
+    backend = Device.parse(row.device).backend
+    if "torch" in sys.modules and allocator.is_initialised(backend):
+        return _without_kernel_memory(row, "no counting allocator")
+    return replace(row, kernel_allocated=0, kernel_reserved=0)
+
+
+def _without_kernel_memory(row: GpuRow, why: str) -> GpuRow:
+    reasons = {**row.reasons, "kernel_allocated": why, "kernel_reserved": why}
+    return replace(row, reasons=reasons)
 
 
 def _torch_row(name: str, module: ModuleType, reason: str) -> GpuRow:
@@ -158,9 +169,10 @@ def _torch_row(name: str, module: ModuleType, reason: str) -> GpuRow:
     free, total = allocator.mem_get_info(name) or (None, None)
     if row.unified:  # what CUDA counts as used there is every program's of the machine
         return replace(row, memory_free=free, reasons={**row.reasons, "memory_used": HOST_MEMORY})
-    return replace(
-        row, memory_free=free, memory_used=None if free is None or total is None else total - free
-    )
+    used = None
+    if free is not None and total is not None:
+        used = total - free
+    return replace(row, memory_free=free, memory_used=used)
 
 
 def _row_of_properties(name: str, module: ModuleType, reason: str) -> GpuRow:

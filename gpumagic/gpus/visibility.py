@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -49,40 +49,39 @@ def visible_cards(
     if variable is None:
         return Visibility(tuple(range(len(uuids))))
     entries = [entry.strip() for entry in variable.split(",")]
-    by_uuid = variable.startswith(("GPU-", "MIG-"))
     if variable.startswith("MIG-"):
-        index = _match_uuid(entries[0], instance_uuids)
-        return Visibility(
-            instance=index, by_uuid=True, problem=_ended_by(entries[0]) if index is None else None
-        )
+        instance = _match_uuid(entries[0], instance_uuids)
+        problem = _ended_by(entries[0]) if instance is None else None
+        return Visibility(instance=instance, by_uuid=True, problem=problem)
+    by_uuid = variable.startswith("GPU-")
     if by_uuid:
         entries = list(takewhile(lambda entry: entry.startswith("GPU-"), entries))
-    found: list[int] = []
+    indices: list[int] = []
     problem = None
     for entry in entries:
         index = _match_uuid(entry, uuids) if by_uuid else parse_ordinal(entry)
-        if index in found:
-            return Visibility(
-                by_uuid=by_uuid, problem=f"names {entry} twice, which hides every GPU"
-            )
+        if index in indices:
+            twice = f"names {entry} twice, which hides every GPU"
+            return Visibility(by_uuid=by_uuid, problem=twice)
         if index is None:
             problem = _ended_by(entry)
             break
-        found.append(index)
+        indices.append(index)
     if by_uuid and len(set(entries)) < len(entries):  # also behind an invalid one
         return Visibility(by_uuid=True, problem="names a UUID twice, which hides every GPU")
-    there = list(takewhile(lambda index: index < len(uuids), found))
-    if len(there) < len(found):
-        problem = _ended_by(str(found[len(there)]))
-    return Visibility(tuple(there), by_uuid=by_uuid, problem=problem)
+    here = list(takewhile(lambda index: index < len(uuids), indices))
+    if len(here) < len(indices):
+        problem = _ended_by(str(indices[len(here)]))
+    return Visibility(tuple(here), by_uuid=by_uuid, problem=problem)
 
 
 def _match_uuid(entry: str, uuids: Sequence[str | None]) -> int | None:
     """Return the one device whose UUID starts with the entry, None if there are several."""
-    found = [
-        index for index, uuid in enumerate(uuids) if uuid is not None and uuid.startswith(entry)
-    ]
-    return found[0] if len(found) == 1 else None
+    matching = []
+    for index, uuid in enumerate(uuids):
+        if uuid is not None and uuid.startswith(entry):
+            matching.append(index)
+    return matching[0] if len(matching) == 1 else None
 
 
 def parse_ordinal(text: str) -> int | None:
@@ -94,60 +93,76 @@ def parse_ordinal(text: str) -> int | None:
 def _ended_by(entry: str) -> str:
     if entry == "-1":
         return "names -1, which hides every GPU from there on"
-    return (
-        f"names no GPU with {entry!r}, and CUDA stops at the first such entry"
-        if entry
-        else "is empty"
-    )
+    if not entry:
+        return "is empty"
+    return f"names no GPU with {entry!r}, and CUDA stops at the first such entry"
 
 
 def with_torch_names(answer: NvmlSnapshot, build: TorchBuild, view: Visibility) -> list[GpuRow]:
     """Return the rows, those that torch can use with its names for them."""
-    rows, in_use = list(answer.rows), cuda_devices()
+    in_use = cuda_devices()
     if build.cuda is None or (not in_use and driver_is_too_old(answer, build)):
-        return rows
-    unsure = False
+        return list(answer.rows)
     if in_use:
-        ordinals = {
-            id(row): in_use[bare_uuid(row.uuid)][0]
-            for row in rows
-            if row.uuid and bare_uuid(row.uuid) in in_use
-        }
-    elif view.instance is not None:
-        ordinals = {
-            id([row for row in rows if row.reasons.get("device") == ONE_INSTANCE][view.instance]): 0
-        }
+        ordinals = _ordinals_in_use(answer, in_use)
+        predicted = False
     else:
-        # By default CUDA puts the fastest card first, whatever its slot.
-        names = {card.name for card, *_ in answer.cards}
-        is_certain = (
-            view.by_uuid
-            or len(answer.cards) == 1
-            or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
-        )
-        has_mig = any(row.reasons.get("device") == SPLIT for row in rows)
-        unsure = has_mig or (not is_certain and (None in names or len(names) > 1))
-        ordinals = {}
-        for ordinal, index in enumerate(view.cards):
-            card, *instances = answer.cards[index]
-            if card.reasons.get("device") != SPLIT:
-                ordinals[id(card)] = ordinal
-            elif instances:  # CUDA never uses a card in MIG mode itself, but its first instance
-                ordinals[id(instances[0])] = ordinal
-    return [
-        replace(row, device=f"cuda:{ordinals[id(row)]}", predicted=unsure)
-        if id(row) in ordinals
-        else row
-        for row in rows
-    ]
+        ordinals = _predicted_ordinals(answer, view)
+        predicted = _is_unsure(answer, view)
+    rows = []
+    for row in answer.rows:
+        ordinal = ordinals.get(id(row))
+        if ordinal is not None:
+            row = replace(row, device=f"cuda:{ordinal}", predicted=predicted)  # noqa: PLW2901
+        rows.append(row)
+    return rows
+
+
+def _ordinals_in_use(
+    answer: NvmlSnapshot, in_use: Mapping[str, tuple[int, object]]
+) -> dict[int, int]:
+    """Return CUDA's number of each row by the row's `id`, as CUDA itself says."""
+    ordinals = {}
+    for row in answer.rows:
+        device = in_use.get(bare_uuid(row.uuid)) if row.uuid else None
+        if device is not None:
+            ordinals[id(row)], _ = device
+    return ordinals
+
+
+def _predicted_ordinals(answer: NvmlSnapshot, view: Visibility) -> dict[int, int]:
+    """Return CUDA's number of each row by the row's `id`, as it follows from the environment."""
+    if view.instance is not None:
+        instances = [row for row in answer.rows if row.reasons.get("device") == ONE_INSTANCE]
+        return {id(instances[view.instance]): 0}
+    ordinals = {}
+    for ordinal, index in enumerate(view.cards):
+        card, *instances = answer.cards[index]
+        if card.reasons.get("device") != SPLIT:
+            ordinals[id(card)] = ordinal
+        elif instances:  # CUDA never uses a card in MIG mode itself, but its first instance
+            ordinals[id(instances[0])] = ordinal
+    return ordinals
+
+
+def _is_unsure(answer: NvmlSnapshot, view: Visibility) -> bool:
+    """Return whether CUDA may number the cards otherwise: by default the fastest comes first, whatever its slot."""
+    if view.instance is not None:
+        return False
+    if any(row.reasons.get("device") == SPLIT for row in answer.rows):
+        return True
+    if view.by_uuid or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+        return False
+    names = {card.name for card, *_ in answer.cards}
+    return len(answer.cards) > 1 and (None in names or len(names) > 1)
 
 
 def driver_is_too_old(answer: NvmlSnapshot, build: TorchBuild) -> bool:
     """Return whether torch was built for a later major version of CUDA; within one, older drivers work."""
-    major = (build.cuda or "").partition(".")[0]
-    return (
-        answer.cuda_version is not None and major.isdigit() and int(major) > answer.cuda_version[0]
-    )
+    major, _, _ = (build.cuda or "").partition(".")
+    if answer.cuda_version is None or not major.isdigit():
+        return False
+    return int(major) > answer.cuda_version[0]
 
 
 ROOT = Path("/")
@@ -177,22 +192,25 @@ def explain(
 
     ``view`` is what CUDA_VISIBLE_DEVICES leaves visible of NVML's cards, None if NVML did not answer.
     """
-    here = detect_environment() if here is None else here
+    if here is None:
+        here = detect_environment()
     if build.hip:
         return "torch is a ROCm build, whose GPUs are only shown once in use: run torch.cuda.init() and ask again."
-    if isinstance(answer, NvmlFailure) and build.xpu:
-        return "torch is an XPU build, whose devices are shown once it is imported: import torch and ask again."
-    if isinstance(answer, NvmlFailure) or not answer.rows:
-        problem, detail = (
-            (answer.problem, answer.detail) if isinstance(answer, NvmlFailure) else ("no GPU", "")
-        )
-        found = (
-            said
-            for of, signs, said in _CAUSES
-            if of in ("", problem) and set(signs.split()) <= set(here)
-        )
-        return next(found).format(detail)
+    if isinstance(answer, NvmlFailure):
+        if build.xpu:
+            return "torch is an XPU build, whose devices are shown once it is imported: import torch and ask again."
+        return _sentence(answer.problem, here).format(answer.detail)
+    if not answer.rows:
+        return _sentence("no GPU", here)
     return _hidden_from_cuda(answer, build, view)
+
+
+def _sentence(problem: str, here: Collection[str]) -> str:
+    """Return the first of the sentences about a problem whose signs are all here."""
+    for about, signs, sentence in _CAUSES:
+        if about in ("", problem) and set(signs.split()) <= set(here):
+            return sentence
+    raise AssertionError("the last cause is for every problem")
 
 
 def _hidden_from_cuda(answer: NvmlSnapshot, build: TorchBuild, view: Visibility | None) -> str:
@@ -216,9 +234,8 @@ def _hidden_from_cuda(answer: NvmlSnapshot, build: TorchBuild, view: Visibility 
             f"CUDA_VISIBLE_DEVICES={variable!r} {problem}, so this process may use none of the "
             f"{len(answer.cards)} here: correct or unset it and restart the kernel."
         )
-    if any(
-        card.reasons.get("device") == SPLIT and not instances for card, *instances in answer.cards
-    ):
+    empty = [card for card, *instances in answer.cards if not instances]
+    if any(card.reasons.get("device") == SPLIT for card in empty):
         return "The GPU is in MIG mode without an instance: have an administrator create one (nvidia-smi mig)."
     return "CUDA started in this process and found none of the driver's GPUs: restart the kernel."
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,3 +88,23 @@ def test_unloading_ends_it(bare_shell, capsys) -> None:
     bare_shell.run_cell("x = 1")
     assert capsys.readouterr().out == ""
     assert {event: list(found) for event, found in bare_shell.events.callbacks.items()} == before
+
+
+def test_cells_of_subshells_have_their_own_lines(cells, bare_shell) -> None:
+    """They run in threads: one that ends does not take along one that has begun after it."""
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def in_subshell() -> None:
+        info = SimpleNamespace(silent=False)
+        bare_shell.events.trigger("pre_run_cell", info)
+        has_begun.set()
+        may_end.wait(10)
+        bare_shell.events.trigger("post_run_cell", SimpleNamespace(info=info))
+
+    thread = threading.Thread(target=in_subshell)
+    bare_shell.user_ns |= {"thread": thread, "has_begun": has_begun}
+    shown = cells("thread.start(); has_begun.wait(10)")
+    may_end.set()
+    thread.join()
+    assert shown.count("no device memory used") == 1
+    assert cells("").count("no device memory used") == 1
