@@ -20,7 +20,8 @@ from gpumagic.heap.storages import nbytes_of
 from gpumagic.memory.devices import room
 from gpumagic.report.units import size
 from gpumagic.transfers.log import kind_of, tensors_in
-from gpumagic.transfers.sites import MOVE, CallSites
+from gpumagic.transfers.report import MOVE
+from gpumagic.transfers.sites import CallSites
 
 
 def check_names(names: Iterable[str], namespace: Mapping[str, Any]) -> None:

@@ -9,6 +9,9 @@ from typing import Literal
 from gpumagic.report.base import Holder, Origin, Report
 from gpumagic.report.units import size
 
+MOVE = "--move"
+"""The cause of what is copied before a cell, as asked."""
+
 
 @dataclass(frozen=True, slots=True)
 class Operand:

@@ -22,14 +22,13 @@ from gpumagic.source import frames
 from gpumagic.source.frames import cell_file, lines_above, lines_of
 from gpumagic.source.text import called_name, expression_at, names_in
 from gpumagic.transfers.advice import CHECK
+from gpumagic.transfers.report import MOVE
 
 _MODULE_MOVES = DEVICE_METHODS | {"to", "cpu", "to_empty"}
 _DISPATCHERS = frozenset({"__torch_function__", "__torch_dispatch__"})
 _DEPTHS = 5, 7
 """Where the line's frame mostly is: the function mode calls the kernel, itself or by a constructor's handler. To look
 at each frame between, as is done where the line is not known yet, would make objects of them."""
-MOVE = "--move"
-"""The cause of what is moved before a cell."""
 _MOST = 10_000
 """Pieces of code and instructions that are remembered: `exec` in a loop makes new ones."""
 
