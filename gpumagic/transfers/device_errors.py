@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from types import TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from gpumagic._compat import torch_private
@@ -63,18 +63,13 @@ def explain(error: BaseException, namespace: Mapping[str, Any], device: str) -> 
         text = str(error)
         if not isinstance(error, Exception) or _rule(text) is None:
             return None
-        return told(
-            _read(
-                error,
-                DeviceError(text, device, (*allocator.accelerators(), "cpu", "meta")),
-                namespace,
-            )
-        )
+        devices = (*allocator.accelerators(), "cpu", "meta")
+        return interpret(_read(error, DeviceError(text, device, devices), namespace))
     except Exception:  # a failure here must not cost the user the report
         return None
 
 
-def told(error: DeviceError) -> Explanation | None:
+def interpret(error: DeviceError) -> Explanation | None:
     """Return what an error means, or None if no rule matches it or the operands contradict the rule."""
     rule = _rule(error.text)
     if rule is None:
@@ -86,7 +81,10 @@ def told(error: DeviceError) -> Explanation | None:
 
 
 def _rule(text: str) -> Rule | None:
-    return next((rule for pattern, rule in _RULES.items() if re.search(pattern, text)), None)
+    for pattern, rule in _RULES.items():
+        if re.search(pattern, text):
+            return rule
+    return None
 
 
 # ---- The line that failed, and what it names
@@ -94,65 +92,71 @@ def _rule(text: str) -> Rule | None:
 
 def _read(error: Exception, known: DeviceError, namespace: Mapping[str, Any]) -> DeviceError:
     """Return what is known of the innermost line of the user's, or of the call that gave it what is elsewhere."""
-    steps = frames.traceback_steps(error.__traceback__)
-    own = [
-        step
-        for step in steps
-        if step.tb_frame.f_globals is namespace or is_user_code(step.tb_frame)
-    ]
-    found = known if not own else _at_line(own[-1], known)
+    own = []
+    for step in frames.traceback_steps(error.__traceback__):
+        if step.tb_frame.f_globals is namespace or is_user_code(step.tb_frame):
+            own.append(step)
+    if not own:
+        return known
+    error_there = _at_line(own[-1], known)
     for step, caller in pairwise(reversed(own)):
-        code, strays = step.tb_frame.f_code, misplaced(found)
-        parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        if not strays or not all(
-            _root(each) in parameters and not each.is_unregistered for each in strays
-        ):
+        if not _was_given(step.tb_frame.f_code, misplaced(error_there)):
             break
         outer = _at_line(caller, known)
         if not misplaced(outer):
             break
-        found = outer
-    return found
+        error_there = outer
+    return error_there
+
+
+def _was_given(code: CodeType, strays: Sequence[Operand]) -> bool:
+    """Return whether a function's caller gave it all that is on another device."""
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    for stray in strays:
+        if stray.is_unregistered or _root(stray) not in parameters:
+            return False
+    return bool(strays)
 
 
 def _at_line(step: TracebackType, known: DeviceError) -> DeviceError:
-    frame, file = step.tb_frame, cell_file(step.tb_frame)
+    """Return what is known of the line that a step of the traceback stands on."""
+    frame, line = step.tb_frame, step.tb_lineno
+    file = cell_file(frame)
     above = lines_above(frame, file) or 0
     lines = lines_of(file)[above:]
-    code = (
-        frames.code_at(frame, step.tb_lineno)
-        or next(iter(lines[step.tb_lineno - 1 :]), "").strip()
-        or None
-    )
-    function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name).rpartition("<locals>.")[2]
-    if not is_function_frame(frame) or function.startswith(
-        "<"
-    ):  # a comprehension belongs to its line
-        function = None
-    known = replace(known, line=step.tb_lineno + above, code=code, function=function)
+    code = frames.code_at(frame, line)
+    if not code and 0 < line <= len(lines):
+        code = lines[line - 1].strip()
+    known = replace(known, line=line + above, code=code or None, function=_function_of(frame))
     node = failing_node(step, lines)
     if node is None:
         return known
-    return replace(
-        known,
-        operands=_operands_of(node, frames.resolve_names(frame, names_in(node))),
-        inner=_bound_inside(lines, step.tb_lineno),
-    )
+    operands = _operands_of(node, frames.resolve_names(frame, names_in(node)))
+    return replace(known, operands=operands, inner=_bound_inside(lines, line))
+
+
+def _function_of(frame: FrameType) -> str | None:
+    """Return the function that a frame runs; None for the cell itself, to which a comprehension's frame belongs."""
+    code = frame.f_code
+    function: str = getattr(code, "co_qualname", code.co_name).rpartition("<locals>.")[2]
+    is_named = is_function_frame(frame) and not function.startswith("<")
+    return function if is_named else None
 
 
 def _bound_inside(lines: tuple[str, ...], line: int) -> frozenset[str]:
     """Return the names that comprehensions and lambdas on a line bind."""
     tree = parse_lines(dict(enumerate(lines, 1)))
-    found: set[str] = set()
-    for node in () if tree is None else ast.walk(tree):
+    names: set[str] = set()
+    if tree is None:
+        return frozenset()
+    for node in ast.walk(tree):
         if isinstance(node, _INNER) and node.lineno <= line <= (node.end_lineno or line):
-            found |= {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
-            found |= {
-                each.id
-                for each in ast.walk(node)
-                if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
-            }
-    return frozenset(found)
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.arg):
+                    names.add(inner.arg)
+                elif isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+                    names.add(inner.id)
+    return frozenset(names)
 
 
 _INNER = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
@@ -160,12 +164,12 @@ _INNER = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 
 def _operands_of(expression: ast.AST, variables: Mapping[str, Any]) -> tuple[Operand, ...]:
     """Return the operands of an expression that have a device, each once, in order of appearance."""
-    found: dict[str, Operand] = {}
+    operands: dict[str, Operand] = {}
     for node, is_index in _paths(expression, is_index=False):
         operand = _describe_path(node, variables, is_index)
         if operand is not None:
-            found.setdefault(operand.code, operand)
-    return tuple(found.values())
+            operands.setdefault(operand.code, operand)
+    return tuple(operands.values())
 
 
 def _paths(node: ast.AST, *, is_index: bool) -> Iterator[tuple[ast.expr, bool]]:
@@ -189,16 +193,17 @@ def _describe_path(node: ast.expr, variables: Mapping[str, Any], is_index: bool)
     while isinstance(steps[-1], ast.Attribute | ast.Subscript):
         steps.append(steps[-1].value)
     value: Any = MISSING
-    found = owner = None
+    described = None
     for step in reversed(steps):
-        owner, value = value, _resolve_step(step, value, variables)
+        owner = value
+        value = _resolve_step(step, owner, variables)
         if value is MISSING:
             break
         operand = _describe(ast.unparse(step), value, owner, is_index)
-        found = operand or found
+        described = operand or described
         if kind_of(value) == "tensor":
             break
-    return found
+    return described
 
 
 def _resolve_step(step: ast.expr, value: Any, variables: Mapping[str, Any]) -> Any:
@@ -214,13 +219,17 @@ def _resolve_step(step: ast.expr, value: Any, variables: Mapping[str, Any]) -> A
 
 
 def _item(value: Any, index: ast.expr, variables: Mapping[str, Any]) -> Any:
-    key = index.value if isinstance(index, ast.Constant) else MISSING
-    if isinstance(index, ast.Name):
+    """Return an item of a built-in container by a constant or a variable."""
+    if isinstance(index, ast.Constant):
+        key: Any = index.value
+    elif isinstance(index, ast.Name):
         key = variables.get(index.id, MISSING)
+    else:
+        return MISSING
     if type(value) is dict and type(key) in (str, int):
         return value.get(key, MISSING)
-    if type(value) in (list, tuple) and type(key) is int and -len(value) <= key < len(value):
-        return value[key]
+    if type(value) in (list, tuple) and type(key) is int:
+        return value[key] if -len(value) <= key < len(value) else MISSING
     return MISSING
 
 
@@ -233,20 +242,26 @@ def _describe(code: str, value: Any, owner: Any, is_index: bool) -> Operand | No
     totals = bytes_by_device(value, kind)
     if not totals:
         return None
+    is_tensor = kind == "tensor"
+    is_dict = kind == "container" and issubclass(type(value), dict)
     return Operand(
         code,
-        tuple(device for device, _ in totals.most_common()),
-        sum(totals.values()),
-        "dict" if kind == "container" and issubclass(type(value), dict) else kind,
-        is_unregistered=kind_of(owner) == "module"
-        and not any(
-            value is each
-            for kind_of_part in torch_private.REGISTERED
-            for _, each in kinds.registered(owner, kind_of_part)
-        ),
+        devices=tuple(device for device, _ in totals.most_common()),
+        nbytes=sum(totals.values()),
+        kind="dict" if is_dict else kind,
+        is_unregistered=kind_of(owner) == "module" and not _is_registered(owner, value),
         is_index=is_index,
-        requires_grad=kind == "tensor" and bool(value.requires_grad) and torch.is_grad_enabled(),
+        requires_grad=is_tensor and bool(value.requires_grad) and torch.is_grad_enabled(),
     )
+
+
+def _is_registered(module: Any, value: Any) -> bool:
+    """Return whether a module has an object as a parameter, a buffer or a submodule."""
+    for kind in torch_private.REGISTERED:
+        for _, registered in kinds.registered(module, kind):
+            if registered is value:
+                return True
+    return False
 
 
 # ---- Operands on different devices
@@ -254,23 +269,28 @@ def _describe(code: str, value: Any, owner: Any, is_index: bool) -> Operand | No
 
 def _different_devices(error: DeviceError) -> tuple[str, str | None]:
     placed = error.operands
-    devices = {device for each in placed for device in each.devices}
+    devices = _devices_of(placed)
     if len(devices) < 2:
         return _unnamed_operand(error, devices)
-    target, others = _target(placed, error.device), misplaced(error)
-    fixes = [_move_code(error, each, target) for each in others]
+    target = _target(placed, error.device)
+    fixes = [_move_code(error, operand, target) for operand in misplaced(error)]
     return f"{_locations(placed)}.", "; ".join(fixes)
+
+
+def _devices_of(operands: Sequence[Operand]) -> set[str]:
+    devices: set[str] = set()
+    for operand in operands:
+        devices.update(operand.devices)
+    return devices
 
 
 def misplaced(error: DeviceError) -> list[Operand]:
     """Return what the line has elsewhere than where all should be; none where its names are on one device."""
     placed = error.operands
-    if (
-        _rule(error.text) is not _different_devices
-        or len({device for each in placed for device in each.devices}) < 2
-    ):
+    if _rule(error.text) is not _different_devices or len(_devices_of(placed)) < 2:
         return []
-    return [each for each in placed if each.devices != (_target(placed, error.device),)]
+    target = _target(placed, error.device)
+    return [operand for operand in placed if operand.devices != (target,)]
 
 
 def _root(operand: Operand) -> str:
@@ -286,37 +306,38 @@ def _unnamed_operand(error: DeviceError, devices: set[str]) -> tuple[str, str | 
     placed = error.operands
     if not placed:
         where = f" ({' and '.join(named)})" if named else ""
-        return (
-            f"The operands of the line are on different devices{where}; none of them has a name in it.",
-            None,
-        )
-    others = [each for each in named if each not in devices]
+        what = f"The operands of the line are on different devices{where}; none of them has a name in it."
+        return what, None
+    others = [device for device in named if device not in devices]
     where = f" is on {others[0]}" if others else " is elsewhere"
     what = f"{_locations(placed)}; what is made in the line or inside the call{where}."
     if others != [error.device]:
         return what, None
     # New tensors are where the cell runs, and these are not.
-    fixes = "; ".join(_move_code(error, each, error.device) for each in placed)
-    return what, fixes
+    fixes = [_move_code(error, operand, error.device) for operand in placed]
+    return what, "; ".join(fixes)
 
 
 def _target(placed: Sequence[Operand], device: str) -> str:
     """Return where all should be: with the data that is indexed, else where the cell runs, else on a device."""
-    indexed = [each for each in placed if not each.is_index]
-    if (
-        len(indexed) < len(placed)
-        and len({each.devices for each in indexed}) == 1
-        and len(indexed[0].devices) == 1
-    ):
-        return indexed[0].devices[0]
-    found = [each for operand in placed for each in operand.devices]
+    indexed = [operand for operand in placed if not operand.is_index]
+    if len(indexed) < len(placed):
+        homes = {operand.devices for operand in indexed}
+        if len(homes) == 1:
+            (home,) = homes
+            if len(home) == 1:
+                return home[0]
+    found: dict[str, None] = {}
+    for operand in placed:
+        found.update(dict.fromkeys(operand.devices))
     if device in found:
         return device
-    return next((each for each in found if each != "cpu"), device)
+    return next((other for other in found if other != "cpu"), device)
 
 
 def _move_code(error: DeviceError, operand: Operand, target: str) -> str:
-    code, move = operand.code, f'{operand.code}.to("{target}")'
+    code = operand.code
+    move = f'{code}.to("{target}")'
     if operand.kind == "module" or _root(operand) in error.inner:
         return move
     if operand.kind == "optimizer":
@@ -333,17 +354,14 @@ def _move_code(error: DeviceError, operand: Operand, target: str) -> str:
 
 def _locations(operands: Sequence[Operand]) -> str:
     """Return ``"x (2.0 GiB) is on cpu, model on simgpu:0"``."""
+    verb = " is"
     parts = []
-    for number, each in enumerate(operands):
-        of = (
-            "'s parameters and state are"
-            if each.kind == "optimizer"
-            else " is"
-            if number == 0
-            else ""
-        )
-        nbytes = f" ({size(each.nbytes)})" if each.nbytes >= LARGE else ""
-        parts.append(f"{each.code}{nbytes}{of} on {' and '.join(each.devices)}")
+    for operand in operands:
+        if operand.kind == "optimizer":
+            verb = "'s parameters and state are"
+        nbytes = f" ({size(operand.nbytes)})" if operand.nbytes >= LARGE else ""
+        parts.append(f"{operand.code}{nbytes}{verb} on {' and '.join(operand.devices)}")
+        verb = ""
     return ", ".join(parts)
 
 
@@ -361,26 +379,35 @@ def _devices_in(text: str) -> list[str]:
 def _generator(error: DeviceError) -> tuple[str, str | None]:
     wanted, found = re.findall(r"'(\S+?)'", error.text)[:2]
     target = error.device if error.device.startswith(wanted) else wanted
-    made = f'torch.Generator("{target}")'
-    names = [each.code for each in error.operands if each.kind == "generator"]
-    what = f"A generator works on its own device: {names[0] if names else 'this one'} is on {found}, the numbers go to"
-    return f"{what} {wanted}.", f"{names[0]} = {made}" if names else f"generator={made}"
+    new = f'torch.Generator("{target}")'
+    names = [operand.code for operand in error.operands if operand.kind == "generator"]
+    if names:
+        name, fix = names[0], f"{names[0]} = {new}"
+    else:
+        name, fix = "this one", f"generator={new}"
+    what = f"A generator works on its own device: {name} is on {found}, the numbers go to {wanted}."
+    return what, fix
 
 
 def _numpy(error: DeviceError) -> tuple[str, str | None]:
-    there = [each for each in error.operands if each.kind == "tensor" and each.devices != ("cpu",)]
+    elsewhere = []
+    for operand in error.operands:
+        if operand.kind == "tensor" and operand.devices != ("cpu",):
+            elsewhere.append(operand)
     what = "numpy works in the host's memory"
-    if not there:
+    if not elsewhere:
         device = next(iter(_devices_in(error.text)), "a device")
         return f"{what}, and the tensor is on {device}: put .cpu() before it.", None
-    what = f"{_locations(there)}, and {what}."
-    call = ".detach().cpu()" if any(each.requires_grad for each in there) else ".cpu()"
-    return what, "; ".join(f"{each.code}{call}" for each in there)
+    has_graph = any(operand.requires_grad for operand in elsewhere)
+    call = ".detach().cpu()" if has_graph else ".cpu()"
+    fixes = [f"{operand.code}{call}" for operand in elsewhere]
+    return f"{_locations(elsewhere)}, and {what}.", "; ".join(fixes)
 
 
 def _ordinal(error: DeviceError) -> tuple[str, str | None]:
-    there = ", ".join(each for each in error.here if each not in ("cpu", "meta"))
-    return f"The line asks for a device number that does not exist; there are {there}.", None
+    accelerators = [device for device in error.here if device not in ("cpu", "meta")]
+    what = "The line asks for a device number that does not exist"
+    return f"{what}; there are {', '.join(accelerators)}.", None
 
 
 def _deserialize(error: DeviceError) -> tuple[str, str | None]:

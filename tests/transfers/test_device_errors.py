@@ -23,7 +23,7 @@ MODEL = Operand("model", ("cuda:0",), 1000, "module")
 
 
 def told(text: str, *operands: Operand, device: str = "cuda:0", **more: object):
-    return device_errors.told(
+    return device_errors.interpret(
         DeviceError(text, device, HERE, 3, "y = model(x)", operands=operands, **more)
     )  # type: ignore[arg-type]
 
