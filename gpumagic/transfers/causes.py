@@ -1,7 +1,7 @@
 """What a copy is called in the report: the function by which the cell's line asks for it.
 
 The expression that the innermost Python frame evaluates says it, or what torch's own Python code is called that
-evaluates it. Imports torch at its top, so it is imported only when a cell runs on a device.
+evaluates it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import dis
 import sys
 from functools import cache, lru_cache
 from types import CodeType, FrameType
-
-import torch
+from typing import NamedTuple
 
 from gpumagic._compat import torch_frames, torch_private
 from gpumagic.backends import DEVICE_METHODS
@@ -49,8 +48,12 @@ _OURS = (
 
 @cache
 def _own_namespaces() -> frozenset[int]:
-    modules = (module for name, module in list(sys.modules.items()) if name.startswith(_OURS))
-    return frozenset(id(vars(each)) for each in modules)
+    """Return the globals of what lies between a line and a copy, by their `id`."""
+    found = set()
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_OURS):
+            found.add(id(vars(module)))
+    return frozenset(found)
 
 
 def asking_frame(frame: FrameType | None) -> tuple[FrameType | None, bool]:
@@ -58,7 +61,8 @@ def asking_frame(frame: FrameType | None) -> tuple[FrameType | None, bool]:
 
     With it whether it calls a function of torch's in the thread of a run, where it says more than who has called it.
     """
-    ours, is_called = _own_namespaces(), False
+    ours = _own_namespaces()
+    is_called = False
     while frame is not None and id(frame.f_globals) in ours:
         is_called = frame.f_code.co_name == "__torch_function__"
         frame = frame.f_back
@@ -73,43 +77,64 @@ def of_frames(
     source: tuple[str, ...] | None = None,
 ) -> tuple[str, object]:
     """Return what asks for a copy, and what is copied, by the frames from the innermost on that run torch's code."""
-    cause, subject, line = None, None, innermost
-    for line in frames.stack(innermost):
-        module, function = frames.module_of(line), line.f_code.co_name
-        if not frames.is_in(line, ["torch", "gpumagic.transfers"]):
+    by_torch = _by_torchs_code(innermost)
+    line = by_torch.line
+    if by_torch.cause is not None:
+        return by_torch.cause, found if by_torch.subject is None else by_torch.subject
+    cause = None
+    for frame in (innermost, line) if is_called else (line, innermost):
+        lines = source if frame is line else None
+        cause = _name_of_expression(frame.f_code, frame.f_lasti, lines)
+        if cause:
             break
+    if not cause and asks == READ and span_at(line.f_code, line.f_lasti) is not None:
+        cause = _conversion_of(found)  # by a function written in C
+    if cause == INDEXING and asks not in (COPY, READ):
+        return MASK, found
+    return cause or asks, found
+
+
+class _ByTorch(NamedTuple):
+    """What functions of torch's say of a copy that they ask for."""
+
+    cause: str | None
+    subject: object
+    """What they copy; None where they do not say."""
+    line: FrameType
+    """The first frame outside torch, else the outermost."""
+
+
+def _by_torchs_code(innermost: FrameType) -> _ByTorch:
+    cause: str | None = None
+    subject: object = None
+    frame = innermost
+    for frame in frames.stack(innermost):
+        if not frames.is_in(frame, ["torch", "gpumagic.transfers"]):
+            break
+        module, function = frames.module_of(frame), frame.f_code.co_name
         if module == torch_frames.PRINTING_MODULE:
             cause = "print"
         elif module == "torch.serialization" and function in ("save", "load"):
-            cause, subject = f"torch.{function}", frames.local_variables(line).get("obj")
+            cause = f"torch.{function}"
+            subject = frames.local_variables(frame).get("obj")
         elif module == "torch.storage":
-            cause = (
-                "pickle"
-                if function in ("__reduce__", torch_frames.STORAGE_FROM_BYTES)
-                else f"storage.{function}"
-            )
+            is_pickled = function in ("__reduce__", torch_frames.STORAGE_FROM_BYTES)
+            cause = "pickle" if is_pickled else f"storage.{function}"
         elif module == torch_frames.TENSOR_MODULE and function == "__reduce_ex__":
-            cause, subject = "pickle", frames.local_variables(line).get("self")
-    if cause is not None:
-        return cause, found if subject is None else subject
-    order = [innermost, line] if is_called else [line, innermost]
-    named = (
-        _name_of_expression(each.f_code, each.f_lasti, source if each is line else None)
-        for each in order
-    )
-    cause = next(filter(None, named), None)
-    is_told = span_at(line.f_code, line.f_lasti) is not None
-    if (
-        cause is None and is_told and asks == READ and isinstance(found, torch.Tensor)
-    ):  # by a function written in C
-        cause = (
-            "bool()"
-            if found.dtype == torch.bool
-            else "float()"
-            if found.is_floating_point()
-            else "index()"
-        )
-    return MASK if cause == INDEXING and asks not in (COPY, READ) else cause or asks, found
+            cause = "pickle"
+            subject = frames.local_variables(frame).get("self")
+    return _ByTorch(cause, subject, frame)
+
+
+def _conversion_of(value: object) -> str | None:
+    """Return what is likely asked of a tensor whose value the host reads."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return None
+    if value.dtype == torch.bool:
+        return "bool()"
+    return "float()" if value.is_floating_point() else "index()"
 
 
 @lru_cache(1024)
@@ -120,24 +145,27 @@ def _name_of_expression(
     node = expression_at(code, instruction, source, ASKING)
     if isinstance(node, ast.Subscript):
         return INDEXING
-    if not isinstance(node, ast.Call):
-        by = dis.opname[code.co_code[instruction]]
-        return next(
-            (cause for begin, cause in _BY_INSTRUCTIONS.items() if by.startswith(begin)), None
-        )
-    name, path = (
-        called_name(node),
-        ast.unparse(node.func),
-    )  # of a chain over several lines it is the last call alone
+    if isinstance(node, ast.Call):
+        return _name_of_call(node)
+    name = dis.opname[code.co_code[instruction]]
+    for beginning, cause in _BY_INSTRUCTIONS.items():
+        if name.startswith(beginning):
+            return cause
+    return None
+
+
+def _name_of_call(node: ast.Call) -> str | None:
+    name = called_name(node)  # of a chain over several lines the last call alone
     if name in _BY_METHODS or name == torch_private.OUT_OF_TREE_BACKEND.get()():
         return f".{name}"
     if name == "copy_" or name in FROM_HOST:
         return name
     if isinstance(node.func, ast.Name):
-        return f"{name}()" if name in _CONVERSIONS else "print" if name in _PRINTS else None
-    is_path = (
-        path.startswith("torch.")
-        and path != f"torch.{name}"
-        and not path.startswith(torch_frames.PRIVATE_FUNCTIONS)
-    )
-    return path if is_path else None if path.startswith("math.") else name.strip("_")
+        if name in _CONVERSIONS:
+            return f"{name}()"
+        return "print" if name in _PRINTS else None
+    path = ast.unparse(node.func)
+    is_private = path.startswith(torch_frames.PRIVATE_FUNCTIONS)
+    if path.startswith("torch.") and path != f"torch.{name}" and not is_private:
+        return path
+    return None if path.startswith("math.") else name.strip("_")

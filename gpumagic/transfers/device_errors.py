@@ -30,7 +30,7 @@ from gpumagic.source.frames import (
     lines_of,
 )
 from gpumagic.source.text import failing_node, names_in, parse_lines
-from gpumagic.transfers.log import bytes_by_device, kind_of
+from gpumagic.transfers.placed import bytes_by_device, kind_of
 from gpumagic.transfers.report import Explanation, Operand
 
 

@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gpumagic._compat import torch_private
-from gpumagic.transfers.recorder import Function, Recorder, device_contexts, is_real
+from gpumagic.transfers.recorder import Function, Recorder, device_contexts, exclusive, is_real
 
 _DeviceContext: Any = torch_private.DEVICE_CONTEXT.get()
 
@@ -71,6 +71,7 @@ NestingContext: Any = _nesting_context()
 
 
 _entered: list[RecordingContext] = []
+"""Those of all threads; `exclusive` keeps two from changing it at once."""
 
 
 class RecordingContext(NestingContext):
@@ -103,16 +104,17 @@ class RecordingContext(NestingContext):
         self._outer.append((self.old_device, self.prev_mode))
         self.prev_mode = None
         super().__enter__()
-        _entered.append(self)
+        with exclusive():
+            _entered.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        _entered[:] = [each for each in _entered if each is not self]
-        for each in (
-            _entered
-        ):  # in another thread: torch notes one default device for all, which they would restore
-            if each.old_device is self.device:
-                each.old_device = self.old_device
+        with exclusive():
+            _entered[:] = [context for context in _entered if context is not self]
+            # Torch notes one default device for all threads, which those of other threads would restore.
+            for context in _entered:
+                if context.old_device is self.device:
+                    context.old_device = self.old_device
         later = self._entered_later()
         if later is None:
             super().__exit__(*error)

@@ -7,28 +7,22 @@ an old one is not mistaken for it.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpumagic._compat import torch_private
 from gpumagic.backends import backend_named
-from gpumagic.heap import kinds, storages
-from gpumagic.heap.storages import nbytes_of
+from gpumagic.heap import storages
 from gpumagic.memory.devices import Device
-from gpumagic.report.base import Holder
 from gpumagic.report.units import LARGE
 from gpumagic.transfers.report import TransferRow
-from gpumagic.transfers.sites import CallSites
+from gpumagic.transfers.sites import CallSites, Site
 
 _MANY = 1000
 """Tensors kept before those that are gone are removed."""
-_MAX_ITEMS = 10_000
-"""Items of a container that are read."""
 
 
 def direction(source: str, target: str) -> str:
@@ -69,9 +63,9 @@ class TransferHistory:
 
     def is_repeat(self, place: int, subject: Any) -> bool:
         """Return whether the same part of a storage, unchanged, was transferred at this place before."""
-        if (
-            not isinstance(subject, self._tensor) or subject.is_inference()
-        ):  # in inference mode no changes are counted
+        if not isinstance(subject, self._tensor):
+            return False
+        if subject.is_inference():  # in inference mode no changes are counted
             return False
         try:
             number = storages.number_of(subject.untyped_storage())
@@ -84,15 +78,27 @@ class TransferHistory:
         known = self._before.get(key)
         self._before[key] = version
         if known is None and len(self._before) > self._full:
-            storages.forget_expired()
-            alive = storages.numbers_in_use()
-            self._before = {each: kept for each, kept in self._before.items() if each[1] in alive}
-            self._full = 2 * len(self._before) + _MANY
+            self._forget_gone()
         return known is not None and bool(known == version)
 
+    def _forget_gone(self) -> None:
+        """Forget the storages that are gone."""
+        storages.forget_expired()
+        alive = storages.numbers_in_use()
+        self._before = {key: kept for key, kept in self._before.items() if key[1] in alive}
+        self._full = 2 * len(self._before) + _MANY
 
-MoveKey = tuple[str, str, str, "int | None", "str | None", "str | None", str]
-"""The direction of transfers, their source and target, their line, its code, the variable and the cause."""
+
+class _TransferKey(NamedTuple):
+    """What the transfers have in common that are one row of the report."""
+
+    direction: str
+    source: str
+    target: str
+    line: int | None
+    code: str | None
+    name: str | None
+    cause: str
 
 
 @dataclass
@@ -102,7 +108,7 @@ class TransferLog:
     sites: CallSites
     created: dict[object, list[int]] = field(default_factory=dict)
     """The count and the bytes of new tensors by device, which is named only in the report."""
-    moves: dict[MoveKey, _TransferSum] = field(default_factory=dict)
+    transfers: dict[_TransferKey, _TransferSum] = field(default_factory=dict)
     waits: Counter[int] = field(default_factory=Counter)
     """By line, the waits that copy nothing."""
     history: TransferHistory = field(default_factory=TransferHistory)
@@ -113,7 +119,7 @@ class TransferLog:
         total[0] += count
         total[1] += nbytes
 
-    def add_move(
+    def add_transfer(
         self,
         asks: str,
         source: Any,
@@ -132,10 +138,7 @@ class TransferLog:
         site, subject, name = self.sites.find(asks, found)
         total = site.sums.get((source, target, name))
         if total is None:
-            way, ends = direction(str(source), str(target)), (str(source), str(target))
-            total = self.moves.setdefault(
-                (way, *ends, site.line, site.code, name, site.cause), _TransferSum()
-            )
+            total = self._sum_at(site, str(source), str(target), name)
             site.sums[source, target, name] = total
         total.count += 1
         total.nbytes += nbytes
@@ -145,9 +148,13 @@ class TransferLog:
             total.repeats += self.history.is_repeat(id(total), subject)
         if nbytes >= LARGE:  # to ask whether memory is pinned takes a driver call
             pageable = is_pageable(subject, str(target))
-            total.pageable = (
-                total.pageable if pageable is None else (total.pageable or 0) + nbytes * pageable
-            )
+            if pageable is not None:
+                total.pageable = (total.pageable or 0) + nbytes * pageable
+
+    def _sum_at(self, site: Site, source: str, target: str, name: str | None) -> _TransferSum:
+        way = direction(source, target)
+        key = _TransferKey(way, source, target, site.line, site.code, name, site.cause)
+        return self.transfers.setdefault(key, _TransferSum())
 
     def add_sync(self) -> None:
         """Count one operation that made the host wait for the device, at the line that is running now."""
@@ -157,36 +164,35 @@ class TransferLog:
 
     def syncs(self) -> dict[int, int]:
         """Return how often the host waited at each line."""
-        found = self.waits.copy()
-        for (_, _, _, line, *_), total in self.moves.items():
-            if isinstance(line, int) and total.waits:
-                found[line] += total.waits
-        return dict(sorted(found.items()))
+        waits = self.waits.copy()
+        for key, total in self.transfers.items():
+            if key.line is not None and total.waits:
+                waits[key.line] += total.waits
+        return dict(sorted(waits.items()))
 
-    def absorb(self, other: TransferLog) -> None:
+    def merge(self, other: TransferLog) -> None:
         """Add what another thread's log counted, which may go on counting."""
         for device, (count, nbytes) in list(other.created.items()):
             self.add_created(device, nbytes, count)
-        for key, moved in list(other.moves.items()):
-            self.moves.setdefault(key, _TransferSum()).add(moved)
+        for key, total in list(other.transfers.items()):
+            self.transfers.setdefault(key, _TransferSum()).add(total)
         self.waits.update(other.waits.copy())
 
     def rows(self) -> tuple[TransferRow, ...]:
         """Return the transfers, most bytes first."""
         rows: list[TransferRow] = []
-        for key, total in self.moves.items():
-            way, source, target, line, code, name, cause = key
+        for key, total in self.transfers.items():
             row = TransferRow(
-                direction=way,
-                source=source,
-                target=target,
+                direction=key.direction,
+                source=key.source,
+                target=key.target,
                 count=total.count,
                 nbytes=total.nbytes,
                 seconds=total.seconds,
-                line=line,
-                code=code,
-                name=name,
-                cause=cause,
+                line=key.line,
+                code=key.code,
+                name=key.name,
+                cause=key.cause,
                 repeats=total.repeats,
                 pageable=total.pageable,
             )
@@ -202,71 +208,3 @@ def is_pageable(subject: object, target: str) -> bool | None:
     if not backend.copies_pinned or not isinstance(subject, torch.Tensor):
         return None
     return subject.device.type == "cpu" and not subject.is_pinned()
-
-
-def tensors_elsewhere(variables: Mapping[str, object], device: str) -> list[Holder]:
-    """Return the variables that have bytes on a device other than ``device``, most bytes first."""
-    found = []
-    for name, value in variables.items():
-        if (kind := kind_of(value)) in ("tensor", "module", "container"):
-            with contextlib.suppress(Exception):  # of a tensor of a class of its own
-                totals = bytes_by_device(value, kind)
-                found += [
-                    Holder(name, at, nbytes)
-                    for at, nbytes in totals.items()
-                    if nbytes and at not in (device, "meta")
-                ]
-    return sorted(found, key=lambda holder: -holder.nbytes)
-
-
-def kind_of(value: Any) -> Any:
-    """Return what a value is that has a device, or whose parts may have one; None for anything else."""
-    import torch
-
-    # type(), not isinstance(): a proxy's __class__ may evaluate or raise.
-    types: dict[str, type | tuple[type, ...]] = {
-        "tensor": torch.Tensor,
-        "module": torch.nn.Module,
-        "optimizer": torch.optim.Optimizer,
-        "generator": torch.Generator,
-        "container": (list, tuple, dict),
-    }
-    return next((name for name, kind in types.items() if issubclass(type(value), kind)), None)
-
-
-def bytes_by_device(value: Any, kind: str) -> Counter[str]:
-    """Return the bytes by device of the tensors that a value of a kind holds, each tensor once."""
-    totals: Counter[str] = Counter()
-    if kind == "generator":
-        totals[str(value.device)] = 0
-        return totals
-    with torch_private.DISABLE_TORCH_FUNCTION.get()():
-        for tensor in {id(each): each for each in tensors_in(value, kind)}.values():
-            totals[str(tensor.device)] += nbytes_of(tensor)
-    return totals
-
-
-def tensors_in(value: Any, kind: str) -> Iterator[Any]:
-    """Yield the tensors that a value of a kind holds, but for those that have no memory yet."""
-    import torch
-
-    if kind == "tensor":
-        yield from () if torch.nn.parameter.is_lazy(value) else (value,)
-    elif kind == "module":
-        for _, part in kinds.modules_in(value):
-            kept = [
-                *kinds.registered(part, torch_private.PARAMETERS),
-                *kinds.registered(part, torch_private.BUFFERS),
-            ]
-            yield from (each for _, each in kept if not torch.nn.parameter.is_lazy(each))
-    elif kind == "optimizer":
-        value = kinds.unwrapped(value)
-        yield from (each for group in kinds.parameter_groups(value) for each in group["params"])
-        kept = [(key, each) for state in value.state.values() for key, each in state.items()]
-        yield from (each for key, each in kept if key != "step" and kind_of(each) == "tensor")
-    elif kind == "container":
-        base = next(each for each in (dict, list, tuple) if issubclass(type(value), each))
-        parts = dict.values(value) if base is dict else base.__iter__(value)
-        yield from (
-            each for each in itertools.islice(parts, _MAX_ITEMS) if kind_of(each) == "tensor"
-        )

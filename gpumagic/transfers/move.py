@@ -9,8 +9,8 @@ that other references keep the old one.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 from gpumagic import notebook
 from gpumagic._compat import torch_private
@@ -19,7 +19,7 @@ from gpumagic.heap import branches, kinds
 from gpumagic.heap.storages import nbytes_of
 from gpumagic.memory.devices import room
 from gpumagic.report.units import size
-from gpumagic.transfers.log import kind_of, tensors_in
+from gpumagic.transfers.placed import kind_of, tensors_in
 from gpumagic.transfers.report import MOVE
 from gpumagic.transfers.sites import CallSites
 
@@ -49,58 +49,31 @@ def relocate(
         OptionError: a name is missing, or holds nothing that could move. Nothing has changed then.
         GpuMagicError: it does not fit, or something cannot be moved; the message says what has been moved, if anything.
     """
-    import torch
-
     names = list(dict.fromkeys(names))
     if device == "meta" and names:
         raise OptionError(
             f"{MOVE}: meta tensors have no values, so moving {', '.join(names)} there would lose them"
         )
-    parts = [(name, part) for name in names for part in _parts(name, namespace)]
+    parts = []
+    for name in names:
+        parts += [(name, part) for part in _parts(name, namespace)]
     optimizers = _optimizers([part for _, part in parts], namespace)
     _check_room([*(part for _, part in parts), *optimizers.values()], names, device)
-    moves, failure, values = _Moves(device), None, dict[int, Any]()
+    move = _Move(device)
+    failure = None
     try:
-        whole = [
-            (name, _as_module(part))
-            for name, part in parts
-            if not issubclass(type(part), torch.Tensor)
-        ]
-        of_modules = {id(each) for _, module in whole for each in _tensors_of(module)}
-        for name, part in parts:
-            sites.moving = name
-            if id(part) not in of_modules:
-                moves.moved(part)  # where it runs out of memory for them, nothing has changed
-        # Those that may refuse, as quantized ones do, come first.
-        for name, module in sorted(whole, key=lambda each: type(each[1]).to is torch.nn.Module.to):
-            sites.moving = name
-            moves.move_module(module)
-            moves.modules.append(name)
-        for name in names:
-            sites.moving, value = name, namespace[name]
-            if id(value) not in values:
-                values[id(value)] = _rebuilt(value, moves.moved)
-        for name, optimizer in optimizers.items():
-            sites.moving = name
-            moves.move_optimizer(optimizer)
-        namespace.update({name: values[id(namespace[name])] for name in names})
+        move.run(names, parts, optimizers, namespace, sites)
     except Exception as error:  # from torch, a module or an optimizer: our error has its text
         failure = str(error).partition("\n")[0] or type(error).__name__
     finally:
         sites.moving = None
-        moves.copies.clear()  # an interrupt's traceback keeps this frame
-        values.clear()
-    if (
-        failure is not None
-    ):  # out here: raised inside, it would keep that error, its frames and their tensors
-        done_by_now = (
-            f"{', '.join(dict.fromkeys(moves.modules))} had been moved"
-            if moves.modules
-            else "nothing was moved"
-        )
-        raise GpuMagicError(
-            f"{MOVE}: {', '.join(names)} cannot go to {device}, and {done_by_now}: {failure}"
-        )
+        move.release()  # an interrupt's traceback keeps this frame
+    # Raised in there, it would keep that error, its frames and their tensors.
+    if failure is not None:
+        moved = ", ".join(dict.fromkeys(move.moved_modules))
+        done_by_now = f"{moved} had been moved" if moved else "nothing was moved"
+        what = f"{', '.join(names)} cannot go to {device}"
+        raise GpuMagicError(f"{MOVE}: {what}, and {done_by_now}: {failure}")
 
 
 # ---- What there is to move
@@ -122,21 +95,21 @@ def _parts(name: str, namespace: Mapping[str, Any]) -> list[Any]:
 
     value = namespace[name]
     try:
-        leaves = _flat(value)[0]
+        leaves, _ = _flat(value)
     except RecursionError:
         raise OptionError(f"{MOVE}: {name!r} cannot be moved: it holds itself") from None
     movable = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
     # type(), not isinstance(): a proxy's __class__ may evaluate or raise
-    found = {id(each): each for each in leaves if issubclass(type(each), movable)}
-    if not found:
-        kind = branches.name_of_type(type(value))
-        hint = "it looks into lists, tuples and dicts only"
-        if branches.class_attribute(type(value), "to") is not None:
-            hint = f"it has a .to() of its own: {name} = {name}.to(...)"
-        raise OptionError(
-            f"{MOVE}: {name!r} ({kind}) holds no tensor, module or optimizer that could move; {hint}"
-        )
-    return list(found.values())
+    parts = {id(leaf): leaf for leaf in leaves if issubclass(type(leaf), movable)}
+    if parts:
+        return list(parts.values())
+    kind = branches.name_of_type(type(value))
+    hint = "it looks into lists, tuples and dicts only"
+    if branches.class_attribute(type(value), "to") is not None:
+        hint = f"it has a .to() of its own: {name} = {name}.to(...)"
+    raise OptionError(
+        f"{MOVE}: {name!r} ({kind}) holds no tensor, module or optimizer that could move; {hint}"
+    )
 
 
 def _as_module(part: Any) -> Any:
@@ -145,76 +118,97 @@ def _as_module(part: Any) -> Any:
 
     if not issubclass(type(part), torch.optim.Optimizer):
         return part
-    return torch.nn.ParameterList(
-        [each for each in _parameters_of(part) if isinstance(each, torch.nn.Parameter)]
-    )
+    parameters = []
+    for tensor in _parameters_of(part):
+        if isinstance(tensor, torch.nn.Parameter):
+            parameters.append(tensor)
+    return torch.nn.ParameterList(parameters)
 
 
 def _optimizers(parts: list[Any], namespace: Mapping[str, Any]) -> dict[str, Any]:
     """Return the optimizers among the parts, and those of variables that work on what moves, by name."""
     import torch
 
-    moving = {id(each) for part in parts for each in _tensors_of(part)}
-    named = [(name, each) for name, each in list(namespace.items()) if not name.startswith("_")]
+    moving: set[int] = set()
+    for part in parts:
+        moving.update(map(id, _tensors_of(part)))
+    candidates = []
+    for name, value in list(namespace.items()):
+        if not name.startswith("_"):
+            candidates.append((name, value))
+    candidates += [("optimizer", part) for part in parts]
     found: dict[int, tuple[str, Any]] = {}
-    for name, value in [*named, *(("optimizer", each) for each in parts)]:
+    for name, value in candidates:
         if issubclass(type(value), torch.optim.Optimizer):
             optimizer = kinds.unwrapped(value)
-            if any(id(each) in moving for each in _parameters_of(optimizer)):
+            if not moving.isdisjoint(map(id, _parameters_of(optimizer))):
                 found.setdefault(id(optimizer), (name, optimizer))
     return dict(found.values())
 
 
 def _parameters_of(optimizer: Any) -> list[Any]:
-    return [
-        each
-        for group in kinds.parameter_groups(kinds.unwrapped(optimizer))
-        for each in group["params"]
-    ]
+    parameters: list[Any] = []
+    for group in kinds.parameter_groups(kinds.unwrapped(optimizer)):
+        parameters += group["params"]
+    return parameters
 
 
 def _tensors_of(part: Any) -> Iterator[Any]:
     """Yield a tensor, or those of a module or an optimizer, with their gradients."""
-    for each in tensors_in(part, kind_of(part)):
-        yield each
-        if each.is_leaf and each.grad is not None:
-            yield each.grad
+    for tensor in tensors_in(part, kind_of(part)):
+        yield tensor
+        if tensor.is_leaf and tensor.grad is not None:
+            yield tensor.grad
 
 
-def _slots_of(module: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yield the parameters and buffers of a module and its submodules: the dict that has it, the key, the tensor."""
+class _Slot(NamedTuple):
+    """A place where a tensor is kept."""
+
+    kept: dict[str, Any]
+    key: str
+    value: Any
+
+
+def _slots_of(module: Any) -> Iterator[_Slot]:
+    """Yield where a module and its submodules keep their parameters and buffers."""
     for _, part in kinds.modules_in(module):
         own = branches.attributes_of(part)
-        for kept in (own.get(torch_private.PARAMETERS), own.get(torch_private.BUFFERS)):
+        for kind in (torch_private.PARAMETERS, torch_private.BUFFERS):
+            kept = own.get(kind)
             if isinstance(kept, dict):
-                yield from (
-                    (kept, key, tensor)
-                    for key, tensor in list(dict.items(kept))
-                    if tensor is not None
-                )
+                for key, tensor in list(dict.items(kept)):
+                    if tensor is not None:
+                        yield _Slot(kept, key, tensor)
 
 
-def _state_of(optimizer: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yield what of an optimizer's state goes with its parameters: the dict that has it, the key, the value.
+def _state_of(optimizer: Any) -> Iterator[_Slot]:
+    """Yield where an optimizer keeps of its state what goes with its parameters.
 
     A step counter stays on the host unless the optimizer says otherwise, as in `Optimizer.load_state_dict`.
     """
     for group in kinds.parameter_groups(optimizer):
+        has_steps_there = group.get("capturable") or group.get("fused")
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             for key, value in list(state.items()):
-                if key != "step" or group.get("capturable") or group.get("fused"):
-                    yield state, key, value
+                if key != "step" or has_steps_there:
+                    yield _Slot(state, key, value)
 
 
 def _check_room(parts: Iterable[Any], names: list[str], device: str) -> None:
-    found = {id(each): each for part in parts for each in _tensors_of(part)}
-    nbytes, free = (
-        sum(nbytes_of(each) for each in found.values() if str(each.device) != device),
-        room(device),
-    )
-    if free is not None and nbytes > free:
-        need = f"{', '.join(names)} need{'s' if len(names) == 1 else ''} {size(nbytes)}"
+    """Raise if the device has no room for what is not there yet."""
+    free = room(device)
+    if free is None:
+        return
+    nbytes = {}
+    for part in parts:
+        for tensor in _tensors_of(part):
+            if str(tensor.device) != device:
+                nbytes[id(tensor)] = nbytes_of(tensor)
+    needed = sum(nbytes.values())
+    if needed > free:
+        verb = "needs" if len(names) == 1 else "need"
+        need = f"{', '.join(names)} {verb} {size(needed)}"
         raise GpuMagicError(
             f"{MOVE}: {need} on {device}, which has {size(free)} free; nothing was moved"
         )
@@ -223,25 +217,70 @@ def _check_room(parts: Iterable[Any], names: list[str], device: str) -> None:
 # ---- The move
 
 
-class _Moves:
-    """What has been moved so far."""
+class _Move:
+    """The move of some variables to a device, as far as it has come."""
 
     def __init__(self, device: str) -> None:
-        self.copies: dict[int, tuple[Any, Any]] = {}
-        """By the `id` of a tensor: itself, so that no other gets that, and what is there in its place."""
-        self.modules: list[str] = []
-        """Their names."""
+        self.moved_modules: list[str] = []
+        """The names of those."""
         self._device = device
+        self._copies: dict[int, tuple[Any, Any]] = {}
+        """By the `id` of a tensor: itself, so that no other gets that, and what is there in its place."""
+        self._values: dict[int, Any] = {}
+        """By the `id` of a variable's value: what it is bound to."""
 
-    def moved(self, part: Any) -> Any:
+    def run(
+        self,
+        names: Iterable[str],
+        parts: Sequence[tuple[str, Any]],
+        optimizers: Mapping[str, Any],
+        namespace: MutableMapping[str, Any],
+        sites: CallSites,
+    ) -> None:
+        """Move parts of variables, and optimizers with their state; bind the names last."""
+        import torch
+
+        modules = []
+        of_modules: set[int] = set()
+        for name, part in parts:
+            if not issubclass(type(part), torch.Tensor):
+                module = _as_module(part)
+                modules.append((name, module))
+                of_modules.update(map(id, _tensors_of(module)))
+        for name, part in parts:
+            sites.moving = name
+            if id(part) not in of_modules:
+                self._moved(part)  # where it runs out of memory for them, nothing has changed
+        # Those that may refuse, as quantized ones do, come first.
+        for name, module in sorted(modules, key=_moves_as_torch_does):
+            sites.moving = name
+            self._move_module(module)
+            self.moved_modules.append(name)
+        for name in names:
+            sites.moving = name
+            value = namespace[name]
+            if id(value) not in self._values:
+                self._values[id(value)] = _rebuilt(value, self._moved)
+        for name, optimizer in optimizers.items():
+            sites.moving = name
+            self._move_optimizer(optimizer)
+        namespace.update({name: self._values[id(namespace[name])] for name in names})
+
+    def release(self) -> None:
+        """Release every object."""
+        self._copies.clear()
+        self._values.clear()
+
+    def _moved(self, part: Any) -> Any:
         """Return the copy of a tensor; all else stays the object it is."""
         import torch
 
         if not issubclass(type(part), torch.Tensor):
             return part
-        if id(part) not in self.copies:
-            self.copies[id(part)] = part, self._copy(part)
-        return self.copies[id(part)][1]
+        if id(part) not in self._copies:
+            self._copies[id(part)] = part, self._copy(part)
+        _, copy = self._copies[id(part)]
+        return copy
 
     def _copy(self, tensor: Any) -> Any:
         import torch
@@ -250,34 +289,43 @@ class _Moves:
             return tensor
         # A tensor that a graph made stays in the graph, as with `x = x.to(...)`; a leaf has a leaf for a copy.
         with torch.set_grad_enabled(tensor.grad_fn is not None):
-            made = tensor.to(self._device)
-        if tensor.is_leaf and tensor.requires_grad:
-            made = (
-                torch.nn.Parameter(made)
-                if isinstance(tensor, torch.nn.Parameter)
-                else made.requires_grad_()
-            )
-            made.grad = None if tensor.grad is None else self.moved(tensor.grad)
-        return made
+            copy = tensor.to(self._device)
+        if not tensor.is_leaf or not tensor.requires_grad:
+            return copy
+        if isinstance(tensor, torch.nn.Parameter):
+            copy = torch.nn.Parameter(copy)
+        else:
+            copy.requires_grad_()
+        if tensor.grad is not None:
+            copy.grad = self._moved(tensor.grad)
+        return copy
 
-    def move_module(self, module: Any) -> None:
+    def _move_module(self, module: Any) -> None:
         """Move a module by its own `to`."""
         slots = list(_slots_of(module))
         module.to(self._device)
-        for kept, key, old in slots:
+        for slot in slots:
             # A tied weight stays one where torch makes new parameters, as on PrivateUse1.
-            kept[key] = self.copies.setdefault(id(old), (old, kept[key]))[1]
+            there = slot.value, slot.kept[slot.key]
+            _, slot.kept[slot.key] = self._copies.setdefault(id(slot.value), there)
 
-    def move_optimizer(self, optimizer: Any) -> None:
+    def _move_optimizer(self, optimizer: Any) -> None:
         """Give an optimizer its parameters, and move their state, in its own dictionaries."""
-        for kept, key, value in list(_state_of(optimizer)):
-            kept[key] = _rebuilt(value, self.moved)
+        for slot in list(_state_of(optimizer)):
+            slot.kept[slot.key] = _rebuilt(slot.value, self._moved)
         for group in optimizer.param_groups:
-            parameters = [self.moved(each) for each in group["params"]]
+            parameters = [self._moved(parameter) for parameter in group["params"]]
             for old, new in zip(group["params"], parameters, strict=True):
                 if new is not old and old in optimizer.state:
                     optimizer.state[new] = optimizer.state.pop(old)
             group["params"][:] = parameters
+
+
+def _moves_as_torch_does(named: tuple[str, Any]) -> bool:
+    import torch
+
+    _, module = named
+    return type(module).to is torch.nn.Module.to
 
 
 def _flat(value: Any) -> tuple[list[Any], Any]:
@@ -285,14 +333,13 @@ def _flat(value: Any) -> tuple[list[Any], Any]:
     from torch.nn.utils.rnn import PackedSequence
 
     flatten = torch_private.containers().flatten
-    found: tuple[list[Any], Any] = flatten(value, lambda each: type(each) is PackedSequence)
-    return found
+    return flatten(value, lambda part: type(part) is PackedSequence)
 
 
 def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a container with what is in it changed; itself if nothing differs."""
     leaves, shape = _flat(value)
-    changed = [change(each) for each in leaves]
+    changed = [change(leaf) for leaf in leaves]
     if all(map(operator.is_, changed, leaves)):
         return value
     return torch_private.containers().unflatten(changed, shape)

@@ -95,7 +95,7 @@ class CountingKernels:
 
     def unwatch(self, run: object) -> None:
         """Undo `watch`. Idempotent, so that it can be called after an interrupt anywhere."""
-        self._runs[:] = [each for each in self._runs if each is not run]
+        self._runs[:] = [other for other in self._runs if other is not run]
         if self._library is None or self._runs:
             return
         if _CAN_CALL_TORCHS or not self._is_complete:
@@ -215,7 +215,7 @@ def _copying(kernel: Function) -> Function:
             result = kernel(keyset, target, source, non_blocking)
             seconds = perf_counter() - start
             if recorder.counted == before:
-                recorder.add_move(source, target, here, there, seconds, non_blocking)
+                recorder.add_copy(source, target, here, there, seconds, non_blocking)
             return result
         finally:
             if recorder is not None:

@@ -7,10 +7,11 @@ its top, so it is imported only when a cell runs on a device.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from threading import get_ident
+from threading import RLock, get_ident
 from typing import Any
 
 import torch
@@ -23,6 +24,22 @@ from gpumagic.transfers.log import TransferLog
 from gpumagic.transfers.sites import CallSites
 
 Function = Callable[..., Any]
+
+_lock = RLock()
+
+
+@contextlib.contextmanager
+def exclusive() -> Iterator[None]:
+    """Let no other thread put anything in place meanwhile, or take it away.
+
+    After a second it goes on without the lock: Ctrl-C where a `with` ends may have kept another from its release.
+    """
+    is_held = _lock.acquire(timeout=1)
+    try:
+        yield
+    finally:
+        if is_held:
+            _lock.release()
 
 
 @dataclass(eq=False)
@@ -45,7 +62,8 @@ class Recorder:
     def finish(self) -> None:
         """Add up what other threads did."""
         while self.by_thread:
-            self.log.absorb(self.by_thread.popitem()[1].log)
+            _, of_thread = self.by_thread.popitem()
+            self.log.merge(of_thread.log)
 
     def add_created(self, tensor: torch.Tensor) -> None:
         """Count a new tensor."""
@@ -53,7 +71,7 @@ class Recorder:
         if nbytes or tensor.is_meta:  # `torch.load` creates empty ones and then fills them
             self.log.add_created(tensor.device, nbytes)
 
-    def add_move(
+    def add_copy(
         self,
         source: torch.Tensor,
         target: torch.Tensor,
@@ -76,13 +94,15 @@ class Recorder:
             # After a copy from or to the host, CUDA waits for the stream; one between devices is only queued.
             waits = not non_blocking and from_host is not to_host
             self.counted += 1
-            self.log.add_move(causes.COPY, here, there, nbytes, seconds, waits, self.copied, True)
+            self.log.add_transfer(
+                causes.COPY, here, there, nbytes, seconds, waits, self.copied, is_copy=True
+            )
 
     def add_read(self, tensor: torch.Tensor, nbytes: int, seconds: float, asks: str) -> None:
         """Count what the host reads of a device tensor, a value or a size: a copy to the host, and a sync."""
         if nbytes:
             self.counted += 1
-            self.log.add_move(asks, tensor.device, _HOST, nbytes, seconds, True, tensor)
+            self.log.add_transfer(asks, tensor.device, _HOST, nbytes, seconds, True, tensor)
 
 
 _HOST = torch.device("cpu")
@@ -119,11 +139,12 @@ def begin(recorder: Recorder) -> None:
 
 
 def end(recorder: Recorder) -> None:
-    """Undo `begin`. Idempotent, so that it can be called after an interrupt anywhere."""
+    """Undo `begin`, for the runs within it too. Idempotent, so that it can be called after an interrupt anywhere."""
     runs = open_runs.get(recorder.thread, [])
-    runs[:] = runs[
-        : next((index for index, each in enumerate(runs) if each is recorder), len(runs))
-    ]
+    for place, run in enumerate(runs):
+        if run is recorder:
+            del runs[place:]
+            break
     if not runs:
         open_runs.pop(recorder.thread, None)
 
@@ -140,27 +161,45 @@ def _recorder_of_worker() -> Recorder | None:
     It works for a run whose code is on its stack; and, while only one thread has runs, for the innermost if that began
     before the thread or called autograd.
     """
-    running = [run for runs in list(open_runs.values()) for run in runs]
+    running: list[Recorder] = []
+    for runs in list(open_runs.values()):
+        running += runs
     if not running:
         return None
     # Checkpoints take the mode with them.
     checkpointed = getattr(next(device_contexts(), None), "recorder", None)
     if isinstance(checkpointed, Recorder):
         return checkpointed
-    files = {frame.f_code.co_filename for frame in frames.stack(sys._getframe(1))}
-    calling = next((run for run in reversed(running) if run.log.sites.filename in files), None)
-    if calling is None and len({run.thread for run in running}) != 1:
+    calling = _run_on_stack(running)
+    if calling is None and len({run.thread for run in running}) > 1:
         return None
-    run, thread = calling or running[-1], get_ident()
+    run = calling or running[-1]
     is_autograd = _graph_task() != -1
-    if thread in run.earlier_threads and not (is_autograd or calling):
+    if get_ident() in run.earlier_threads and not (is_autograd or calling):
         return None
-    if thread not in run.by_thread:
-        sites = CallSites(
-            run.log.sites.namespace, run.log.sites.filename, run.thread if is_autograd else None
-        )
-        run.by_thread.setdefault(thread, Recorder(run.device, TransferLog(sites), thread=thread))
-    return run.by_thread[thread]
+    return _recorder_in_thread(run, is_autograd=is_autograd)
+
+
+def _run_on_stack(running: list[Recorder]) -> Recorder | None:
+    """Return the innermost run whose code this thread runs."""
+    files = {frame.f_code.co_filename for frame in frames.stack(sys._getframe(2))}
+    for run in reversed(running):
+        if run.log.sites.filename in files:
+            return run
+    return None
+
+
+def _recorder_in_thread(run: Recorder, *, is_autograd: bool) -> Recorder:
+    """Return what records for a run in this thread; in one of autograd's its lines are those of the caller."""
+    thread = get_ident()
+    recorder = run.by_thread.get(thread)
+    if recorder is None:
+        sites = run.log.sites
+        waiting = run.thread if is_autograd else None
+        own = TransferLog(CallSites(sites.namespace, sites.filename, waiting))
+        # Not looked up again: the run may end meanwhile, and then takes it away.
+        recorder = run.by_thread.setdefault(thread, Recorder(run.device, own, thread=thread))
+    return recorder
 
 
 def device_contexts() -> Iterator[Any]:

@@ -10,11 +10,9 @@ so it is imported only when a cell runs on a device.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from threading import RLock
 from types import FunctionType
 from typing import Any
 
@@ -28,20 +26,7 @@ from gpumagic.transfers import device_mode, lines, operators, tracing
 from gpumagic.transfers import recorder as recorders
 from gpumagic.transfers.device_mode import RecordingContext
 from gpumagic.transfers.log import TransferLog
-from gpumagic.transfers.recorder import Recorder, device_contexts
-
-_lock = RLock()
-
-
-@contextlib.contextmanager
-def _exclusive() -> Iterator[None]:
-    """Hold the lock, or go on without it after a second: Ctrl-C where a `with` ends may keep it from its release."""
-    is_held = _lock.acquire(timeout=1)
-    try:
-        yield
-    finally:
-        if is_held:
-            _lock.release()
+from gpumagic.transfers.recorder import Recorder, device_contexts, exclusive
 
 
 class Recording:
@@ -55,7 +40,7 @@ class Recording:
         """Start recording, in the calling thread."""
         try:
             recorders.begin(self.recorder)
-            with _exclusive():
+            with exclusive():
                 operators.kernels.watch(self)
                 watch_waits(self, self.recorder.device.type)
                 watch_tracebacks()
@@ -73,7 +58,7 @@ class Recording:
             self._leave_context()
         finally:
             try:
-                with _exclusive():
+                with exclusive():
                     unwatch_waits(self)
                     unwatch_tracebacks()
                     operators.kernels.unwatch(self)

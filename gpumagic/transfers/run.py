@@ -24,6 +24,7 @@ from gpumagic.source.frames import WatchedCode
 from gpumagic.transfers import device_errors, log, move
 from gpumagic.transfers.advice import suggestions
 from gpumagic.transfers.lines import Function, find_functions
+from gpumagic.transfers.placed import tensors_elsewhere
 from gpumagic.transfers.report import TransferReport
 from gpumagic.transfers.sites import CallSites
 
@@ -216,7 +217,7 @@ class DeviceRun:
             peak=self._clock.peak(),
             allocations=self._clock.allocations(),
             elapsed=self._clock.elapsed,
-            elsewhere=tuple(log.tensors_elsewhere(variables, self.device)),
+            elsewhere=tuple(tensors_elsewhere(variables, self.device)),
             advice=suggestions(moves, syncs, lines, has_loader=has_loader),
             error=type(error).__name__ if error is not None else None,
             explanation=explanation,

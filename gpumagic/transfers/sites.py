@@ -14,17 +14,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from threading import get_ident
 from types import CodeType, FrameType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpumagic._compat import torch_frames
 from gpumagic.backends import DEVICE_METHODS
 from gpumagic.source import frames
 from gpumagic.source.frames import cell_file, lines_above, lines_of
 from gpumagic.source.text import called_name, expression_at, names_in
+from gpumagic.transfers import causes
 from gpumagic.transfers.advice import CHECK
 from gpumagic.transfers.report import MOVE
 
 _MODULE_MOVES = DEVICE_METHODS | {"to", "cpu", "to_empty"}
+_MODULE = "torch.nn.modules.module"
 _DISPATCHERS = frozenset({"__torch_function__", "__torch_dispatch__"})
 _DEPTHS = 5, 7
 """Where the line's frame mostly is: the function mode calls the kernel, itself or by a constructor's handler. To look
@@ -54,6 +56,16 @@ class Site:
     """What the log counts here, by devices and variable."""
 
 
+class _OwnFrame(NamedTuple):
+    """A frame that runs the cell's code."""
+
+    frame: FrameType
+    above: int
+    """How many lines of the cell stand above its code."""
+    module_move: FrameType | None
+    """The frame of a module's `to` or its like that it has called."""
+
+
 class CallSites:
     """Finds the cell's innermost running line, looking outward from an operator's call.
 
@@ -70,9 +82,6 @@ class CallSites:
         filename: str | None = None,
         waiting_thread: int | None = None,
     ) -> None:
-        from gpumagic.transfers import causes  # which imports torch
-
-        self._causes = causes
         self.moving: str | None = None
         """The variable that `--move` moves now."""
         self.namespace = namespace
@@ -87,17 +96,21 @@ class CallSites:
         """Note the file of the cell that is on the stack; one that a magic is yet to run has another."""
         if self.filename is None:
             self._find_file(sys._getframe(1))
+        over, runs_body = None, False
         stack = list(frames.stack(sys._getframe(1)))
-        over = next((each for each in stack if each.f_globals is self.namespace), None)
-        runs_body = any(
-            each.f_code.co_name == "run_cell_magic" and each.f_back is over for each in stack
-        )
+        for frame in stack:
+            if frame.f_globals is self.namespace:
+                over = frame
+                break
+        for frame in stack:
+            if frame.f_code.co_name == "run_cell_magic" and frame.f_back is over:
+                runs_body = True
         self._file_may_change &= self.filename is None or runs_body
 
     def line(self) -> int | None:
         """Return the line that runs now."""
-        frame, above, _ = self._own_frame(self._innermost(1))
-        return None if frame is None else frame.f_lineno + above
+        own = self._own_frame(self._innermost(1))
+        return None if own is None else own.frame.f_lineno + own.above
 
     def find(self, asks: str, found: object) -> tuple[Site, object, str | None]:
         """Return who asks for what torch copies now, what is copied, and its variable.
@@ -108,95 +121,71 @@ class CallSites:
         """
         if self.moving is not None:
             return Site(cause=MOVE), found, self.moving
-        site, frame = None, None
+        site = None
         for depth in _DEPTHS:
             try:
                 frame = sys._getframe(depth)
             except ValueError:  # autograd's threads have fewer frames
                 break
-            if (
-                site := self._instructions.get((id(frame.f_code), frame.f_lasti, asks))
-            ) is not None:
+            site = self._instructions.get((id(frame.f_code), frame.f_lasti, asks))
+            if site is not None:
                 break
         if site is None:
-            frame, is_called = self._causes.asking_frame(sys._getframe(3))  # the kernel's
-            if frame is None or not self.is_own(frame) or get_ident() != self._thread:
-                return self._through_a_library(frame, is_called, asks, found)
-            key = id(frame.f_code), frame.f_lasti, asks
-            if len(self._instructions) > _MOST:
-                self._instructions.clear()
-            site = self._instructions.get(key) or self._instructions.setdefault(
-                key, self._instruction(frame, asks, found)
-            )
+            innermost, is_called = causes.asking_frame(sys._getframe(3))  # from the kernel's on
+            if innermost is None or not self.is_own(innermost) or get_ident() != self._thread:
+                return self._through_a_library(innermost, is_called, asks, found)
+            frame = innermost
+            site = self._site_of_instruction(frame, asks, found)
         subject = None if site.is_made else found
-        assert frame is not None
         return site, subject, site.name or _name(frame, site, subject)
+
+    def _site_of_instruction(self, frame: FrameType, asks: str, found: object) -> Site:
+        """Return what an instruction of the cell's own asks for, and remember it."""
+        key = id(frame.f_code), frame.f_lasti, asks
+        if len(self._instructions) > _MOST:
+            self._instructions.clear()
+        site = self._instructions.get(key)
+        if site is None:
+            site = self._instructions.setdefault(key, self._instruction(frame, asks, found))
+        return site
 
     def _instruction(self, frame: FrameType, asks: str, found: object) -> Site:
         """Return what an instruction of the cell's own asks for."""
         above = self._lines_above(frame) or 0
-        source, line = lines_of(self.filename)[max(above, 0) :], frame.f_lineno + above
-        cause, _ = self._causes.of_frames(frame, True, asks, found, source)
-        node = expression_at(frame.f_code, frame.f_lasti, source, self._causes.ASKING)
-        is_target = (
-            dis.opname[frame.f_code.co_code[frame.f_lasti]] == "STORE_SUBSCR"
-        )  # what is assigned is not in it
+        line = frame.f_lineno + above
+        source = lines_of(self.filename)[max(above, 0) :]
+        cause, _ = causes.of_frames(frame, True, asks, found, source)
+        node = expression_at(frame.f_code, frame.f_lasti, source, causes.ASKING)
+        is_target = dis.opname[frame.f_code.co_code[frame.f_lasti]] == "STORE_SUBSCR"
         if is_target or not isinstance(node, ast.Call | ast.Subscript):
-            return self._site(frame, line, cause)
+            return self._site(frame, line, cause)  # what is assigned is not in the target
         site = self._site(frame, line, cause, tuple(sorted(names_in(node))))
-        site.name, site.is_made = self._certain_name(frame, node, cause, asks)
-        return site
-
-    def _certain_name(
-        self, frame: FrameType, node: ast.Call | ast.Subscript, cause: str, asks: str
-    ) -> tuple[str | None, bool]:
-        """Return the variable whose method is called, or of which torch makes what it copies, and whether it does."""
         if isinstance(node, ast.Subscript):
-            parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-            (index, *others) = [
-                each for each in parts if not isinstance(each, ast.Constant | ast.Slice)
-            ] or parts
-            is_list = isinstance(_value(frame, index), list | tuple | range)
-            is_made = asks == self._causes.COPY and not others and is_list
-            return (ast.unparse(index) if is_made else None), is_made
-        is_from_host = called_name(node) in self._causes.FROM_HOST
-        given = node.args[0] if node.args else None
-        if isinstance(node.func, ast.Attribute) and not isinstance(
-            _value(frame, node.func.value), ModuleType
-        ):
-            given = node.func.value
-        kind = object if is_from_host else sys.modules["torch"].Tensor
-        is_certain = is_from_host or cause.startswith(".")
-        is_it = (
-            is_certain and isinstance(given, ast.Name) and isinstance(_value(frame, given), kind)
-        )
-        is_made = is_from_host and (cause == "tensor" or isinstance(given, ast.List | ast.ListComp))
-        return (ast.unparse(given) if given is not None and is_it else None), is_made
+            site.name, site.is_made = _index_that_is_copied(frame, node, asks)
+        else:
+            site.name, site.is_made = _argument_that_is_copied(frame, node, cause)
+        return site
 
     def _through_a_library(
         self, innermost: FrameType | None, is_called: bool, asks: str, found: object
     ) -> tuple[Site, object, str | None]:
+        """Return the same where a library's code, or autograd, asks for the copy."""
         if innermost is None or innermost.f_code.co_name == torch_frames.IN_BACKWARD:
-            cause, subject = self._causes.BACKWARD, found
+            cause, subject = causes.BACKWARD, found
         else:
-            cause, subject = self._causes.of_frames(innermost, is_called, asks, found)
-        if (
-            innermost
-            and cause == "bool()"
-            and frames.module_of(innermost).startswith("torch.distributions")
-        ):
-            cause = CHECK
+            cause, subject = causes.of_frames(innermost, is_called, asks, found)
+            module = frames.module_of(innermost)
+            if cause == "bool()" and module.startswith("torch.distributions"):
+                cause = CHECK
         is_here = get_ident() == self._thread
-        frame, above, module_frame = self._own_frame(innermost if is_here else self._innermost(0))
-        if frame is None:
+        own = self._own_frame(innermost if is_here else self._innermost(0))
+        if own is None:
             return Site(cause=cause), subject, None
-        if module_frame is not None:
-            subject, cause = (
-                module_frame.f_locals.get("self"),
-                f"Module.{module_frame.f_code.co_name}",
-            )
-        site = self._site(frame, frame.f_lineno + above, cause)
-        return site, subject, _name(frame, site, subject)
+        if own.module_move is not None:
+            subject = own.module_move.f_locals.get("self")
+            cause = f"Module.{own.module_move.f_code.co_name}"
+        site = self._site(own.frame, own.frame.f_lineno + own.above, cause)
+        return site, subject, _name(own.frame, site, subject)
 
     def _site(
         self, frame: FrameType, line: int, cause: str, names: tuple[str, ...] | None = None
@@ -204,9 +193,16 @@ class CallSites:
         """Return a site, where any name that the code has may be what is copied, unless an expression limits them."""
         code = frame.f_code
         own = (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
-        names = (*code.co_names, *own) if names is None else names
-        own_names = tuple(each for each in names if each in own)
-        return Site(line, self._code(line), cause, None, names, own_names, code)
+        if names is None:
+            names = (*code.co_names, *own)
+        return Site(
+            line,
+            self._code(line),
+            cause,
+            names=names,
+            own_names=tuple(name for name in names if name in own),
+            source=code,
+        )
 
     # ---- Which code is the cell's own
 
@@ -218,43 +214,40 @@ class CallSites:
     def place(self, code: CodeType, line: int) -> tuple[str, int]:
         """Return the file and the line of the cell that a line of some code is."""
         known = self._above.get(id(code))
-        if known is None or known[0] is not code or known[1] is None:
+        if known is None:
             return code.co_filename, line
-        return self.filename or code.co_filename, line + known[1]
+        same_code, above = known
+        if same_code is not code or above is None:
+            return code.co_filename, line
+        return self.filename or code.co_filename, line + above
 
     def _innermost(self, depth: int) -> FrameType | None:
-        # Autograd works for the cell in threads of its own.
-        return (
-            sys._getframe(1 + depth)
-            if get_ident() == self._thread
-            else sys._current_frames().get(self._thread)
-        )
+        """Return the run's innermost frame: autograd works for the cell in threads of its own."""
+        if get_ident() == self._thread:
+            return sys._getframe(1 + depth)
+        return sys._current_frames().get(self._thread)
 
-    def _own_frame(
-        self, innermost: FrameType | None
-    ) -> tuple[FrameType | None, int, FrameType | None]:
-        """Return the innermost frame of the cell's, the lines above its code, and a module's move made from there."""
-        found = self._walk(innermost)
-        if found[0] is None and self._waiting_thread is not None:
-            found = self._walk(sys._current_frames().get(self._waiting_thread))
-        return found
+    def _own_frame(self, innermost: FrameType | None) -> _OwnFrame | None:
+        """Return the innermost frame of the cell's, in the thread that waits for this one if this one has none."""
+        own = self._walk(innermost)
+        if own is None and self._waiting_thread is not None:
+            own = self._walk(sys._current_frames().get(self._waiting_thread))
+        return own
 
-    def _walk(self, frame: FrameType | None) -> tuple[FrameType | None, int, FrameType | None]:
-        module_frame, dispatcher = None, None
+    def _walk(self, frame: FrameType | None) -> _OwnFrame | None:
+        module_move = None
+        dispatcher = None
         while frame is not None:
             if frame.f_globals is self.namespace:
                 above = self._lines_above(frame)
                 if above is not None:
                     if frame.f_code.co_name not in _DISPATCHERS:
-                        return frame, above, module_frame
-                    dispatcher = dispatcher or (frame, above, None)
-            elif (
-                frame.f_code.co_name in _MODULE_MOVES
-                and frames.module_of(frame) == "torch.nn.modules.module"
-            ):
-                module_frame = frame
+                        return _OwnFrame(frame, above, module_move)
+                    dispatcher = dispatcher or _OwnFrame(frame, above, None)
+            elif frame.f_code.co_name in _MODULE_MOVES and frames.module_of(frame) == _MODULE:
+                module_move = frame
             frame = frame.f_back
-        return dispatcher or (None, 0, None)
+        return dispatcher
 
     def _lines_above(self, frame: FrameType) -> int | None:
         code = frame.f_code
@@ -271,10 +264,11 @@ class CallSites:
 
     def _find_file(self, innermost: FrameType) -> None:
         """Take the nearest module-level frame whose code can be read, which that of `exec` cannot, for the cell's."""
-        for each in frames.stack(innermost):
-            is_module = each.f_globals is self.namespace and not frames.is_function_frame(each)
-            if is_module and linecache.getline(each.f_code.co_filename, 1):
-                file = cell_file(each)
+        for frame in frames.stack(innermost):
+            if frame.f_globals is not self.namespace or frames.is_function_frame(frame):
+                continue
+            if linecache.getline(frame.f_code.co_filename, 1):
+                file = cell_file(frame)
                 if file != self.filename:
                     self.filename = file
                     self._above.clear()
@@ -282,16 +276,46 @@ class CallSites:
 
     def _code(self, line: int) -> str | None:
         lines = lines_of(self.filename)
-        return (lines[line - 1].strip() or None) if 0 < line <= len(lines) else None
+        if not 0 < line <= len(lines):
+            return None
+        return lines[line - 1].strip() or None
+
+
+def _index_that_is_copied(
+    frame: FrameType, node: ast.Subscript, asks: str
+) -> tuple[str | None, bool]:
+    """Return the variable of the one index that is a list, of which torch makes what it copies, and whether it is."""
+    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    indices = [part for part in parts if not isinstance(part, ast.Constant | ast.Slice)] or parts
+    index = indices[0]
+    if asks != causes.COPY or len(indices) > 1:
+        return None, False
+    if not isinstance(_value(frame, index), list | tuple | range):
+        return None, False
+    return ast.unparse(index), True
+
+
+def _argument_that_is_copied(
+    frame: FrameType, node: ast.Call, cause: str
+) -> tuple[str | None, bool]:
+    """Return the variable whose method is called, or of which torch makes what it copies, and whether it makes it."""
+    is_from_host = called_name(node) in causes.FROM_HOST
+    given = node.args[0] if node.args else None
+    owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+    if owner is not None and not isinstance(_value(frame, owner), ModuleType):
+        given = owner  # it is a method
+    is_made = is_from_host and (cause == "tensor" or isinstance(given, ast.List | ast.ListComp))
+    if not isinstance(given, ast.Name) or not (is_from_host or cause.startswith(".")):
+        return None, is_made
+    kind = object if is_from_host else sys.modules["torch"].Tensor
+    return given.id if isinstance(_value(frame, given), kind) else None, is_made
 
 
 def _value(frame: FrameType, node: ast.expr) -> object:
     """Return what a name is bound to; what is no name has no value here."""
-    return (
-        frames.resolve_names(frame, {node.id}).get(node.id)
-        if isinstance(node, ast.Name)
-        else frames.MISSING
-    )
+    if not isinstance(node, ast.Name):
+        return frames.MISSING
+    return frames.resolve_names(frame, {node.id}).get(node.id)
 
 
 def _name(frame: FrameType, site: Site, subject: object) -> str | None:
@@ -305,4 +329,7 @@ def _name(frame: FrameType, site: Site, subject: object) -> str | None:
     if not site.own_names:
         return None
     variables = frames.local_variables(frame)
-    return next((name for name in site.own_names if variables.get(name) is subject), None)
+    for name in site.own_names:
+        if variables.get(name) is subject:
+            return name
+    return None

@@ -383,6 +383,29 @@ def test_threads_that_copy_and_read_never_notice_that_cells_begin_and_end() -> N
     assert not has_our_kernels()
 
 
+def test_a_thread_that_copies_just_as_the_run_ends_is_not_disturbed() -> None:
+    """The run takes what its threads have counted, and another thread may be about to count."""
+
+    class Emptied(dict):
+        def setdefault(self, key, value):
+            return value  # and it is gone again
+
+    with gpumagic.ondevice("simgpu:1") as run:
+        run._recording.recorder.by_thread = Emptied()
+        errors = []
+
+        def copy() -> None:
+            try:
+                torch.ones(3).to("simgpu:0")
+            except KeyError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=copy)
+        thread.start()
+        thread.join()
+    assert errors == []
+
+
 @pytest.mark.skipif(torch.__version__ < (2, 9), reason="there ours stand at BackendSelect")
 def test_a_kernel_that_another_library_has_put_there_is_called_while_it_is_there() -> None:
     far, calls = torch.ones(4, device="simgpu:0"), []

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gpumagic
-from gpumagic.transfers.log import bytes_by_device
+from gpumagic.transfers.placed import bytes_by_device
 from tests.transfers.ondevice_corpus import run
 
 pytestmark = pytest.mark.usefixtures("two_devices")
