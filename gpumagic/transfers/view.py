@@ -9,7 +9,7 @@ from gpumagic.report import document as doc
 from gpumagic.report.base import grouped
 from gpumagic.report.document import Column, Table
 from gpumagic.report.units import NOT_AVAILABLE, count, duration, few, size
-from gpumagic.transfers.report import LineReport, LineRow, TransferReport, TransferRow
+from gpumagic.transfers.report import MOVE, LineReport, LineRow, TransferReport, TransferRow
 
 SHOWN_ROUTES = 2
 SHOWN_LINES = 12
@@ -138,10 +138,10 @@ def _by_line(report: TransferReport) -> ByLine:
     """Return the transfers by line; those of `--move` are the magic's, where a cell has it."""
     magic = None
     for line, code in report.lines:
-        if code.startswith("%") and "--move" in code:
+        if code.startswith("%") and MOVE in code:
             magic = line
             break
-    return grouped((magic if row.cause == "--move" else row.line, row) for row in report.moves)
+    return grouped((magic if row.cause == MOVE else row.line, row) for row in report.moves)
 
 
 def _code_table(
@@ -223,7 +223,7 @@ def _sentences(report: TransferReport) -> Iterator[str]:
     outside: list[str] = []
     first: list[str] = []
     for row in _by_line(report).get(None, ()):
-        if row.cause == "--move":
+        if row.cause == MOVE:
             first.append(f"{row.name} ({size(row.nbytes)} from {row.source})")
         else:
             outside.append(f"{row.source} → {row.target} {size(row.nbytes)} by {row.cause}")
