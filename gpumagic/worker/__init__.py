@@ -16,6 +16,7 @@ is in `dryrun.wire`. Start with `process.py`, then `run.py`.
     sandbox.py       data loaders, pinned memory, loading, compilers; blocks what the cell would do outside
     box/             what the machine's kernel keeps in; files of the process's own
     ranks.py         one rank of many, and what libraries make ranks agree on
+    exchange.py      what ranks exchange by way of the host: a store, and collectives of objects
     host.py          unwritten weights on the host, and copies of what a device has
     passes.py        how many passes of each loop were run
 

@@ -1,7 +1,8 @@
-"""How many passes of each loop of the notebook's code were run, so that a run that was stopped can say how far it came.
+"""Counts the passes of each loop of the notebook's code, so that a run that was stopped can say how far it came.
 
-A `for` goes over an iterator that counts, the test of a `while` is counted. Nothing else of the code changes: neither
-what is iterated over nor an item is held any longer than it would be.
+Runs in the worker's process, on the code of the cell and of the notebook's functions before it is compiled. A ``for``
+goes over an iterator that counts; the test of a ``while`` counts. Nothing else of the code changes: neither what is
+iterated over nor an item is held any longer than it would be.
 """
 
 from __future__ import annotations
@@ -15,18 +16,23 @@ import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from gpumagic.dryrun import wire
 from gpumagic.source import frames
 
-_FOR, _ENTER, _AGAIN = "__dry_run_for__", "__dry_run_enter__", "__dry_run_again__"
+_FOR = "__dry_run_for__"
+_ENTER = "__dry_run_enter__"
+_AGAIN = "__dry_run_again__"
+"""The names of the functions here by which the code counts: over what a ``for`` goes, and what begins a ``while`` and
+each pass of it."""
 _NUMBER = "__dry_run_number__"
+"""The name of `noted`'s function by which ``float`` and ``int`` are called."""
 
 _OFTEN = 4
-"""How many times as many passes of a loop must have been run as those that are said to have needed all."""
+"""A loop needs no more memory after a pass if this many times as many were run, and none took more."""
 
 File = tuple[str, int]
 """A file name and a line in it."""
@@ -37,10 +43,13 @@ class Loop:
     """A loop of the source, and its latest run.
 
     Attributes:
+        filename: of the source.
+        first: its first line.
+        last: its last line.
         place: where it begins, as the report says it.
-        run: the passes begun.
+        run: how many passes have begun.
         asked: how many there are in all; None where only the end tells.
-        is_over: whether it came to its end.
+        is_over: whether it has come to its end.
     """
 
     filename: str
@@ -53,14 +62,33 @@ class Loop:
 
     def enter(self, asked: int | None = None) -> None:
         """Note that it begins."""
-        self.run, self.asked, self.is_over = 0, asked, False
+        self.run = 0
+        self.asked = asked
+        self.is_over = False
+
+    def is_running(self, lines: Iterable[File]) -> bool:
+        """Return whether it has not come to its end and one of the running lines is in it."""
+        if self.is_over:
+            return False
+        return any(
+            name == self.filename and self.first <= line <= self.last for name, line in lines
+        )
+
+
+class Sample(NamedTuple):
+    """How far all loops were at one moment, and the bytes of all devices."""
+
+    runs: list[int]
+    """How many passes of each loop had begun."""
+    peak: int
+    allocated: int
 
 
 class Passes:
     """The loops of the notebook's code.
 
     Args:
-        cell: the file name of the cell's code; places in other files are told by their function.
+        cell: the file name of the cell's code; of places in other files the report names the function.
         sources: the text of the cell and of the notebook's other files, by file name.
     """
 
@@ -68,21 +96,21 @@ class Passes:
         self._cell = cell
         self._sources = sources
         self._loops: list[Loop] = []
-        self._samples: list[tuple[list[int], int, int]] = []
+        self._samples: list[Sample] = []
         self._codes: dict[str, dict[tuple[int, str], types.CodeType]] = {}
+        """The code of each file's functions with its loops counted, by their first line and their name."""
         vars(builtins).update({_FOR: self._iterate, _ENTER: self._enter, _AGAIN: self._again})
 
     def compiled(self, source: str, filename: str) -> types.CodeType:
         """Return the code of a file's text with its loops counted."""
         tree = ast.parse(source, filename)
+        counting = _Counting(self._loops, filename, self._cell)
         limit = sys.getrecursionlimit()
         sys.setrecursionlimit(
             4 * limit
-        )  # what visits the tree takes three calls where the compiler takes one
+        )  # a visit of the tree takes three calls where the compiler takes one
         try:
-            tree = ast.fix_missing_locations(
-                _Counting(self._loops, filename, self._cell).visit(tree)
-            )
+            tree = ast.fix_missing_locations(counting.visit(tree))
         finally:
             sys.setrecursionlimit(limit)
         code = compile(
@@ -97,38 +125,47 @@ class Passes:
         if name not in self._codes:
             self._codes[name] = {}
             with contextlib.suppress(KeyError, SyntaxError):
-                inner = frames.code_objects(self.compiled(self._sources[name], name))
-                self._codes[name] = {(each.co_firstlineno, each.co_name): each for each in inner}
-        found = self._codes[name].get((code.co_firstlineno, code.co_name), code)
-        return found if found.co_freevars == code.co_freevars else code
+                whole = self.compiled(self._sources[name], name)
+                for inner in frames.code_objects(whole):
+                    self._codes[name][inner.co_firstlineno, inner.co_name] = inner
+        counted = self._codes[name].get((code.co_firstlineno, code.co_name))
+        if counted is None or counted.co_freevars != code.co_freevars:
+            return code
+        return counted
 
     def sample(self, peak: int, allocated: int) -> None:
-        """Note how many passes were begun at a peak and with so many allocated bytes of all devices."""
-        self._samples.append(([loop.run for loop in self._loops], peak, allocated))
+        """Note how many passes of each loop have begun.
+
+        Args:
+            peak: the bytes of all devices at most, so far.
+            allocated: those that are allocated now.
+        """
+        runs = [loop.run for loop in self._loops]
+        self._samples.append(Sample(runs, peak, allocated))
 
     def flat(self, peak: int) -> list[wire.Flat]:
-        """Return the places of loops that need no more memory after some pass, and which it is.
+        """Return the loops that need no more memory after some pass, and which pass that is.
 
-        Neither the peak may have grown since, nor what was found allocated, which is beneath it, in the later half.
+        Since then the peak has not grown, and what was allocated beneath it was no more in the later half of the time.
 
         Args:
             peak: what it is now.
         """
-        later = [(runs, allocated) for runs, highest, allocated in self._samples if highest == peak]
-        half = len(later) // 2
-        if not half or max(each[1] for each in later[half:]) > max(
-            each[1] for each in later[:half]
-        ):
+        since = [sample for sample in self._samples if sample.peak == peak]
+        half = len(since) // 2
+        if not half:
             return []
-        needed = {place: run + 1 for place, run in enumerate(later[0][0])}
-        told = [
-            (loop, needed.get(place, 1))
-            for place, loop in enumerate(self._loops)
-            if not loop.is_over
-        ]
-        return [
-            wire.Flat(loop.place, number) for loop, number in told if loop.run >= _OFTEN * number
-        ]
+        earlier = max(sample.allocated for sample in since[:half])
+        later = max(sample.allocated for sample in since[half:])
+        if later > earlier:
+            return []
+        runs = since[0].runs
+        flat = []
+        for place, loop in enumerate(self._loops):
+            number = runs[place] + 1 if place < len(runs) else 1
+            if not loop.is_over and loop.run >= _OFTEN * number:
+                flat.append(wire.Flat(loop.place, number))
+        return flat
 
     def counts(self, running: Iterable[File]) -> list[wire.Passes]:
         """Return each loop's place, and of its latest run the passes begun and the passes asked for.
@@ -139,22 +176,20 @@ class Passes:
         lines = list(running)
         counts = []
         for loop in self._loops:
-            is_in = any(
-                name == loop.filename and loop.first <= line <= loop.last for name, line in lines
-            )
-            is_open = not loop.is_over and is_in
+            is_open = loop.is_running(lines)
             if loop.run or is_open:
                 asked = loop.asked if is_open else loop.run
                 counts.append(wire.Passes(loop.place, loop.run, asked))
         return counts
 
-    # While torch.compile traces the code, the loops are its own.
+    # While torch.compile traces the code, nothing is counted.
 
     def _iterate(self, number: int, iterable: Iterable[Any]) -> Iterable[Any]:
         """Return an iterator that counts; it holds no item, and no iterable beside its iterator."""
         if torch.compiler.is_compiling():
             return iterable
-        loop, iterator = self._loops[number], iter(iterable)
+        loop = self._loops[number]
+        iterator = iter(iterable)
         loop.enter(_length(iterable, iterator))
 
         def count(item: Any) -> Any:
@@ -179,26 +214,32 @@ class Passes:
 
 def _length(iterable: Any, iterator: object) -> int | None:
     """Return how many items will come, where that can be told without taking one."""
-    if isinstance(iterable, enumerate | zip):
-        parts = iterable.__reduce__()[1]
-        lengths = [
-            _length(each, each)
-            for each in (parts[:1] if isinstance(iterable, enumerate) else parts)
-        ]
-        return (
-            min((each for each in lengths if each is not None), default=None)
-            if None not in lengths
-            else None
-        )
-    for each in (iterable, iterator):
+    if isinstance(iterable, enumerate):
+        counted = iterable.__reduce__()[1][0]
+        return _length(counted, counted)
+    if isinstance(iterable, zip):
+        return _length_of_zip(iterable)
+    for sized in (iterable, iterator):
         with contextlib.suppress(Exception):  # a length that the user wrote may raise anything
-            hint = operator.length_hint(each, -1)
+            hint = operator.length_hint(sized, -1)
             if hint >= 0:
                 return hint
     return None
 
 
+def _length_of_zip(zipped: zip[Any]) -> int | None:
+    lengths = []
+    for iterator in zipped.__reduce__()[1]:
+        length = _length(iterator, iterator)
+        if length is None:
+            return None
+        lengths.append(length)
+    return min(lengths, default=None)
+
+
 class _Counting(ast.NodeTransformer):
+    """Makes the loops of a file's code count, and adds them to a list."""
+
     def __init__(self, loops: list[Loop], filename: str, cell: str) -> None:
         self._loops = loops
         self._filename = filename
@@ -228,7 +269,8 @@ class _Counting(ast.NodeTransformer):
         return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
-        outer, self._function = self._function, node.name
+        outer = self._function
+        self._function = node.name
         self.generic_visit(node)
         self._function = outer
         return node
@@ -236,15 +278,16 @@ class _Counting(ast.NodeTransformer):
     visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815  # ast.NodeVisitor's name
 
     def _number(self, node: ast.For | ast.While) -> int:
-        where = f"line {node.lineno}"
-        place = (
-            where
-            if self._filename == self._cell or not self._function
-            else f"{self._function}, {where}"
-        )
-        self._loops.append(Loop(self._filename, node.lineno, node.end_lineno or node.lineno, place))
+        """Add a loop to the list, and return its number."""
+        place = f"line {node.lineno}"
+        if self._function and self._filename != self._cell:
+            place = f"{self._function}, {place}"
+        last = node.end_lineno or node.lineno
+        self._loops.append(Loop(self._filename, node.lineno, last, place))
         return len(self._loops) - 1
 
 
 def _call(name: str, at: ast.expr, *arguments: ast.expr) -> ast.expr:
-    return ast.copy_location(ast.Call(ast.Name(name, ast.Load()), list(arguments), []), at)
+    """Return a call of a function of ours, where another expression stands."""
+    function = ast.Name(name, ast.Load())
+    return ast.copy_location(ast.Call(function, list(arguments), []), at)

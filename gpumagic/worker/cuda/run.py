@@ -21,7 +21,7 @@ from gpumagic.memory import segments
 from gpumagic.memory.allocator import rounded
 from gpumagic.memory.ledger import Allocation, Ledger, Place
 from gpumagic.source import frames
-from gpumagic.worker import ranks, sandbox
+from gpumagic.worker import exchange, ranks, sandbox
 from gpumagic.worker.cuda.allocator import History, Layout, Trace
 from gpumagic.worker.host import LEAST
 from gpumagic.worker.known import Known
@@ -52,7 +52,7 @@ class CudaRun(Run):
             self.known = Known("cuda", address_of, memory_of)
         self._before: list[int] = []
         """Bytes allocated on each device when the cell begins."""
-        self._objects: ranks.Objects | None = None
+        self._objects: exchange.Objects | None = None
         self._uncollected = 0
         self._is_out_of_memory = False
 
@@ -155,7 +155,7 @@ class CudaRun(Run):
 
     def failure(self, error: BaseException) -> Failure:
         """Return how the cell failed."""
-        source = error.rank if isinstance(error, ranks.WaitsFor) else None
+        source = error.rank if isinstance(error, exchange.WaitsFor) else None
         return replace(super().failure(error), waits_for=source)
 
     def account(self, failure: Failure | None) -> Figures:
@@ -201,7 +201,7 @@ class CudaRun(Run):
 
     def _ledger(self, count: int) -> Ledger:
         """Return the lives of all blocks of so many devices."""
-        self.modules.look_around(self.namespace)
+        self.modules.label_remaining_blocks(self.namespace)
         # A snapshot imports the compiler, to name lines of compiled code; that takes two seconds.
         getattr(torch, "_lazy_modules", set()).discard("_inductor")
         traces: list[Trace] = torch.cuda.memory._snapshot()["device_traces"][:count]

@@ -112,7 +112,7 @@ class FakeRun(Run):
         self.ledger.settle()
         self.ledger.where = Place
         if not self.is_brief:
-            self.modules.look_around(self.namespace)
+            self.modules.label_remaining_blocks(self.namespace)
         operators = self.operators.unknown()
         if operators:
             self.unknown.setdefault(
