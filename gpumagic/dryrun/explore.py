@@ -53,7 +53,8 @@ def run(request: Request, only: Scenario | None = None) -> Result:
         only: the one scenario of which the figures alone are wanted.
     """
     start = time.monotonic()
-    asking = Asking(replace(request, scenario=only or USUAL, is_brief=only is not None))
+    is_brief = only is not None
+    asking = Asking(replace(request, scenario=only or USUAL, is_brief=is_brief))
     reply = asking.run_first()
     if isinstance(reply, Ended) or reply.is_cut_short or not reply.decisions:
         result = Result(reply=reply)
@@ -84,8 +85,10 @@ def explore(asking: Asking, outcome: Outcome) -> Result:
     is_all = is_of_masks or (is_settled and len(runs.groups) == 1)
     if not is_all:
         is_all = search.run_mixtures()
-    # Each outcome of all was run.
-    is_certain = is_all and (is_settled or not is_loop) and runs.kinds <= {Kind.TRUTH}
+    are_truths = runs.kinds <= {Kind.TRUTH}
+    is_certain = (
+        is_all and are_truths and (is_settled or not is_loop)
+    )  # each outcome of all was run
     return judge.judge(asking, runs, outcome, is_all=is_all, is_certain=is_certain)
 
 
@@ -120,7 +123,8 @@ class _Search:
         when = When.ALWAYS
         if self._is_loop and any(map(_is_constant, first.decisions)):
             when = When.BUT_ONCE  # else the first run had either outcome
-        self._run([first.with_flipped(first.groups, when), first.with_all_numbers(Number.LARGE)])
+        flipped = first.with_flipped(first.groups, when)
+        self._run([flipped, first.with_all_numbers(Number.LARGE)])
         self._pass_checks()
         if self.runs.flipped is not None:  # numbers that only the other outcome comes to
             self._run([self.runs.flipped.with_all_numbers(Number.LARGE)])
@@ -157,7 +161,8 @@ class _Search:
         is_settled = runs.agree()
         if runs.groups == {LIBRARIES}:  # whose mixtures are not run
             if not is_settled:
-                self._run([first.with_flipped(one_way(runs.all), When.ALWAYS)])
+                rigid = one_way(runs.all)
+                self._run([first.with_flipped(rigid, When.ALWAYS)])
             return False
         if is_settled and (self._is_loop or len(runs.groups) > _MOST_GROUPS):
             return False

@@ -57,8 +57,9 @@ def judge(
     if all(run.fits is None for run in counted):
         return Result(reply=outcome)
     first = runs.first
-    most = max(counted, key=lambda run: (*_by_verdict(run), run.peak, run is first))
-    if most is not first and (most.fits is not False or first.fits is not False):
+    most = _fullest(counted, first)
+    both_fail = most.fits is False and first.fits is False
+    if most is not first and not both_fail:
         outcome = _whole_of(asking, most)
     fitting = [run for run in conclusive if run.fits]
     least = min((run.peak for run in fitting), default=0)
@@ -77,9 +78,10 @@ def judge(
     return Result(reply=outcome, scenario=most.scenario, varies=varies or not is_certain)
 
 
-def _by_verdict(run: Run) -> tuple[bool, bool]:
-    """Order runs: those that were not seen to their end, those that fit, those that do not."""
-    return run.fits is not None, run.fits is False
+def _fullest(runs: list[Run], first: Run) -> Run:
+    """Return the run that needs most, one that does not fit before others, the first one of those that are alike."""
+    orders = {None: 0, True: 1, False: 2}
+    return max(runs, key=lambda run: (orders[run.fits], run.peak, run is first))
 
 
 def _failure_depends_on(runs: Runs) -> str | None:
@@ -168,28 +170,33 @@ def _that_differ(conclusive: list[Run]) -> tuple[Run, Run]:
 
 def _dependence(base: Run, other: Run, keys: list[Key]) -> str:
     """Return what the verdict depends on where two runs differ that read some expressions."""
-    what = "depends on"
-    why = f"it needs {size(base.peak)} or {size(other.peak)}"
-    if other.fits is None:
-        ended = other.reply.sentence if isinstance(other.reply, Ended) else ""
-        what = "may depend on"
-        why = f"with others {ended or 'the dry run did not come to its end'}"
+    what = "may depend on" if other.fits is None else "depends on"
+    if isinstance(other.reply, Ended) and other.reply.sentence:
+        why = f"with others {other.reply.sentence}"
+    elif other.fits is None:
+        why = "with others the dry run did not come to its end"
     elif other.fits is not base.fits:
         why = "with some it fits, with others not"
+    else:
+        why = f"it needs {size(base.peak)} or {size(other.peak)}"
     read = []
     if any(key != HOST for key in keys):
         read.append("values on the device")
     if HOST in keys:
         read.append(_HOST_CONTENTS)
+    values = " and ".join(read)
     named = _named(keys)
-    where = f", read in {named}" if named else ""
-    return f"what the cell needs {what} {' and '.join(read)}{where}: {why}"
+    if named:
+        values += f", read in {named}"
+    return f"what the cell needs {what} {values}: {why}"
 
 
 def _named(keys: Iterable[Key]) -> str:
     """Return the expressions with their lines, each once, in a sentence."""
     named: dict[str, None] = {}
     for line, code, _ in keys:
-        if code:
-            named.setdefault(f"line {line} (`{code}`)" if line else code)
+        if code and line:
+            named[f"line {line} (`{code}`)"] = None
+        elif code:
+            named[code] = None
     return ", ".join(named)

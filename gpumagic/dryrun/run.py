@@ -15,7 +15,16 @@ from gpumagic.dryrun.report import DeviceNeed, DryRunReport, peak_of, reserved_o
 from gpumagic.dryrun.request import request_of
 from gpumagic.dryrun.script import Script
 from gpumagic.dryrun.targets import Target
-from gpumagic.dryrun.wire import DeviceOutcome, Ended, Ending, Failure, Outcome, Rank, Scenario
+from gpumagic.dryrun.wire import (
+    DeviceOutcome,
+    Ended,
+    Ending,
+    Failure,
+    Outcome,
+    Rank,
+    RankOutcome,
+    Scenario,
+)
 from gpumagic.errors import DryRunUnavailable
 from gpumagic.options import Ranks, number_of_ranks
 from gpumagic.source.settings import sizes_in
@@ -72,7 +81,8 @@ def dry_run(
         with contextlib.closing(packed.shared):
             request = request_of(what, packed, here, dict(values or {}), time_limit)
             result = explore.run(replace(request, rank=rank), only)
-        return report_of(result, here, packed, sizes_in(what.source or "")), result.reply
+        sizes = sizes_in(what.source or "")
+        return report_of(result, here, packed, sizes), result.reply
 
     if target.ranks is None:
         report, reply = one(None)
@@ -100,34 +110,44 @@ def _fullest(run: Run, ranks: Ranks) -> DryRunReport:
         number = coming.pop()
         if number in reports:
             continue
-        reports[number], reply = run(Rank(number, ranks.world, ranks.per_node, heard))
-        said, stages, source = _of_other_ranks(reply)
-        if not said.items() <= heard.items():
+        rank = Rank(number, ranks.world, ranks.per_node, heard)
+        report, reply = run(rank)
+        others = _of_other_ranks(reply)
+        if not others.said.items() <= heard.items():
             waiting.clear()
-        heard = {**heard, **said}
+        heard = {**heard, **others.said}
+        source = _waits_for(reply)
         if source is not None and number not in waiting:
             waiting.add(number)
             coming += [number, source]
-            del reports[number]
             continue
-        if not reports[number].fits:
+        reports[number] = report
+        if not report.fits:
             break
-        coming[:0] = reversed([stage for stage in stages if stage not in coming])
-    most = max(reports, key=lambda rank: (not reports[rank].fits, peak_of(reports[rank]), -rank))
-    needs = [_rank_need(rank, report) for rank, report in sorted(reports.items())]
+        for stage in others.stages:
+            if stage not in coming:
+                coming.insert(0, stage)
+
+    def by_need(rank: int) -> tuple[bool, int, int]:
+        return not reports[rank].fits, peak_of(reports[rank]), -rank
+
+    most = max(reports, key=by_need)
+    needs = [_rank_need(rank, reports[rank]) for rank in sorted(reports)]
     return replace(reports[most], rank=most, world=ranks.world, ranks=tuple(needs))
 
 
-def _of_other_ranks(
-    reply: Outcome | Ended,
-) -> tuple[dict[str, tuple[str, ...]], tuple[int, ...], int | None]:
-    """Return what a rank has said to others, the stages of its pipeline, and the rank that it waits for."""
-    if isinstance(reply, Ended):
-        return {}, (), None
-    source = None if reply.failure is None else reply.failure.waits_for
-    if reply.rank is None:
-        return {}, (), source
-    return reply.rank.said, reply.rank.stages, source
+def _of_other_ranks(reply: Outcome | Ended) -> RankOutcome:
+    """Return what a rank tells of the others; nothing where it came to nothing."""
+    if isinstance(reply, Ended) or reply.rank is None:
+        return RankOutcome(said={}, stages=())
+    return reply.rank
+
+
+def _waits_for(reply: Outcome | Ended) -> int | None:
+    """Return the rank that has to be run before this one, if one has."""
+    if isinstance(reply, Ended) or reply.failure is None:
+        return None
+    return reply.failure.waits_for
 
 
 def _rank_need(rank: int, report: DryRunReport) -> records.RankNeed:
@@ -166,10 +186,9 @@ def report_of(
         return _report_of_ended(outcome, target)
     is_complete = outcome.failure is None and not outcome.is_cut_short
     devices = _needs(outcome, target, is_decided=is_complete and not result.depends)
-    deciding = min(
-        range(len(devices)), key=lambda index: _room(devices[index], target.names[target.chosen])
-    )
-    device, figures = devices[deciding], outcome.devices[deciding]
+    chosen = target.names[target.chosen]
+    device = min(devices, key=lambda need: _room(need, chosen))
+    figures = outcome.devices[devices.index(device)]
     verdicts = {need.fits for need in devices}
     fits: bool | None = True
     if False in verdicts:
@@ -177,7 +196,8 @@ def report_of(
     elif None in verdicts:
         fits = None
     ending, error = _how_it_ends(outcome.failure, result.failure_depends_on)
-    nccl = NCCL[0] * outcome.communicators, NCCL[1] * outcome.communicators
+    least, most = NCCL
+    nccl = least * outcome.communicators, most * outcome.communicators
     has_unknown_parts = result.varies or outcome.has_unknown_parts or target.is_amd
     return DryRunReport(
         device=device.device,
@@ -186,7 +206,7 @@ def report_of(
         line=figures.peak_at.line,
         code=figures.peak_at.code or None,
         operator=figures.peak_at.operator or None,
-        breakdown=dict(sorted(figures.breakdown.items(), key=lambda part: -part[1])),
+        breakdown=_largest_first(figures.breakdown),
         fits=fits,
         capacity=device.capacity,
         complete=is_complete,
@@ -283,8 +303,15 @@ def _fits(
 def _room(device: DeviceNeed, chosen: str) -> tuple[int, float, bool]:
     """Order devices: those that fail, then by the share that is left, then the one that was asked about."""
     verdict = {False: 0, None: 1, True: 2}[device.fits]
-    share = (device.capacity - device.peak) / device.capacity if device.capacity else 1.0
+    share = 1.0
+    if device.capacity:
+        share = (device.capacity - device.peak) / device.capacity
     return verdict, share, device.device != chosen
+
+
+def _largest_first(parts_of_peak: Mapping[str, int]) -> dict[str, int]:
+    ordered = sorted(parts_of_peak, key=lambda part: -parts_of_peak[part])
+    return {part: parts_of_peak[part] for part in ordered}
 
 
 def _timeline(outcome: Outcome, target: Target) -> tuple[records.DryRunPoint, ...]:
@@ -342,13 +369,15 @@ def _how_it_ends(
     if failure.is_refused:
         return Ending.STOPPED, f"the dry run stopped{where}: {failure.text}"
     message = f"{failure.kind}: {failure.text}"
-    undone = [f"it {effect}, {NOT_DONE}" for effect in failure.undone[-1:]]
+    undone = f"it {failure.undone[-1]}, {NOT_DONE}" if failure.undone else ""
     if undone and failure.is_denied:
-        return Ending.STOPPED, f"the dry run stopped{where}: {undone[0]} ({message})"
-    reasons = [f"before that {effect}" for effect in undone]
+        return Ending.STOPPED, f"the dry run stopped{where}: {undone} ({message})"
+    reasons = []
     if depends_on is not None:
-        reasons.insert(0, f"it depends on {depends_on}, whose values are assumed")
+        reasons.append(f"it depends on {depends_on}, whose values are assumed")
+    if undone:
+        reasons.append(f"before that {undone}")
     if reasons:
-        sentence = f"the cell may fail{where}: {message} ({'; '.join(reasons)})"
-        return Ending.CELL_MAY_FAIL, sentence
+        why = "; ".join(reasons)
+        return Ending.CELL_MAY_FAIL, f"the cell may fail{where}: {message} ({why})"
     return Ending.CELL_FAILS, f"the cell fails{where}: {message}"

@@ -154,7 +154,9 @@ def with_overrides(
     scenario: Scenario, overrides: Mapping[tuple[Key, Kind], int], when: When
 ) -> Scenario:
     """Return a scenario with other overrides, in an order by which equal scenarios are found equal."""
-    ordered = [Override(place, kind, overrides[place, kind]) for place, kind in overrides]
+    ordered = []
+    for (place, kind), outcome in overrides.items():
+        ordered.append(Override(place, kind, outcome))
     ordered.sort(key=str)
     if not ordered:
         when = When.ALWAYS
@@ -171,13 +173,14 @@ def one_way(runs: Iterable[Run]) -> list[Key]:
     seen: dict[Key, set[bool]] = {}
     for run in runs:
         overrides = run.overrides
+        are_numbers_other = (EVERY, Kind.NUMBER) in overrides
         for place, kind, outcomes in run.decisions:
             went = seen.setdefault(place, set())
             if outcomes is None:
-                went.add((place, kind) in overrides or (EVERY, Kind.NUMBER) in overrides)
+                went.add(are_numbers_other or (place, kind) in overrides)
             else:
                 went.update(outcomes)
-    return in_order(place for place in seen if len(seen[place]) < 2)
+    return in_order(place for place, went in seen.items() if len(went) == 1)
 
 
 def in_order(keys: Iterable[Key]) -> list[Key]:

@@ -33,7 +33,8 @@ class Lines:
         self._files = frozenset(sources)
         for name, text in sources.items():
             # Where IPython has it too: inspect and TorchScript read functions of the cell there.
-            linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
+            lines = text.splitlines(keepends=True)
+            linecache.cache[name] = len(text), None, lines, name
         self._place = functools.cache(self._place_of)
         self._text = functools.cache(self._text_at)
 
@@ -44,7 +45,9 @@ class Lines:
             frame, inner = inner, None
         if frame is None:
             return NOWHERE
-        return self._place(_location(frame), None if inner is None else _location(inner))
+        if inner is None:
+            return self._place(_location(frame))
+        return self._place(_location(frame), _location(inner))
 
     def reading(self) -> Key | None:
         """Return the cell's running line, the notebook's innermost expression, and below it the library's line.

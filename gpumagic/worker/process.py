@@ -227,7 +227,8 @@ class _Forks:
 
     def wait(self) -> None:
         """Wait for a reply, a little; take those that have come, and end what takes too much memory or time."""
-        ready = self._ready(_LOOKS if math.isfinite(self._most) else math.inf)
+        seconds = _LOOKS if math.isfinite(self._most) else math.inf
+        ready = self._ready(seconds)
         too_large = self._too_large()
         for number, fork in list(self._running.items()):
             if fork.answers in ready:
@@ -363,11 +364,11 @@ def _crashed(code: int) -> Ended:
     Args:
         code: its exit status; the number of the signal that ended it, negated.
     """
-    how = f"with {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
-    sentence = (
-        f"the dry run crashed its process {how}, as the cell might: nothing is known of its memory"
-    )
-    return Ended(reason=Ending.CRASHED, sentence=sentence)
+    how = f"exit status {code}"
+    if code < 0:
+        how = signal.Signals(-code).name
+    crashed = f"the dry run crashed its process with {how}, as the cell might"
+    return Ended(reason=Ending.CRASHED, sentence=f"{crashed}: nothing is known of its memory")
 
 
 def _run_child(request: Request, serve: Serve, watcher: socket.socket, sending: int) -> NoReturn:
@@ -395,9 +396,8 @@ def _run_child(request: Request, serve: Serve, watcher: socket.socket, sending: 
 
         serve(request, watcher, send)
     except BaseException as error:
-        lines = str(error).strip().splitlines()
-        message = f"{type(error).__name__}: {lines[0] if lines else ''}"
-        sentence = f"the dry run could not be set up: {message}"
+        message, *_ = str(error).strip().splitlines() or [""]
+        sentence = f"the dry run could not be set up: {type(error).__name__}: {message}"
         with contextlib.suppress(OSError):
             Connection(sending, readable=False).send_bytes(
                 wire.encode(Ended(reason=Ending.NOT_SET_UP, sentence=sentence))
@@ -419,7 +419,8 @@ def _moved_far(descriptor: int) -> int:
     """Return a descriptor in place of one, far from what a cell tries that closes or writes to the first few."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        far = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(0, min(limit, 65_536) - 64))
+        least = max(0, min(limit, 65_536) - 64)
+        far = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, least)
     except OSError:
         return descriptor
     os.close(descriptor)

@@ -19,7 +19,7 @@ import time
 import traceback
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -249,17 +249,13 @@ class Run:
             breakdown: Counter[str] = Counter()
             for bytes_by_part in modules.values():
                 breakdown.update(bytes_by_part)
-            largest_first: dict[str, dict[str, int]] = {}
-            if not self.is_brief:
-                for name in sorted(modules, key=lambda name: -modules[name].total()):
-                    largest_first[name] = dict(modules[name])
             outcomes.append(
                 replace(
                     device,
                     peak_at=account.peak.allocation(),
                     refused=None if account.failure is None else account.failure.allocation(),
                     breakdown=dict(breakdown),
-                    modules=largest_first,
+                    modules={} if self.is_brief else _largest_first(modules),
                 )
             )
         return outcomes
@@ -284,6 +280,12 @@ class Run:
             failure: how the cell failed, if it did.
         """
         raise NotImplementedError
+
+
+def _largest_first(modules: Mapping[str, Counter[str]]) -> dict[str, dict[str, int]]:
+    """Return the bytes of each module by part, as plain data, with the module first that has most."""
+    ordered = sorted(modules, key=lambda name: -modules[name].total())
+    return {name: dict(modules[name]) for name in ordered}
 
 
 _TICK = 0.05

@@ -104,7 +104,8 @@ class CudaRun(Run):
         self.unpack(coming)
         for device, nbytes in enumerate(devices.base):
             if nbytes > 0:
-                self.kept.append(torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}"))
+                unseen = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
+                self.kept.append(unseen)
         for device, layout in layouts.items():
             layout.settle(devices.workspaces[device])
 
@@ -165,8 +166,9 @@ class CudaRun(Run):
         has_unknown_parts, communicators = self._note_unknown_sizes()
         if self.is_brief:
             if self._is_out_of_memory and failure is not None:
-                first = next(index for index, device in enumerate(devices) if device.failed)
-                devices[first] = replace(devices[first], refused=Allocation(line=failure.line))
+                failed = next(device for device in devices if device.failed)
+                refused = Allocation(line=failure.line)
+                devices[devices.index(failed)] = replace(failed, refused=refused)
             book = Ledger([])
         else:
             book = self._ledger(len(devices))
