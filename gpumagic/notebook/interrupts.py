@@ -1,7 +1,8 @@
 """Ctrl-C while a report is made and shown: it ends what may be ended, and never the report.
 
 The cell is over by then. An interrupt that tore open the reading of the notebook or the rendering would cost the report
-and mend nothing, so it is noted; only what says so (`ending`), such as a dry run, is ended by it.
+and mend nothing, so it is noted; only what says so (`ending`), such as a dry run, is ended by it. Nor may it cost the
+threads that wait for a lock: `locked`.
 """
 
 from __future__ import annotations
@@ -51,3 +52,14 @@ def ending() -> Iterator[None]:
         yield
     finally:
         _may_end = False
+
+
+@contextlib.contextmanager
+def locked(lock: threading.RLock) -> Iterator[None]:
+    """Hold a lock, or go on without it after a second: Ctrl-C where a `with` ends may have kept it from its release."""
+    is_held = lock.acquire(timeout=1)
+    try:
+        yield
+    finally:
+        if is_held:
+            lock.release()

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from threading import RLock
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from gpumagic._compat import torch_private
-from gpumagic.transfers.recorder import Function, Recorder, device_contexts, exclusive, is_real
+from gpumagic.notebook.interrupts import locked
+from gpumagic.transfers.recorder import Function, Recorder, device_contexts, is_real
 
 _DeviceContext: Any = torch_private.DEVICE_CONTEXT.get()
 
@@ -71,7 +73,9 @@ NestingContext: Any = _nesting_context()
 
 
 _entered: list[RecordingContext] = []
-"""Those of all threads; `exclusive` keeps two from changing it at once."""
+"""Those of all threads."""
+LOCK = RLock()
+"""Held while a run puts something in place for all threads, or takes it away."""
 
 
 class RecordingContext(NestingContext):
@@ -104,12 +108,12 @@ class RecordingContext(NestingContext):
         self._outer.append((self.old_device, self.prev_mode))
         self.prev_mode = None
         super().__enter__()
-        with exclusive():
+        with locked(LOCK):
             _entered.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        with exclusive():
+        with locked(LOCK):
             _entered[:] = [context for context in _entered if context is not self]
             # Torch notes one default device for all threads, which those of other threads would restore.
             for context in _entered:
@@ -139,9 +143,8 @@ def construct(
     recorder: Recorder, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call a constructor with the default device, unless it is given another, or a generator."""
-    if (
-        kwargs.get("device") is None
-    ):  # a generator works on its own device only; DataLoader's sampler relies on it
+    if kwargs.get("device") is None:
+        # A generator works on its own device only; DataLoader's sampler relies on it.
         generator = kwargs.get("generator")
         kwargs["device"] = recorder.device if generator is None else generator.device
     return create(recorder, func, args, kwargs)
@@ -180,8 +183,11 @@ _METHOD_CREATORS = (
 @cache
 def handlers() -> dict[Function, Handler]:
     """Return the handler of each function that the mode has to know."""
-    return {
-        **dict.fromkeys(torch_private.DEVICE_CONSTRUCTORS.get()(), construct),
-        **dict.fromkeys((getattr(torch, name) for name in _CREATORS), create),
-        **dict.fromkeys((getattr(torch.Tensor, name) for name in _METHOD_CREATORS), create),
-    }
+    found: dict[Function, Handler] = {}
+    for function in torch_private.DEVICE_CONSTRUCTORS.get()():
+        found[function] = construct
+    for name in _CREATORS:
+        found[getattr(torch, name)] = create
+    for name in _METHOD_CREATORS:
+        found[getattr(torch.Tensor, name)] = create
+    return found

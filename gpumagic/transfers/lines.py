@@ -53,8 +53,9 @@ class LineLog:
     Attributes:
         places: the number of each line.
         hits: how often each line began, by number.
-        runs: of each time that a line ran, its number, start and end in nanoseconds: those of other threads, and those
-            of the run's own. Arrays: there may be millions.
+        own_runs: of each time that a line ran in the run's own thread, its number, start and end in nanoseconds. An
+            array: there may be millions.
+        other_runs: the same of other threads.
     """
 
     def __init__(
@@ -62,14 +63,14 @@ class LineLog:
     ) -> None:
         self.places: dict[Place, int] = {}
         self.hits: list[int] = []
-        self.runs = array("q"), array("q")
+        self.own_runs = array("q")
+        self.other_runs = array("q")
         self._place = place
         self._tell = tell
         self._thread = get_ident()
         self._stacks: dict[int, list[_Running]] = defaultdict(list)
-        self._numbers: dict[
-            tuple[int, int], int
-        ] = {}  # by `id`: hashing code takes longer than to run it
+        self._numbers: dict[tuple[int, int], int] = {}
+        """By a line and the `id` of its code, which to hash takes longer than to run it."""
 
     def enter(self, code: CodeType) -> None:
         """Code begins in this thread."""
@@ -86,10 +87,12 @@ class LineLog:
         number = self._numbers.get((id(code), line))
         if number is None:
             number = self._numbers[id(code), line] = self._number(code, line)
-        top.number, top.start, top.within = number, now, False
-        if len(stack) > 1:
-            top.within = number in [each.number for each in stack[:-1]]
-        if not top.within or sum(each.code is code for each in stack) > 1:
+        top.number = number
+        top.start = now
+        top.within = False
+        if len(stack) > 1:  # a comprehension, since this runs at each line
+            top.within = number in [outer.number for outer in stack[:-1]]
+        if not top.within or sum(running.code is code for running in stack) > 1:
             self.hits[number] += 1
         if thread == self._thread:
             self._tell(now)
@@ -97,11 +100,12 @@ class LineLog:
     def leave(self, code: CodeType) -> None:
         """Code ends in this thread."""
         now, thread = perf_counter_ns(), get_ident()
-        stack, left = self._stacks[thread], None
-        if not stack or (
-            stack[-1].code is not code and all(each.code is not code for each in stack)
-        ):
+        stack = self._stacks[thread]
+        if not stack:
+            return
+        if stack[-1].code is not code and all(running.code is not code for running in stack):
             return  # it began before the trace
+        left = None
         while left is not code:
             top = stack.pop()
             left = top.code
@@ -120,9 +124,9 @@ class LineLog:
         """Return how long each line ran, by number."""
         import numpy as np
 
-        number, start, end = np.array(self.runs[True] + self.runs[False]).reshape(-1, 3).T
-        found: list[float] = np.bincount(number, (end - start) / 1e9, len(self.hits)).tolist()
-        return found
+        number, start, end = np.array(self.own_runs + self.other_runs).reshape(-1, 3).T
+        seconds: list[float] = np.bincount(number, (end - start) / 1e9, len(self.hits)).tolist()
+        return seconds
 
     def _number(self, code: CodeType, line: int) -> int:
         place = self._place(code, line)
@@ -133,7 +137,8 @@ class LineLog:
 
     def _end(self, top: _Running, now: int, thread: int) -> None:
         if top.number != _NONE and not top.within:
-            self.runs[thread == self._thread].extend((top.number, top.start, now))
+            runs = self.own_runs if thread == self._thread else self.other_runs
+            runs.extend((top.number, top.start, now))
         top.number = _NONE
 
 
@@ -155,20 +160,26 @@ class _MonitoringEvents:
         self._followed: dict[int, CodeType] = {}  # by `id`: to hash code takes as long as to run it
 
     def start(self) -> str:
-        self._tool = next((each for each in _TOOLS if _monitoring.get_tool(each) is None), None)
+        """Begin, or return why that is not possible."""
+        self._tool = self._free_tool()
         if self._tool is None:
             return "other tools use all of sys.monitoring"
         _monitoring.use_tool_id(self._tool, _NAME)
         for event, callback in self._callbacks().items():
             _monitoring.register_callback(self._tool, event, callback)
         _monitoring.restart_events()  # an earlier run has turned some off for good
-        for each in frames.stack(sys._getframe(1)):
-            self._is_followed(each.f_code, each)
+        for frame in frames.stack(sys._getframe(1)):
+            self._is_followed(frame.f_code, frame)
         names = _monitoring.events
-        _monitoring.set_events(
-            self._tool, names.PY_START | names.PY_RESUME | names.PY_UNWIND | names.PY_THROW
-        )
+        events = names.PY_START | names.PY_RESUME | names.PY_UNWIND | names.PY_THROW
+        _monitoring.set_events(self._tool, events)
         return ""
+
+    def _free_tool(self) -> int | None:
+        for tool in _TOOLS:
+            if _monitoring.get_tool(tool) is None:
+                return tool
+        return None
 
     def stop(self) -> None:
         tool, self._tool = self._tool, None
@@ -208,9 +219,8 @@ class _MonitoringEvents:
         if id(code) not in self._followed and self._tool is not None and self._follows(code, frame):
             self._followed[id(code)] = code
             names = _monitoring.events
-            _monitoring.set_local_events(
-                self._tool, code, names.LINE | names.PY_RETURN | names.PY_YIELD
-            )
+            events = names.LINE | names.PY_RETURN | names.PY_YIELD
+            _monitoring.set_local_events(self._tool, code, events)
         return id(code) in self._followed
 
 
@@ -224,10 +234,10 @@ class _TraceEvents:
     def start(self) -> str:
         if sys.gettrace() is not None or threading.gettrace() is not None:
             return "a debugger or coverage traces this code"
-        for each in frames.stack(sys._getframe(1)):
-            if each.f_trace is None and self._follows(each.f_code, each):
-                self._running.append(each)
-                each.f_trace = self._inside
+        for frame in frames.stack(sys._getframe(1)):
+            if frame.f_trace is None and self._follows(frame.f_code, frame):
+                self._running.append(frame)
+                frame.f_trace = self._inside
         self._thread = threading.get_ident()
         sys.settrace(self._call)
         threading.settrace(self._call)
@@ -279,29 +289,33 @@ def find_functions(
     Raises:
         OptionError: there is nothing by this name, or it is not written in Python.
     """
-    named = {
-        each if isinstance(each, str) else getattr(each, "__qualname__", type(each).__name__): each
-        for each in functions
-    }
-    return {
-        name: _code_of(name, _look_up(name, namespace) if isinstance(each, str) else each)
-        for name, each in named.items()
-    }
+    codes = {}
+    for function in functions:
+        if isinstance(function, str):
+            name = function
+            value = _look_up(name, namespace)
+        else:
+            name = getattr(function, "__qualname__", type(function).__name__)
+            value = function
+        codes[name] = _code_of(name, value)
+    return codes
 
 
 def _look_up(name: str, namespace: Mapping[str, Any]) -> Any:
     """Return what a dotted name is bound to: a variable's attribute, or one of a module that has been imported."""
     first, *rest = name.split(".")
-    found = namespace.get(first, sys.modules.get(first))
-    if found is None:
+    value = namespace.get(first, sys.modules.get(first))
+    if value is None:
         raise OptionError(
             f"--trace: there is no {first}; functions that the cell itself defines are traced anyway"
         )
-    for place, each in enumerate(rest):
-        if not hasattr(found, each):
-            raise OptionError(f"--trace: {'.'.join((first, *rest[:place]))} has no {each}")
-        found = getattr(found, each)
-    return found
+    path = first
+    for attribute in rest:
+        if not hasattr(value, attribute):
+            raise OptionError(f"--trace: {path} has no {attribute}")
+        value = getattr(value, attribute)
+        path = f"{path}.{attribute}"
+    return value
 
 
 def _code_of(name: str, value: Any) -> CodeType:

@@ -7,11 +7,10 @@ its top, so it is imported only when a cell runs on a device.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from threading import RLock, get_ident
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -24,22 +23,6 @@ from gpumagic.transfers.log import TransferLog
 from gpumagic.transfers.sites import CallSites
 
 Function = Callable[..., Any]
-
-_lock = RLock()
-
-
-@contextlib.contextmanager
-def exclusive() -> Iterator[None]:
-    """Let no other thread put anything in place meanwhile, or take it away.
-
-    After a second it goes on without the lock: Ctrl-C where a `with` ends may have kept another from its release.
-    """
-    is_held = _lock.acquire(timeout=1)
-    try:
-        yield
-    finally:
-        if is_held:
-            _lock.release()
 
 
 @dataclass(eq=False)

@@ -13,20 +13,22 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from types import FunctionType
-from typing import Any
+from types import FunctionType, ModuleType, TracebackType
+from typing import Any, NamedTuple
 
 import torch
 
 from gpumagic import _compat
 from gpumagic._compat import torch_frames
 from gpumagic.memory import allocator
+from gpumagic.notebook import interrupts
+from gpumagic.notebook.interrupts import locked
 from gpumagic.source import frames
 from gpumagic.transfers import device_mode, lines, operators, tracing
 from gpumagic.transfers import recorder as recorders
-from gpumagic.transfers.device_mode import RecordingContext
+from gpumagic.transfers.device_mode import LOCK, RecordingContext
 from gpumagic.transfers.log import TransferLog
-from gpumagic.transfers.recorder import Recorder, device_contexts, exclusive
+from gpumagic.transfers.recorder import Recorder, device_contexts
 
 
 class Recording:
@@ -40,13 +42,12 @@ class Recording:
         """Start recording, in the calling thread."""
         try:
             recorders.begin(self.recorder)
-            with exclusive():
+            with locked(LOCK):
                 operators.kernels.watch(self)
                 watch_waits(self, self.recorder.device.type)
                 watch_tracebacks()
-            self._context = RecordingContext(
-                self.recorder
-            )  # kept first, so that an interrupt finds it
+            # Kept first, so that an interrupt finds it.
+            self._context = RecordingContext(self.recorder)
             self._context.__enter__()
         except BaseException:
             self.close()
@@ -58,7 +59,7 @@ class Recording:
             self._leave_context()
         finally:
             try:
-                with exclusive():
+                with locked(LOCK):
                     unwatch_waits(self)
                     unwatch_tracebacks()
                     operators.kernels.unwatch(self)
@@ -89,38 +90,53 @@ Function = Callable[..., Any]
 
 
 _NAME = "synchronize"
+
+
+class _Patch(NamedTuple):
+    """A function that is replaced while a run is open."""
+
+    owner: Any
+    """The module or the class that has it."""
+    function: Function
+    wrapper: Function
+
+
 _waiting: list[object] = []
-_patches: list[tuple[Any, Function, Function]] = []
-"""What has a function, the function, and what is called in its place while a run is open."""
+"""The runs for which waits are counted."""
+_patches: list[_Patch] = []
 
 
 def watch_waits(run: object, backend: str) -> None:
     """Count the waits for a backend's devices until `unwatch_waits` is called with the same run."""
     _waiting.append(run)
-    wrappers = [wrapper for *_, wrapper in _patches]
+    wrappers = [patch.wrapper for patch in _patches]
     for owner, function in _functions(backend):
         if function not in wrappers:
-            _patches.append((owner, function, _wrap(function)))
-            setattr(owner, _NAME, _patches[-1][2])
+            patch = _Patch(owner, function, _wrap(function))
+            _patches.append(patch)
+            setattr(owner, _NAME, patch.wrapper)
 
 
 def unwatch_waits(run: object) -> None:
     """Undo `watch_waits`, except where something else has been put there since. Idempotent."""
-    _waiting[:] = [each for each in _waiting if each is not run]
+    _waiting[:] = [other for other in _waiting if other is not run]
     while _patches and not _waiting:
-        owner, function, wrapper = _patches[-1]
-        if vars(owner).get(_NAME) is wrapper:
-            setattr(owner, _NAME, function)
+        patch = _patches[-1]
+        if vars(patch.owner).get(_NAME) is patch.wrapper:
+            setattr(patch.owner, _NAME, patch.function)
         _patches.pop()
 
 
 def _functions(backend: str) -> Iterator[tuple[Any, Function]]:
-    modules = [each for each in (torch.accelerator, allocator.device_module(backend)) if each]
-    classes = [getattr(module, name, None) for module in modules for name in ("Stream", "Event")]
-    for owner in (*modules, *classes):
-        function = None if owner in (None, torch.Stream, torch.Event) else vars(owner).get(_NAME)
-        if function is not None:  # those two are classes of C++, which cannot be patched
-            yield owner, function
+    """Yield the modules and classes that have a function to wait for a device, a stream or an event, with it."""
+    owners: list[Any] = []
+    for module in (torch.accelerator, allocator.device_module(backend)):
+        if module is not None:
+            owners += [module, getattr(module, "Stream", None), getattr(module, "Event", None)]
+    in_cpp = (torch.Stream, torch.Event)  # which cannot be patched
+    for owner in owners:
+        if owner is not None and owner not in in_cpp and _NAME in vars(owner):
+            yield owner, vars(owner)[_NAME]
 
 
 def _wrap(function: Function) -> Function:
@@ -138,9 +154,7 @@ def _wrap(function: Function) -> Function:
 
 # ---- Tracebacks of the user's errors, without the frames that are between a line and torch
 
-_BETWEEN = frozenset(
-    f"gpumagic.transfers.{each}" for each in ("device_mode", "operators", "recording")
-)
+_BETWEEN = frozenset({device_mode.__name__, operators.__name__, __name__})
 _CALLED_BY_THESE = frozenset({torch_frames.OPERATORS_MODULE, torch_frames.DEVICE_MODULE})
 _SHOW = "showtraceback"
 _shells: list[Any] = []
@@ -148,15 +162,22 @@ _shells: list[Any] = []
 
 def drop_own_frames(error: BaseException | None) -> None:
     """Leave these frames out of the tracebacks of an error and of those that it is chained to."""
-    for each in () if error is None else frames.related_exceptions(error):
-        for step in frames.traceback_steps(each.__traceback__):
-            after = step.tb_next
-            while after is not None and frames.module_of(after.tb_frame) in _BETWEEN:
-                after = after.tb_next
-                while after is not None and frames.module_of(after.tb_frame) in _CALLED_BY_THESE:
-                    after = after.tb_next
+    if error is None:
+        return
+    for related in frames.related_exceptions(error):
+        for step in frames.traceback_steps(related.__traceback__):
+            after = _after_own_frames(step.tb_next)
             if after is not step.tb_next:
                 step.tb_next = after
+
+
+def _after_own_frames(step: TracebackType | None) -> TracebackType | None:
+    """Return the first step of a traceback that is none of these frames, nor of what they have called."""
+    while step is not None and frames.module_of(step.tb_frame) in _BETWEEN:
+        step = step.tb_next
+        while step is not None and frames.module_of(step.tb_frame) in _CALLED_BY_THESE:
+            step = step.tb_next
+    return step
 
 
 def watch_tracebacks() -> None:
@@ -183,13 +204,20 @@ def unwatch_tracebacks() -> None:
 
 def _skip_in_compilers() -> None:
     """Have `torch.compile` run what is called for torch's functions as it is, where it comes upon it between graphs."""
-    for module in (device_mode, operators, lines, tracing):
-        classes = [each for each in vars(module).values() if isinstance(each, type)]
-        for each in (value for owner in (module, *classes) for value in vars(owner).values()):
-            function = getattr(each, "__wrapped__", each)
+    for module in (device_mode, operators, lines, tracing, interrupts):
+        for function in _functions_of(module):
+            for code in frames.code_objects(function.__code__):
+                _compat.skip_in_compilers(code)
+
+
+def _functions_of(module: ModuleType) -> Iterator[FunctionType]:
+    """Yield the functions that a module and its classes define, without their decorators."""
+    owners = [module, *(value for value in vars(module).values() if isinstance(value, type))]
+    for owner in owners:
+        for value in list(vars(owner).values()):
+            function = getattr(value, "__wrapped__", value)
             if isinstance(function, FunctionType) and function.__module__ == module.__name__:
-                for code in frames.code_objects(function.__code__):
-                    _compat.skip_in_compilers(code)
+                yield function
 
 
 _skip_in_compilers()

@@ -13,8 +13,9 @@ traced cell would have a higher peak than the same cell alone. No counter is rea
 from __future__ import annotations
 
 import linecache
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -25,6 +26,7 @@ from gpumagic._compat.private_names import MissingName
 from gpumagic.memory import allocator
 from gpumagic.memory.allocator import MIN_BLOCK, AllocatorStats
 from gpumagic.memory.devices import Device
+from gpumagic.notebook.interrupts import locked
 from gpumagic.source import frames
 from gpumagic.source.frames import WatchedCode
 from gpumagic.transfers.lines import Events, LineLog, Place
@@ -55,9 +57,12 @@ class Trace:
         self._history = AllocatorHistory(self._device)
         self._sites = sites
         self._code = code
-        self._named = {name: tuple(frames.code_objects(each)) for name, each in named.items()}
-        self._block = _ids(() if block is None else frames.code_objects(block))
-        self._others = _ids(each for codes in self._named.values() for each in codes) - self._block
+        self._named = {name: tuple(frames.code_objects(code)) for name, code in named.items()}
+        self._block = frozenset[int]() if block is None else _ids(frames.code_objects(block))
+        others: set[int] = set()
+        for codes in self._named.values():
+            others |= _ids(codes)
+        self._others = frozenset(others - self._block)
         self._lines = LineLog(self._place, lambda at: self._history.begin_turn(str(at)))
         self._events = Events(self._lines, self._follows)
         self._reason = ""
@@ -75,78 +80,75 @@ class Trace:
     def by_line(self, lines: Sequence[tuple[int, str]], elapsed: float) -> LineReport:
         """Return the sums by line; ``lines`` are those of the cell or block."""
         self._lines.close()
-        seconds, memory = self._lines.seconds(), self._memory_of_lines()
-        file = (self._sites.filename if self._code.line is None else self._code.filename) or ""
+        seconds = self._lines.seconds()
+        memory = self._memory_of_lines()
 
-        def row(function: str | None, file: str, line: int, code: str) -> LineRow | None:
+        def row(function: str | None, file: str, line: int, code: str) -> Iterator[LineRow]:
             number = self._lines.places.get((file, line))
-            if number is None:  # it is empty, or only says something to the reader
-                return None
-            figures = (
-                self._lines.hits[number],
-                seconds[number],
-                *memory.get(number, (None, None, None)),
-            )
-            return LineRow(function, line, code, *figures)
+            if number is not None:  # else it is empty, or only says something to the reader
+                hits = self._lines.hits[number]
+                figures = memory.get(number, (None, None, None))
+                yield LineRow(function, line, code, hits, seconds[number], *figures)
 
-        # The head of a `with` block runs before the block, and once more as it is left.
-        rows = [
-            row(None, file, number, text) for number, text in lines if number != self._code.line
-        ]
-        files = {name: codes[0].co_filename for name, codes in self._named.items()}
-        rows += [
-            row(name, files[name], *line)
-            for name, codes in self._named.items()
-            for line in _text(codes)
-        ]
-        found = tuple(each for each in rows if each is not None)
-        return LineReport(self._device, found, elapsed, files, self._reason, self._missing())
+        whose = self._sites if self._code.line is None else self._code
+        rows: list[LineRow] = []
+        for line, text in lines:
+            # The head of a `with` block runs before the block, and once more as it is left.
+            if line != self._code.line:
+                rows += row(None, whose.filename or "", line, text)
+        files = {}
+        for name, codes in self._named.items():
+            files[name] = codes[0].co_filename
+            for line, text in _text(codes):
+                rows += row(name, files[name], line, text)
+        return LineReport(
+            self._device, tuple(rows), elapsed, files, self._reason, missing=self._missing()
+        )
 
     def _missing(self) -> str:
         """Return why lines have no memory, or those before what the history has kept; empty where all have."""
         history = self._history
         if history.events is None:
             backend = Device.parse(self._device).backend
-            counts = backend not in ("cpu", "meta")
-            return (
-                f"Lines have no memory: the allocator of {backend} keeps no history."
-                if counts
-                else ""
-            )
-        count, kept = history.after.events - history.before.events, len(history.events[1])
-        return (
-            ""
-            if count <= kept
-            else f"The allocator's history has the last {kept:,} of {count:,} events."
-        )
+            if backend in ("cpu", "meta"):
+                return ""
+            return f"Lines have no memory: the allocator of {backend} keeps no history."
+        _, turns = history.events
+        count, kept = history.after.events - history.before.events, len(turns)
+        if count <= kept:
+            return ""
+        return f"The allocator's history has the last {kept:,} of {count:,} events."
 
     def _memory_of_lines(self) -> dict[int, list[int]]:
         """Return for each line the bytes allocated and freed while it ran, and the most that were allocated at once."""
         if self._history.events is None:
             return {}
-        runs = np.array(self._lines.runs[True]).reshape(-1, 3)  # those of the run's thread
+        runs = np.array(self._lines.own_runs).reshape(-1, 3)
         nbytes, turn = self._history.events
         if self._missing():
             runs = runs[runs[:, 1] >= turn[0]]
         lines, starts, ends = runs.T
-        first, last = np.searchsorted(turn, starts), np.searchsorted(turn, ends)
-        levels, allocated = _sums(nbytes), _sums(np.maximum(nbytes, 0))
+        # Each run's events are those from the first up to the last, and it ends at the level before that.
+        first = np.searchsorted(turn, starts)
+        last = np.searchsorted(turn, ends)
+        levels = _sums(nbytes)
         levels += self._history.after.allocated - levels[-1]
+        allocated = _sums(np.maximum(nbytes, 0))
         taken = allocated[last] - allocated[first]
         grown = levels[last] - levels[first]
         # The highest from the event before each run's first to its last; what it finds for the gaps is left out.
         spans = np.stack([first, last + 1], axis=1).ravel()
         peaks = np.maximum.reduceat(np.append(levels, 0), spans)[::2] if len(spans) else first
-        found = np.zeros((3, lines.max(initial=-1) + 1), np.int64)
-        np.add.at(found[0], lines, taken)
-        np.add.at(found[1], lines, taken - grown)
-        np.maximum.at(found[2], lines, peaks)
-        return {line: found[:, line].tolist() for line in np.unique(lines).tolist()}
+        sums = np.zeros((3, lines.max(initial=-1) + 1), np.int64)
+        np.add.at(sums[0], lines, taken)
+        np.add.at(sums[1], lines, taken - grown)
+        np.maximum.at(sums[2], lines, peaks)
+        return {line: sums[:, line].tolist() for line in np.unique(lines).tolist()}
 
     def _place(self, code: CodeType, line: int) -> Place:
-        return (
-            (code.co_filename, line) if id(code) in self._others else self._sites.place(code, line)
-        )
+        if id(code) in self._others:
+            return code.co_filename, line
+        return self._sites.place(code, line)
 
     def _follows(self, code: CodeType, frame: FrameType) -> bool:
         if id(code) in self._others:
@@ -170,13 +172,14 @@ def _sums(values: Any) -> Any:
 def _text(codes: Sequence[CodeType]) -> list[tuple[int, str]]:
     """Return the numbered lines of a function."""
     file = codes[0].co_filename
-    numbers = [line for code in codes for *_, line in code.co_lines() if line]
-    found = [
-        (line, linecache.getline(file, line).rstrip())
-        for line in range(min(numbers), max(numbers) + 1)
-    ]
-    indent = min((len(text) - len(text.lstrip()) for _, text in found if text), default=0)
-    return [(line, text[indent:]) for line, text in found]
+    numbers: set[int] = set()
+    for code in codes:
+        numbers.update(line for *_, line in code.co_lines() if line)
+    lines = range(min(numbers), max(numbers) + 1)
+    texts = [linecache.getline(file, line).rstrip() for line in lines]
+    indents = [len(text) - len(text.lstrip()) for text in texts if text]
+    indent = min(indents, default=0)
+    return [(line, text[indent:]) for line, text in zip(lines, texts, strict=True)]
 
 
 # ---- The allocator's own history of the cell: each block handed out or taken back, in order. CUDA's is recorded
@@ -219,10 +222,11 @@ class AllocatorHistory:
         if self._backend == "cuda":
             self._start_cuda()
         elif hasattr(self._module, "record_history"):
-            self._is_on, self._is_ours = True, not _recording
-            _recording.append(self)
-            if self._is_ours:
-                self._module.record_history(True)
+            with locked(_LOCK):
+                self._is_on = True
+                _recording.append(self)
+                if len(_recording) == 1:
+                    self._module.record_history(True)
         self._ahead = time.time_ns() - time.perf_counter_ns()
         self.before = allocator.device_stats(self._device) or _NOTHING
 
@@ -236,11 +240,8 @@ class AllocatorHistory:
                 self._record_history(context=None, max_entries=MAX_ENTRIES)
         except (RuntimeError, MissingName):  # cudaMallocAsync keeps no history
             self._is_on = self._is_ours = False
-        if (
-            self._is_on
-            and torch_private.METADATA.is_there()
-            and torch_private.SET_METADATA.is_there()
-        ):
+        names = (torch_private.METADATA, torch_private.SET_METADATA)
+        if self._is_on and all(name.is_there() for name in names):
             self._earlier_metadata = torch_private.METADATA.get()()
             self.begin_turn = torch_private.SET_METADATA.get()
 
@@ -251,37 +252,52 @@ class AllocatorHistory:
         self._is_on = False
         self.after = allocator.device_stats(self._device) or _NOTHING
         try:
-            # As many as the counters say: others may have begun to record before.
             nbytes, turn = self._read_cuda() if self._backend == "cuda" else self._read_simgpu()
+            # As many as the counters say: others may have begun to record before.
             before = max(0, len(turn) - (self.after.events - self.before.events))
             self.events = nbytes[before:], turn[before:]
         finally:
-            _recording[:] = [each for each in _recording if each is not self]
             if self._backend == "cuda":
                 self.begin_turn(self._earlier_metadata)
                 if self._is_ours:
                     self._record_history(None)
-            elif not _recording:
+            else:
+                self._end_record_of_simgpu()
+
+    def _end_record_of_simgpu(self) -> None:
+        with locked(_LOCK):
+            _recording[:] = [history for history in _recording if history is not self]
+            if not _recording:
                 self._module.record_history(False)
 
     def _read_cuda(self) -> tuple[Any, Any]:
         traces = self._read_history()["device_traces"]
-        trace = [each for each in traces[self._index] if each["action"] in _SIGNS]
-        sign = np.array([_SIGNS[each["action"]] for each in trace], np.int64)
-        size = np.array([each["size"] for each in trace], np.int64)
+        entries = [entry for entry in traces[self._index] if entry["action"] in _SIGNS]
+        columns = []
+        for entry in entries:
+            sign = _SIGNS[entry["action"]]
+            columns.append((sign, entry["size"], entry["time_us"], _noted_turn(entry)))
+        sign, size, microseconds, noted = np.array(columns, np.int64).reshape(-1, 4).T
+        whole_blocks = -(-size // MIN_BLOCK) * MIN_BLOCK
         # Entries of other threads name no turn: they have their own time, but at least that of the one before.
-        said = [each.get("user_metadata") for each in trace]  # or something that the user has set
-        noted = np.array([int(each) if each and each.isdigit() else 0 for each in said], np.int64)
-        own = np.array([each["time_us"] for each in trace], np.int64) * 1000 - self._ahead
+        own = microseconds * 1000 - self._ahead
         turn = np.maximum.accumulate(np.where(noted, noted, own))
-        return -(-size // MIN_BLOCK) * MIN_BLOCK * sign, turn
+        return whole_blocks * sign, turn
 
     def _read_simgpu(self) -> tuple[Any, Any]:
         _, nbytes, at = np.array(self._module.history(self._index), float).reshape(-1, 3).T
         return nbytes.astype(np.int64), (at * 1e9).astype(np.int64)
 
 
+def _noted_turn(entry: Mapping[str, Any]) -> int:
+    """Return when the turn began that an entry of CUDA's history names; 0 for one that names none."""
+    text = entry.get("user_metadata")  # or something that the user has set
+    return int(text) if text and text.isdigit() else 0
+
+
 _recording: list[object] = []
 """Who has simgpu's allocators record, which know only whether somebody does."""
+_LOCK = threading.RLock()
+"""Held while that changes: two threads may trace at once."""
 _SIGNS = {"alloc": 1, "free_requested": -1}
 _NOTHING = AllocatorStats(0, 0, 0)
