@@ -11,36 +11,27 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import HealthCheck, settings
-from IPython.core.displaypub import CapturingDisplayPublisher
-from IPython.core.interactiveshell import InteractiveShell
-from traitlets.config import Config
 
 from gpumagic import fakecuda
-from tests.kernels import Kernel
 from tests.stages import FEW, IS_WHOLE, MANY, is_deep
 
 if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
     from tests.device import Accelerator
+
+# What looks for the holders of a tensor follows all that these variables lead to: classes of libraries are imported
+# where they are used.
 
 # Two cores: torch's own threads would fight the kernels that the tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Kernels and shells of the tests keep no history and read no profile of the user's.
 os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")
 
-for name, count in (("few", FEW), ("many", MANY)):
-    settings.register_profile(
-        name,
-        deadline=None,
-        max_examples=count,
-        suppress_health_check=[HealthCheck.too_slow],
-        derandomize=not IS_WHOLE,
-    )
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose how much Hypothesis tries, hear Ctrl-C, and compile the simulated GPU before there are many processes."""
-    settings.load_profile("many" if is_deep(config) else "few")
+    _load_profile("many" if is_deep(config) else "few")
     # A shell has what it starts with `&` ignore Ctrl-C, and so would every kernel that the tests interrupt.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -50,6 +41,20 @@ def pytest_configure(config: pytest.Config) -> None:
             [sys.executable, "-c", "from gpumagic.simgpu import _module; _module.load()"],
             check=False,
         )
+
+
+def _load_profile(chosen: str) -> None:
+    from hypothesis import HealthCheck, settings
+
+    for name, count in (("few", FEW), ("many", MANY)):
+        settings.register_profile(
+            name,
+            deadline=None,
+            max_examples=count,
+            suppress_health_check=[HealthCheck.too_slow],
+            derandomize=not IS_WHOLE,
+        )
+    settings.load_profile(chosen)
 
 
 @pytest.fixture(scope="session")
@@ -146,16 +151,24 @@ def few_objects(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def bare_shell():
     """Return a real in-process shell whose displays are kept instead of shown."""
+    shell = _new_shell()
+    shell.run_line_magic("colors", "nocolor")
+    yield shell
+    shell.clear_instance()
+    _empty(shell)
+
+
+def _new_shell() -> InteractiveShell:
+    from IPython.core.displaypub import CapturingDisplayPublisher
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
     config = Config()
     config.HistoryManager.enabled = False
     config.HistoryAccessor.enabled = False
     config.GPUMagic.advice_seconds = 0.0  # a test that wants advice tried says so
     InteractiveShell.clear_instance()
-    shell = InteractiveShell.instance(config=config, display_pub_class=CapturingDisplayPublisher)
-    shell.run_line_magic("colors", "nocolor")
-    yield shell
-    InteractiveShell.clear_instance()
-    _empty(shell)
+    return InteractiveShell.instance(config=config, display_pub_class=CapturingDisplayPublisher)
 
 
 def _empty(shell: InteractiveShell) -> None:
@@ -203,6 +216,8 @@ def shown(bare_shell):
 @pytest.fixture(scope="session")
 def start_kernel(tmp_path_factory):
     """Return a function that starts a kernel, with extra environment variables; all are stopped at the end."""
+    from tests.kernels import Kernel
+
     kernels = []
 
     def start(**extra):

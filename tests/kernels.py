@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from jupyter_client.manager import KernelManager
-
 ROOT = Path(__file__).parents[1]
 PATIENCE = 60  # seconds until a kernel that says nothing is taken for hung
 
@@ -100,6 +98,9 @@ class Kernel:
         stderr: IO[str] | None = None,
         **extra: str,
     ):
+        # Not above: what looks for a tensor's holders in this process would follow all that it leads to.
+        from jupyter_client.manager import KernelManager
+
         self.gate = home / "gate"
         self.manager = KernelManager()
         self.manager.kernel_spec.argv = [
