@@ -1,8 +1,8 @@
 """Cells that try to have an effect outside of their dry run, and a process that looks whether they had one.
 
-    python -m tests.dryrun.attacks {namespaces,container,user,old}
+    python -m tests.dryrun.attacks {namespaces,container,user,old} [NAME ...]
 
-dry-runs each and prints, as JSON, what got out of it and what its report says. `container` is without namespaces, as in
+dry-runs each of them, or those named, and prints, as JSON, what got out of it and what its report says. `container` is without namespaces, as in
 Docker's default profile; `user` is without the administrator's rights, `old` without Landlock. What could be undone is
 tried for real, on files, processes and servers of this test's own; what would change the machine is tried with the
 values that it has.
@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -459,7 +460,7 @@ def without_landlock() -> None:
     install([Rule(refuse(38), {"landlock_create_ruleset": (444, 444)})])
 
 
-def without_rights() -> None:
+def without_rights(names: Sequence[str]) -> None:
     """Become a user that is not the administrator, in a system of users of its own."""
     libc = ctypes.CDLL(None, use_errno=True)
     user, group = os.getuid(), os.getgid()
@@ -472,13 +473,13 @@ def without_rights() -> None:
     ):
         Path(f"/proc/self/{name}").write_text(text)
     os.execv(
-        sys.executable, [sys.executable, "-m", "tests.dryrun.attacks", "namespaces"]
+        sys.executable, [sys.executable, "-m", "tests.dryrun.attacks", "namespaces", *names]
     )  # which drops what the namespace gave
 
 
-def main(how: str) -> None:
+def main(how: str, *names: str) -> None:
     if how == "user":
-        without_rights()
+        without_rights(names)
     if how == "container":
         without_namespaces()
     if how == "old":
@@ -494,10 +495,13 @@ def main(how: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         outside = Outside(Path(folder))
-        for name, attack in ATTACKS.items():
+        for name in names or ATTACKS:
             namespace = {"torch": torch, "device": device, **outside.names()}
             report = run.dry_run(
-                script_of(PRELUDE + attack), namespace, targets.choose(device, None), time_limit=60
+                script_of(PRELUDE + ATTACKS[name]),
+                namespace,
+                targets.choose(device, None),
+                time_limit=60,
             )
             print(name, file=sys.stderr, flush=True)
             results[name] = {
@@ -511,4 +515,4 @@ def main(how: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

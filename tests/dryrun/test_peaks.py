@@ -13,8 +13,8 @@ from tests.dryrun.dryrun_cells import CELLS
 from tests.stages import sample, sample_and_all, wanted
 
 ROOT = Path(__file__).parents[2]
-SPREAD = 6
-"""Every sixth cell is in the sample."""
+SPREAD = 10
+"""Every tenth cell is in the sample."""
 
 
 @pytest.fixture(scope="module")

@@ -257,12 +257,13 @@ def test_a_batch_size_of_settings_is_lowered_where_the_cell_makes_its_loader_of_
     ("made", "add"),
     [
         ("history = {'loss': []}", "history['loss'].append(loss)"),
-        (
+        pytest.param(
             "history = collections.defaultdict(list)",
             "for key in ['loss']:\n        history[key].append(loss)",
+            marks=pytest.mark.deep,
         ),
         ("history = types.SimpleNamespace(loss=[])", "history.loss.append(loss)"),
-        ("history = {'loss': 0}", "history['loss'] += loss"),
+        pytest.param("history = {'loss': 0}", "history['loss'] += loss", marks=pytest.mark.deep),
     ],
 )
 def test_a_graph_that_a_collection_of_collections_keeps_is_a_leak(report_of, made, add) -> None:
@@ -283,9 +284,10 @@ def test_a_graph_that_a_collection_of_collections_keeps_is_a_leak(report_of, mad
             "history.append({'loss': loss, 'mean': loss.item(), 'n': len(x)})",
             "Collect loss without its autograd graph",
         ),
-        (
+        pytest.param(
             "history.append((loss, loss * 2, 7))",
             "Collect loss, loss * 2 without their autograd graphs",
+            marks=pytest.mark.deep,
         ),
         (
             "history.append(dict(out=net[0](y), loss=loss.detach()))",

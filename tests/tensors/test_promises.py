@@ -80,11 +80,7 @@ STATES: dict[str, list[str]] = {
         "def watch():\n    x = made(8)\n    get_ipython().events.register('pre_execute', lambda: x)\nwatch()",
     ],
 }  # fmt: skip
-QUICK = (
-    "a failed call",
-    "a model in an output whose loss has a name",
-    "a script whose names were deleted",
-)
+QUICK = ("a model in an output whose loss has a name", "a script whose names were deleted")
 
 
 @pytest.fixture
