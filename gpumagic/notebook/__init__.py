@@ -22,22 +22,26 @@ if TYPE_CHECKING:
 def shell() -> InteractiveShell | None:
     """Return the running shell; None in a script."""
     ipython = sys.modules.get("IPython")
-    running: InteractiveShell | None = None if ipython is None else ipython.get_ipython()
+    if ipython is None:
+        return None
+    running: InteractiveShell | None = ipython.get_ipython()
     return running
 
 
 def user_variables(running: InteractiveShell | None) -> Mapping[str, object]:
     """Return the user's variables: the shell's, or without one those of the main module."""
-    names: Mapping[str, object] = (
-        vars(sys.modules["__main__"]) if running is None else running.user_ns
-    )
+    if running is None:
+        return vars(sys.modules["__main__"])
+    names: Mapping[str, object] = running.user_ns
     return names
 
 
 def names_of_users(namespace: Mapping[str, object]) -> list[str]:
     """Return the names of the user's own variables: not `In`, `Out`, `exit` and what else IPython puts beside them."""
     running = shell()
-    hidden = {} if running is None else running.user_ns_hidden
+    hidden: Mapping[str, object] = {}
+    if running is not None:
+        hidden = running.user_ns_hidden
     return [name for name in namespace if not name.startswith("_") and name not in hidden]
 
 

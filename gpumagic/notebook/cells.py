@@ -13,11 +13,12 @@ This module knows nothing of devices and memory: those are the guards' business.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from IPython.core.inputtransformer2 import (
@@ -62,8 +63,8 @@ def running_cell(shell: InteractiveShell) -> ExecutionInfo | None:
 class _Session:
     guard: Guard
     info: ExecutionInfo
-    thread: int
-    depth: int  # how many cells that show something were running in the thread, each inside the one before
+    depth: int
+    """How many cells that show something were running in the thread, each inside the one before."""
     report: object = None
     """What waits for the end of the cell, where its guard has nothing more to do."""
     opens: bool = False
@@ -84,22 +85,59 @@ class _Session:
         self.closed = self.restored = True
 
 
+@dataclass
+class _ThreadState:
+    """The cells of one thread and their guards.
+
+    Subshells run cells in threads at the same time. A thread changes nothing of another's state, so none needs a lock.
+    """
+
+    cells: list[ExecutionInfo] = field(default_factory=list)
+    """Those that run and show something, each inside the one before."""
+    sessions: list[_Session] = field(default_factory=list)
+    begun: list[_Session] = field(default_factory=list)
+    """All that may still have changed something."""
+    ended: list[ExecutionInfo] = field(default_factory=list)
+
+    def close(self, sessions: list[_Session], error: BaseException | None) -> None:
+        in_reverse(sessions, lambda session: session.close(error))
+        self.begun = [session for session in self.begun if not session.restored]
+
+    def forget(self, sessions: list[_Session]) -> None:
+        for session in sessions:
+            self.sessions.remove(session)
+
+    def repair(self) -> None:
+        """Restore what interrupts have kept the guards of ended cells from restoring."""
+        running = []
+        for session in self.sessions:
+            if not _is_among(session.info, self.ended):
+                running.append(session)
+        self.sessions = running
+        to_repair = []
+        for session in self.begun:
+            if session.closed or not _is_among(session, running):
+                to_repair.append(session)
+        in_reverse(to_repair, _Session.repair)
+        self.begun = [session for session in self.begun if not session.restored]
+        self.ended.clear()
+
+
 class CellSessions:
     """The guards of the cells that are running in one shell."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
-        self._sessions: list[_Session] = []
-        self._begun: list[_Session] = []  # all that may still have changed something
-        self._ended: list[ExecutionInfo] = []
-        self._cells: dict[
-            int, list[ExecutionInfo]
-        ] = {}  # by thread, since subshells run cells in threads
+        self._threads: dict[int, _ThreadState] = {}
         self._events: tuple[tuple[str, Callable[..., None]], ...] = (
             ("pre_run_cell", self._cell_starts),
             ("post_execute", self._cell_ends),
             ("post_run_cell", self._cell_is_shown),
         )
+
+    def _own(self) -> _ThreadState:
+        """Return this thread's state: what a guard enters belongs to its thread, as torch's modes do."""
+        return self._threads.setdefault(threading.get_ident(), _ThreadState())
 
     def install(self) -> None:
         """Follow the shell's cells, the running one included."""
@@ -113,10 +151,12 @@ class CellSessions:
         """Undo `install`, as far as it went; what is open in this thread is closed, without a report."""
         for event, callback in self._events:
             notebook.unregister(self._shell, event, callback)
-        mine = self._mine()
-        self._sessions.clear()
-        self._close(mine, None)
-        self._repair()
+        own = self._own()
+        open_here = list(own.sessions)
+        for state in list(self._threads.values()):
+            state.sessions = []
+        own.close(open_here, None)
+        own.repair()
 
     def start(self, guard: Guard, info: ExecutionInfo | None = None) -> None:
         """Put a guard around the rest of a cell; it replaces an earlier one of its name.
@@ -138,18 +178,18 @@ class CellSessions:
         try:
             session.opens = True
             guard.open()
-        except (
-            BaseException
-        ):  # Ctrl-C, also right after `open`, which otherwise has restored what it had changed
-            self._forget([session])
+        except BaseException:
+            # Ctrl-C, also right after `open`, which otherwise has restored what it had changed.
+            self._own().forget([session])
             session.repair()
             raise
 
     def drop(self, guard: Guard) -> None:
         """Remove a guard from its cell: it is closed and shows nothing."""
-        for session in [each for each in self._sessions if each.guard is guard]:
-            self._forget([session])
-            self._close([session], None)
+        for state in list(self._threads.values()):
+            sessions = [session for session in state.sessions if session.guard is guard]
+            state.forget(sessions)
+            state.close(sessions, None)
 
     def ready_body(self, runs: BodyRuns, body: str) -> Callable[[], object]:
         """Return a function that runs the body of a cell magic under a guard and returns its last expression's value.
@@ -161,7 +201,8 @@ class CellSessions:
             SyntaxError: the body cannot be compiled.
         """
         info = self._running()
-        code = CellBody(self._shell, body, "" if info is None else info.raw_cell)
+        cell = "" if info is None else info.raw_cell
+        code = CellBody(self._shell, body, cell)
         first = runs.begin(code.source)
         return functools.partial(self._run_body, runs, code, first, info)
 
@@ -190,99 +231,92 @@ class CellSessions:
     def _add(self, guard: Guard, info: ExecutionInfo, report: object = None) -> _Session:
         """Add a guard that is about to open to a cell, or one that has been closed and the report that waits."""
         self._replace(guard.name, info)
-        thread = threading.get_ident()
+        own = self._own()
         is_over = report is not None
-        depth = len(self._cells.get(thread, ()))
-        session = _Session(guard, info, thread, depth, report, closed=is_over, restored=is_over)
-        self._sessions.append(session)
-        self._begun.append(session)
+        session = _Session(
+            guard,
+            info,
+            depth=len(own.cells),
+            report=report,
+            closed=is_over,
+            restored=is_over,
+        )
+        own.sessions.append(session)
+        own.begun.append(session)
         return session
 
     def _replace(self, name: str, info: ExecutionInfo) -> None:
         """Close the guards of a name that a cell has; they show nothing."""
-        earlier = [each for each in self._mine() if each.info is info and each.guard.name == name]
-        self._forget(earlier)
-        self._close(earlier, None)
-
-    def _mine(self) -> list[_Session]:
-        """Return this thread's sessions: what a guard enters belongs to its thread, as torch's modes do."""
-        thread = threading.get_ident()
-        return [session for session in self._sessions if session.thread == thread]
-
-    def _close(self, sessions: list[_Session], error: BaseException | None) -> None:
-        in_reverse(sessions, lambda session: session.close(error))
-        self._begun = [each for each in self._begun if not each.restored]
-
-    def _forget(self, sessions: list[_Session]) -> None:
-        for session in sessions:
-            self._sessions.remove(session)
+        own = self._own()
+        earlier = []
+        for session in own.sessions:
+            if session.info is info and session.guard.name == name:
+                earlier.append(session)
+        own.forget(earlier)
+        own.close(earlier, None)
 
     def _running(self) -> ExecutionInfo | None:
         """Return the innermost cell that runs in this thread."""
+        own = self._own()
         info = running_cell(self._shell)
-        mine = self._cells.get(threading.get_ident(), [])
-        others = [each for cells in self._cells.values() if cells is not mine for each in cells]
-        if info is not None and not any(info is each for each in others):
+        if info is not None and not self._is_elsewhere(info):
             return info
-        return mine[-1] if mine else None
+        return own.cells[-1] if own.cells else None
+
+    def _is_elsewhere(self, info: ExecutionInfo) -> bool:
+        """Return whether a cell runs in another thread."""
+        own = self._own()
+        others = [state for state in list(self._threads.values()) if state is not own]
+        return any(_is_among(info, state.cells) for state in others)
 
     def _cell_starts(self, info: ExecutionInfo) -> None:
-        cells = self._cells.setdefault(threading.get_ident(), [])
+        own = self._own()
         if info.store_history and not self._is_inside_a_cell():
-            self._ended += (
-                cells  # ipykernel was interrupted between the end of a cell and its events
-            )
-        cells[:] = [each for each in cells if not _is_among(each, self._ended)]
-        self._repair()
-        cells.append(info)
+            # ipykernel was interrupted between the end of a cell and its events.
+            own.ended += own.cells
+        own.cells = [cell for cell in own.cells if not _is_among(cell, own.ended)]
+        own.repair()
+        own.cells.append(info)
 
     def _is_inside_a_cell(self) -> bool:
         """Return whether the cell that starts may have been run by the code of another one."""
-        run, count = InteractiveShell.run_cell_async.__code__, 0
+        run_cell = InteractiveShell.run_cell_async.__code__
+        running = 0
         frame: FrameType | None = sys._getframe()
-        while frame is not None and count < 2:
-            count += frame.f_code is run and frame.f_locals.get("self") is self._shell
+        while frame is not None and running < 2:
+            if frame.f_code is run_cell and frame.f_locals.get("self") is self._shell:
+                running += 1
             frame = frame.f_back
-        return count != 1  # none: somebody has replaced that function
-
-    def _repair(self) -> None:
-        """Restore what interrupts have kept the guards of ended cells of this thread from restoring."""
-        thread = threading.get_ident()
-        self._sessions = [each for each in self._sessions if not _is_among(each.info, self._ended)]
-        mine = [each for each in self._begun if each.thread == thread]
-        in_reverse(
-            [each for each in mine if each.closed or not _is_among(each, self._sessions)],
-            _Session.repair,
-        )
-        self._begun = [each for each in self._begun if not each.restored]
-        self._ended.clear()
+        return running != 1  # none: somebody has replaced that function
 
     def _cell_ends(self) -> None:
         """Close the guards of the cell that ran last; by identity, since empty cells and widgets fire this too."""
         result = self._shell.last_execution_result
         if result is None:
             return
-        self._ended.append(result.info)
-        ended = [session for session in self._mine() if session.info is result.info]
-        self._close(ended, _error(result))
-        if ended and result.info.silent:  # such a cell shows nothing, so no `post_run_cell` follows
-            self._forget(ended)
-            in_reverse(ended, lambda session: session.guard.finish(result))
+        own = self._own()
+        own.ended.append(result.info)
+        of_cell = [session for session in own.sessions if session.info is result.info]
+        own.close(of_cell, _error(result))
+        if of_cell and result.info.silent:
+            # Such a cell shows nothing, so no `post_run_cell` follows.
+            own.forget(of_cell)
+            in_reverse(of_cell, lambda session: session.guard.finish(result))
             self._shell.last_execution_succeeded = result.success
 
     def _cell_is_shown(self, result: ExecutionResult | None) -> None:
         """Finish the guards of the cell that has ended, and of cells inside it whose end had no event."""
-        cells = self._cells.get(threading.get_ident(), [])
-        place = _position(cells, result)
+        own = self._own()
+        place = _position(own.cells, result)
         if place is None:
             return
-        del cells[place:]
-        ended = [session for session in self._mine() if session.depth > place]
-        self._forget(ended)
+        del own.cells[place:]
+        of_cell = [session for session in own.sessions if session.depth > place]
+        own.forget(of_cell)
         outcome: Outcome = BodyOutcome() if result is None else result
-        self._close(ended, _error(outcome))
-        in_reverse(ended, lambda session: _finish(session, outcome))
-        if ended and result is not None:
+        own.close(of_cell, _error(outcome))
+        in_reverse(of_cell, lambda session: _finish(session, outcome))
+        if of_cell and result is not None:
             self._shell.last_execution_succeeded = result.success
 
 
@@ -305,8 +339,8 @@ def _finish(session: _Session, outcome: Outcome) -> None:
             show_error()
 
 
-def _is_among(wanted: object, them: Collection[object]) -> bool:
-    return any(each is wanted for each in them)
+def _is_among(wanted: object, members: Collection[object]) -> bool:
+    return any(member is wanted for member in members)
 
 
 def _position(cells: list[ExecutionInfo], result: ExecutionResult | None) -> int | None:
@@ -345,10 +379,9 @@ class PromoteCellMagics:
         lets_run: Mapping[str, Collection[str]] | None = None,
     ) -> None:
         self._lets_run = lets_run or {}
-        self._header = re.compile(
-            rf"%%({'|'.join(map(re.escape, (*needs_body, *self._lets_run)))})(?!\S)(.*)"
-        )
         self._needs_body = {name: {*options, *_HELP} for name, options in needs_body.items()}
+        names = map(re.escape, [*needs_body, *self._lets_run])
+        self._header = re.compile(rf"%%({'|'.join(names)})(?!\S)(.*)")
 
     def __call__(self, lines: list[str]) -> list[str]:
         """Return a cell's lines, the first of them promoted where it is one of ours."""
@@ -360,21 +393,24 @@ class PromoteCellMagics:
 
     def _is_promoted(self, lines: list[str]) -> bool:
         header = self._header.match(lines[0])
-        if header is None or "?" in header[2] or header[2].rstrip().endswith("\\"):
-            return False  # not ours, asks for help, or would swallow the next line as a line magic
-        has_body = any(line.strip() for line in lines[1:])
-        words = re.split(r"\s#", header[2], maxsplit=1)[0].split()
-        options = {word.partition("=")[0] for word in words}
-        if not has_body:
+        if header is None:
+            return False
+        name, line = header.groups()
+        if "?" in line or line.rstrip().endswith("\\"):
+            return False  # it asks for help, or would swallow the next line as a line magic
+        if not any(below.strip() for below in lines[1:]):
             return True
-        if header[1] in self._lets_run:
-            return _HELP.isdisjoint(options) and not options.isdisjoint(self._lets_run[header[1]])
-        return self._needs_body[header[1]].isdisjoint(options)
+        before_comment = re.split(r"\s#", line, maxsplit=1)[0]
+        options = {word.partition("=")[0] for word in before_comment.split()}
+        if name in self._lets_run:
+            return _HELP.isdisjoint(options) and not options.isdisjoint(self._lets_run[name])
+        return self._needs_body[name].isdisjoint(options)
 
     def _below(self, lines: list[str]) -> list[str]:
         """Do with the body what IPython does with a cell: `%%time` may stand in it, prompts, an indent."""
-        blank = next((place for place, line in enumerate(lines) if line.strip()), len(lines))
-        cell = lines[blank:]
+        blank = itertools.takewhile(lambda line: not line.strip(), lines)
+        above = list(blank)
+        cell = lines[len(above) :]
         for transform in (leading_indent, classic_prompt, ipython_prompt, self, cell_magic):
             cell = transform(cell)
-        return [*lines[:blank], *cell]
+        return [*above, *cell]

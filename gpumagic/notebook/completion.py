@@ -46,24 +46,28 @@ def complete(line: str, offers: Mapping[str, Names]) -> tuple[str, list[str]]:
     match = _LINE.match(line)
     assert match is not None
     parser = options.PARSERS[match[1]]
-    words = line[match.end() :].split(" ")
-    fragment, before = words[-1], [word for word in words[:-1] if word]
-    actions = {string: action for action in parser._actions for string in action.option_strings}
+    *before, fragment = line[match.end() :].split(" ")
+    before = list(filter(None, before))
+    actions: dict[str, Action] = {}
+    for action in parser._actions:
+        actions.update(dict.fromkeys(action.option_strings, action))
     option, equals, value = fragment.partition("=")
     if equals and option in actions:
         return value, _starting(value, _values(actions[option], offers))
-    if before and before[-1] in actions and actions[before[-1]].nargs != 0:
-        names = _values(actions[before[-1]], offers)
+    named = actions.get(before[-1]) if before else None
+    if named is not None and named.nargs != 0:
         fragment = fragment.rpartition(",")[2]
-    elif fragment.startswith("-"):
-        names = [name for name in parser.option_strings() if name not in before]
-    else:
-        positional = [action for action in parser._actions if not action.option_strings]
-        if line.lstrip().startswith(
-            "%%"
-        ):  # a word such as `on` makes no sense where the magic has a cell below it
-            positional = [action for action in positional if action.choices is None]
-        names = [name for action in positional for name in _values(action, offers)]
+        return fragment, _starting(fragment, _values(named, offers))
+    if fragment.startswith("-"):
+        unused = [name for name in parser.option_strings() if name not in before]
+        return fragment, _starting(fragment, unused)
+    has_cell = line.lstrip().startswith("%%")
+    names: list[str] = []
+    for action in parser._actions:
+        # A word such as `on` makes no sense where the magic has a cell below it.
+        is_word = action.choices is not None
+        if not action.option_strings and not (has_cell and is_word):
+            names += _values(action, offers)
     return fragment, _starting(fragment, names)
 
 
@@ -75,20 +79,22 @@ def _values(action: Action, offers: Mapping[str, Names]) -> Collection[str]:
         from gpumagic.memory.presets import GPUS, typed
 
         return typed(GPUS)
-    return offers.get("DEVICE" if action.metavar == "DEVICE" else action.dest, tuple)()
+    names = offers.get("DEVICE" if action.metavar == "DEVICE" else action.dest)
+    return () if names is None else names()
 
 
 def numbers(namespace: Mapping[str, object], cell: str) -> Collection[str]:
     """Return the names of the ints among some variables and in the text of a cell."""
     from gpumagic.source import cell_code, text
 
-    variables = {
-        name for name, value in namespace.items() if type(value) is int and not name.startswith("_")
-    }
-    tree = text.parse_tree(cell)  # None of code that is not Python yet
-    return sorted(
-        variables if tree is None else variables | {name for name, _ in cell_code.ints_named(tree)}
-    )
+    names = set()
+    for name, value in namespace.items():
+        if type(value) is int and not name.startswith("_"):
+            names.add(name)
+    tree = text.parse_tree(cell)
+    if tree is not None:  # it may be no Python yet
+        names.update(name for name, _ in cell_code.ints_named(tree))
+    return sorted(names)
 
 
 def _starting(fragment: str, names: Collection[str]) -> list[str]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 
-Each = TypeVar("Each")
+Member = TypeVar("Member")
 
 
 class Outcome(Protocol):
@@ -102,8 +102,11 @@ class BodyRuns:
 
     def finish(self, outcome: Outcome) -> list[tuple[Guard, object]]:
         """Return the reports to show, each with its guard; like `Guard.finish` it may change the outcome."""
-        reports = [(each, each.finish(outcome)) for each in self._guards[:1]]
-        return [(guard, report) for guard, report in reports if report is not None]
+        if not self._guards:
+            return []
+        outermost = self._guards[0]
+        report = outermost.finish(outcome)
+        return [] if report is None else [(outermost, report)]
 
 
 def run_guarded(runs: BodyRuns, execute: Callable[[str], object], source: str) -> BodyOutcome:
@@ -124,8 +127,8 @@ def _attempt(guards: Sequence[Guard], execute: Callable[[str], object], source: 
     __tracebackhide__ = True
     outcome = BodyOutcome()
     try:
-        for each in guards:
-            each.open()
+        for guard in guards:
+            guard.open()
         try:
             outcome.result = execute(source)
         except BaseException as error:
@@ -140,11 +143,11 @@ def _attempt(guards: Sequence[Guard], execute: Callable[[str], object], source: 
         del outcome
 
 
-def in_reverse(them: Iterable[Each], act: Callable[[Each], object]) -> None:
+def in_reverse(members: Iterable[Member], act: Callable[[Member], object]) -> None:
     """Do something with each, the last one first, whatever the others raise."""
     with ExitStack() as stack:
-        for each in them:
-            stack.callback(act, each)
+        for member in members:
+            stack.callback(act, member)
 
 
 class CellBody:
@@ -162,20 +165,22 @@ class CellBody:
 
     def __init__(self, shell: InteractiveShell, text: str, cell: str = "") -> None:
         self._shell = shell
-        above = _above(text, cell)
-        blank = text[: len(text) - len(text.lstrip())].count(
-            "\n"
-        )  # IPython drops the body's leading blank lines
-        self._head = "\n" * (1 + blank) if above is None else above
-        self.source = "\n" * self._head.count("\n") + shell.transform_cell(text)
-        """The body as Python, its lines numbered as the cell's."""
-        self.ends_cell = above is not None
+        self._cell = cell
+        head = _above(text, cell)
+        self.ends_cell = head is not None
         """Whether the running cell consists of this body and the magics above it."""
+        if head is None:
+            # IPython drops the blank lines that the body begins with.
+            blank = text[: len(text) - len(text.lstrip())]
+            head = "\n" * (1 + blank.count("\n"))
+        self._head = head
+        self.source = "\n" * head.count("\n") + shell.transform_cell(text)
+        """The body as Python, its lines numbered as the cell's."""
         self.is_silenced = _compat.ends_with_semicolon(self.source)
         """Whether a trailing `;` hides the value."""
-        self._cell = cell
-        self._compiled = self.source, self._compile(self.source)
-        self._awaits = any(code.co_flags & inspect.CO_COROUTINE for code in self._compiled[1])
+        codes = self._compile(self.source)
+        self._compiled = self.source, codes
+        self._awaits = any(code.co_flags & inspect.CO_COROUTINE for code in codes)
         if self._awaits and _loop_is_running():
             raise GpuMagicError(
                 "a body that the magic itself runs cannot await inside a notebook's event loop; await in another cell"
@@ -208,31 +213,39 @@ class CellBody:
 
     def _compile(self, source: str) -> list[CodeType]:
         compiler = self._shell.compile
-        number = (
-            self._shell.displayhook.prompt_count
-        )  # not `execution_count`: since IPython 9.8 it is the next's
+        # Not `execution_count`: since IPython 9.8 it is the next cell's.
+        number = self._shell.displayhook.prompt_count
         text = self._head + source[self._head.count("\n") :]
         name = compiler.cache(text, number, raw_code=self._cell if self.ends_cell else None)
         parsed = compiler.ast_parse(source, filename=name)
         statements = self._shell.transform_ast(parsed).body
-        last = [statements.pop()] if statements and isinstance(statements[-1], ast.Expr) else []
-        with compiler.extra_flags(ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if self._shell.autoawait else 0):
-            codes = [compiler(ast.Module(statements, []), name, "exec")]
-            codes += [compiler(ast.Expression(each.value), name, "eval") for each in last]
-        return codes
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if self._shell.autoawait else 0
+        last = statements[-1] if statements else None
+        with compiler.extra_flags(flags):
+            if not isinstance(last, ast.Expr):
+                return [compiler(ast.Module(statements, []), name, "exec")]
+            return [
+                compiler(ast.Module(statements[:-1], []), name, "exec"),
+                compiler(ast.Expression(last.value), name, "eval"),
+            ]
 
 
 def _above(text: str, cell: str) -> str | None:
     """Return the lines of the cell above the body, or None where the cell is not some magics and this body."""
-    body, cell = text.strip(), cell.rstrip()
+    body = text.strip()
+    cell = cell.rstrip()
     if not body or not cell.endswith(body):
         return None
     above = cell[: len(cell) - len(body)]
-    lines = above[: above.rfind("\n") + 1]
-    is_whole = not above[len(lines) :].strip() and all(
-        line.startswith("%%") for line in lines.split("\n") if line.strip()
-    )
-    return lines if lines and is_whole else None
+    end_of_lines = above.rfind("\n") + 1
+    lines = above[:end_of_lines]
+    indent = above[end_of_lines:]
+    if not lines or indent.strip():
+        return None
+    for line in lines.split("\n"):
+        if line.strip() and not line.startswith("%%"):
+            return None
+    return lines
 
 
 def _loop_is_running() -> bool:

@@ -43,8 +43,11 @@ def held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ending() -> Iterator[None]:
-    """Let Ctrl-C end what runs, also one that was held back before."""
+    """Let Ctrl-C end what runs, also one that was held back before; in other threads than the main one nothing does."""
     global _may_end  # noqa: PLW0603  # a process has one main thread
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     _may_end = bool(_notes)
     try:
         if any(_notes):

@@ -429,6 +429,22 @@ def test_a_cell_in_another_thread_does_not_end_ours(shell, events):
     assert events[-2:] == ["close ondevice sub NoneType", "finish ondevice sub"]
 
 
+def test_a_cell_that_starts_in_another_thread_as_ours_ends_does_not_cost_our_report(shell, events):
+    """What has ended in one thread is no business of another's."""
+
+    def run_elsewhere() -> None:
+        shell.events.unregister("post_execute", run_elsewhere)
+        thread = threading.Thread(
+            target=shell.run_cell, args=("1",), kwargs={"store_history": True}
+        )
+        thread.start()
+        thread.join(30)
+
+    shell.events.register("post_execute", run_elsewhere)
+    shell.run_cell("%%ondevice main\n1")
+    assert events == ["open ondevice main", "close ondevice main NoneType", "finish ondevice main"]
+
+
 def test_nothing_keeps_the_error_alive(shell):
     """A guard that frees what a traceback pins must not find it pinned by us."""
     import gc

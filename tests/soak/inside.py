@@ -268,11 +268,10 @@ def _shell_state() -> dict[str, object]:
         "matchers": len(getattr(shell.Completer, "custom_matchers", ())),
         "configurables": len(shell.configurables),
         "magics": {kind: len(table) for kind, table in shell.magics_manager.magics.items()},
-        "sessions": (
-            len(sessions._sessions),
-            len(sessions._begun),
-            sum(map(len, sessions._cells.values())),
-        ),
+        "sessions": [
+            (len(state.sessions), len(state.begun), len(state.cells))
+            for state in sessions._threads.values()
+        ],
         "showtraceback": _callback(shell._showtraceback),
         "recorded": _is_idle(),
     }
