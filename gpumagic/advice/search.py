@@ -17,6 +17,7 @@ from gpumagic.advice.rules import (
     limits,
     loops,
     parts,
+    rows,
     training,
 )
 from gpumagic.advice.rules.proposal import Choice, cleared
@@ -62,9 +63,9 @@ TIERS: tuple[tuple[Rule, ...], ...] = (
         limits.workers,
         training.one_by_one,
         limits.other_device,
-        parts.smaller,
+        parts.smaller_parts,
         training.settings,
-        parts.by_rows,
+        rows.by_rows,
         batch.mapped,
     ),
     # Memory against time or precision.
@@ -91,8 +92,8 @@ OF_ACTIVATIONS = frozenset(
         batch.accumulate,
         batch.smaller,
         batch.unnamed,
-        parts.smaller,
-        parts.by_rows,
+        parts.smaller_parts,
+        rows.by_rows,
         batch.mapped,
         loops.batch,
         training.on_the_host,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpumagic.advice.facts import Loader, TensorFact
-from gpumagic.advice.rules import expressions, limits, parts, verdict
+from gpumagic.advice.rules import expressions, limits, rows, verdict
 from gpumagic.memory.allocator import AllocatorStats
 from gpumagic.source import cell_code, text
 from tests.oom.made_facts import changed, made_facts
@@ -117,7 +117,7 @@ def test_the_loss_in_parts_is_the_loss(trains) -> None:
     facts = changed(
         facts, line=1, calls_backward=trains,
     )  # fmt: skip
-    (choice,) = parts.by_rows(facts)
+    (choice,) = rows.by_rows(facts)
     advice = choice.make(7)
     assert ("checkpoint" in advice.edit) is trains
     names = {

@@ -14,7 +14,7 @@ import torch
 
 from gpumagic.advice.facts import Collection, Facts, Loader, Model, Optimizer, TensorFact
 from gpumagic.advice.records import Advice
-from gpumagic.advice.rules import batch, collected, kept, parts, training
+from gpumagic.advice.rules import batch, collected, kept, rows, training
 from gpumagic.advice.rules.proposal import Choice
 from gpumagic.oom import ownership, stack
 from gpumagic.report.base import Holder
@@ -185,7 +185,7 @@ def tensor_facts(**graph: bool) -> dict[str, TensorFact]:
 @pytest.mark.parametrize("code", BY_ROWS)
 def test_rows_computed_a_part_at_a_time_are_the_same(code, watched) -> None:
     name = "q" if "q" in code else "d"
-    choice = only(parts.by_rows(facts(code, 1, tensors=tensor_facts(**{name: watched}))))
+    choice = only(rows.by_rows(facts(code, 1, tensors=tensor_facts(**{name: watched}))))
     advice = choice.make(17)
     assert ("checkpoint(" in advice.edit) is watched
     outs, gradients = [], []
@@ -204,7 +204,7 @@ def test_what_is_true_of_all_rows_is_counted_a_part_at_a_time_beside_them() -> N
     mask = TENSORS["d"] > 0
     code = "error = (d - w @ w.T) * mask\nout = (error ** 2).sum() / mask.sum()"
     there = {**tensor_facts(), "mask": TensorFact((20, 20), "bool", 400, "cpu")}
-    advice = only(parts.by_rows(facts(code, 1, tensors=there))).make(7)
+    advice = only(rows.by_rows(facts(code, 1, tensors=there))).make(7)
     assert "/ sum(part.sum() for part in mask.split(7))" in advice.edit
     outs = []
     for text in (code, edited(code, advice)):
@@ -229,7 +229,7 @@ def test_layers_in_place_are_told_not_to_be_where_their_input_is_needed_again() 
 
 def test_a_name_that_is_bound_twice_and_read_twice_after_that_keeps_its_statement() -> None:
     code = "b = d.relu()\nb = d.abs()\nc = b + 1\nout = b.softmax(-1).amax(1)"
-    for choice in parts.by_rows(facts(code, 4, tensors=tensor_facts())):
+    for choice in rows.by_rows(facts(code, 4, tensors=tensor_facts())):
         assert "b = d.abs()" in edited(code, choice.make(7))
 
 
@@ -261,7 +261,7 @@ def test_rows_that_depend_on_one_another_are_left_alone(code) -> None:
         facts(code, 1, tensors=tensor_facts()),
         requested=400 if code == "out = q.topk(3).indices" else 64 * MIB,
     )
-    assert not list(parts.by_rows(found))
+    assert not list(rows.by_rows(found))
 
 
 @pytest.mark.parametrize(("dtype", "number"), [("int64", 0), ("float32", 1)])

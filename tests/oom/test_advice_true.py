@@ -192,7 +192,7 @@ class Untried(Told):
 )  # fmt: skip
 def test_parts_are_made_smaller_where_the_code_says_how_large_they_are(code, line, edit) -> None:
     facts = of_cell(PIECES, code, line, numbers={"step": 500})
-    (choice,) = parts.smaller(facts)
+    (choice,) = parts.smaller_parts(facts)
     assert choice.make(choice.guess).edit == edit
 
 
@@ -207,7 +207,7 @@ def test_parts_are_made_smaller_where_the_code_says_how_large_they_are(code, lin
     ],
 )  # fmt: skip
 def test_smaller_parts_are_told_with_the_setting_and_its_line(code, line, title) -> None:
-    (choice,) = parts.smaller(of_cell(PIECES, code, line, numbers={"step": 500}))
+    (choice,) = parts.smaller_parts(of_cell(PIECES, code, line, numbers={"step": 500}))
     assert choice.make(choice.guess).title == title
 
 
@@ -220,7 +220,7 @@ def test_what_is_looked_up_in_fewer_rows_lies_within_them() -> None:
 
 def test_a_number_of_the_notebook_is_set_before_the_cell() -> None:
     facts = of_cell(PIECES, "for q in x.split(size):\n    y = q @ w", 2, numbers={"size": 500})
-    (choice,) = parts.smaller(facts)
+    (choice,) = parts.smaller_parts(facts)
     assert choice.make(choice.guess).first == "size = 250"
     assert choice.goes_on == "%%dryrun --fit size"
 

@@ -4,15 +4,22 @@ A rule reads a `Facts` record and nothing else, so it can be tested with a recor
 saves is for the dry runs to tell: no rule estimates.
 
     verdict.py      the cause in one sentence
-    proposal.py     what rules share: regions of code, making of a suggestion, suggestions with a number to be found
+
+  rules, by what they change
     batch.py        a smaller batch, part of the data, other numbers
-    parts.py        a part at a time: of what a loop goes through, of the rows of an expression
+    parts.py        smaller parts of what a loop goes through
+    rows.py         a part of the rows of an expression at a time
     loops.py        training loops: gradients of small batches added up, what libraries' trainers are told
     kept.py         names, old values and autograd graphs that are kept without need
     collected.py    what a loop collects without need: graphs, results, a tensor that grows
     training.py     optimizer state, precision, checkpointing, the logits of the loss
     expressions.py  expressions that make a large tensor without need, and what computes the same without
+    limits.py       requests too large, caps and fragmentation of the allocator, host memory, other devices
+
+  what they are made with
+    proposal.py     making of a suggestion, suggestions with a number to be found, rules that are data
+    regions.py      where the work is in a cell's code: the forward pass, the loop around a line, calls of models
     patterns.py     expressions recognised by example: whether code computes what a pattern says
     inlining.py     what several statements compute, as one expression
-    limits.py       requests too large, caps and fragmentation of the allocator, host memory, other devices
+    row_reader.py   what the rows of an expression are computed from
 """

@@ -27,6 +27,14 @@ class Inlined:
     statements: tuple[ast.Assign, ...]
     """The earlier ones, which go; none where it is as the cell has it."""
 
+    @property
+    def root(self) -> ast.expr | None:
+        """All of it, in its own text."""
+        match self.text.tree.body:
+            case [ast.Expr(value), *_]:
+                return value
+        return None
+
     def cost(self, other: str) -> str:
         """Return what an edit costs: something `other`, and that the earlier statements make no variables."""
         if not self.statements:

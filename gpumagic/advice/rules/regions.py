@@ -228,3 +228,12 @@ def read_tensors(region: Region) -> list[ast.Name]:
         uses += [name for name in names if isinstance(name.ctx, ast.Load) and name.id not in bound]
         bound |= {name.id for name in names if not isinstance(name.ctx, ast.Load)}
     return uses
+
+
+def known_int(facts: Facts, text: CellText, node: ast.expr) -> int | None:
+    """Return the integer that an expression was when it failed; None where it was another value, or is not known."""
+    if isinstance(node, ast.Constant):
+        value = node.value
+    else:
+        value = facts.frames.numbers.get(text.code(node))
+    return value if type(value) is int else None
