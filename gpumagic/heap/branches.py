@@ -14,7 +14,7 @@ import types
 import unicodedata
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from gpumagic._compat import torch_private
 
@@ -38,7 +38,13 @@ FIELD: type = type(dict_of(namedtuple("_", "field"))["field"])  # noqa: PYI024
 REGISTERED = torch_private.REGISTERED
 """The dicts of a module that `Module.__getattr__` looks into."""
 
-_HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_IMMUTABLETYPE
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
+
+Get: TypeAlias = Callable[[object], object]
+"""Reads one attribute of an object."""
+Attributes: TypeAlias = list[tuple[str, object]]
+"""Names with what they lead to."""
 
 
 class Inside(NamedTuple):
@@ -65,11 +71,12 @@ class Branch(NamedTuple):
 class Fields(NamedTuple):
     """How CPython itself reads the attributes of a type's instances."""
 
-    instance_dict: Callable[[object], object] | None
-    slots: tuple[tuple[str, Callable[[object], object]], ...]
+    instance_dict: Get | None
+    slots: tuple[tuple[str, Get], ...]
 
 
-Read = Callable[[Any, "Reader"], Iterator[Branch]]
+Branches: TypeAlias = Iterator[Branch]
+Read: TypeAlias = "Callable[[Any, Reader], Branches]"
 
 
 class Reader(NamedTuple):
@@ -88,7 +95,9 @@ class Reader(NamedTuple):
 
     def length(self, value: object) -> int:
         """Return how many children a container has, 0 for anything else."""
-        return int(self.container.__len__(value)) if self.container else 0
+        if self.container is None:
+            return 0
+        return int(self.container.__len__(value))
 
 
 LONGEST_KEY = 200
@@ -111,11 +120,13 @@ def key_code(key: Any, depth: int = 0) -> str | None:
     elif type(key) is tuple and depth < _DEEPEST_KEY:
         text = _tuple_code(key, depth)
     elif type(key) is int:
-        # Longer numbers may not be written (sys.set_int_max_str_digits).
-        text = repr(key) if key.bit_length() < _LONGEST_NUMBER else None
+        if key.bit_length() < _LONGEST_NUMBER:  # others may not be (sys.set_int_max_str_digits)
+            text = repr(key)
     elif type(key) in (str, float, bool, type(None), bytes):
         text = repr(key)
-    return text if text is not None and len(text) <= LONGEST_KEY else None
+    if text is None or len(text) > LONGEST_KEY:
+        return None
+    return text
 
 
 def _tuple_code(key: tuple[Any, ...], depth: int) -> str | None:
@@ -125,13 +136,15 @@ def _tuple_code(key: tuple[Any, ...], depth: int) -> str | None:
         if code is None:
             return None
         items.append(code)
-    comma = "," if len(items) == 1 else ""
-    return f"({', '.join(items)}{comma})"
+    if len(items) == 1:
+        return f"({items[0]},)"
+    return f"({', '.join(items)})"
 
 
 def is_heap_type(kind: type) -> bool:
     """Return whether a type was made by a class statement, or by one of C's that can be changed like those."""
-    return bool(flags_of(kind) & _HEAP_TYPE) and not flags_of(kind) & _IMMUTABLE
+    flags = flags_of(kind)
+    return bool(flags & _HEAP_TYPE) and not flags & _IMMUTABLE
 
 
 def class_attribute(kind: type, name: str) -> Any:
@@ -145,26 +158,30 @@ def class_attribute(kind: type, name: str) -> Any:
 
 def fields_of(kind: type) -> Fields | None:
     """Return how to read the attributes of a type's instances, or None if they have none."""
-    instance_dict = None
-    slots: list[tuple[str, Callable[[object], object]]] = []
-    in_c = (types.GetSetDescriptorType, types.MemberDescriptorType)
+    instance_dict: Get | None = None
+    slots: list[tuple[str, Get]] = []
     for base in mro_of(kind):
         for name, entry in list(dict_of(base).items()):  # a list, as another thread may add to it
-            if name == "__dict__" and type(entry) in in_c:
-                instance_dict = instance_dict or entry.__get__
-            elif type(entry) is types.MemberDescriptorType and is_heap_type(base):
+            is_member = type(entry) is types.MemberDescriptorType
+            if name == "__dict__":
+                if is_member or type(entry) is types.GetSetDescriptorType:
+                    instance_dict = instance_dict or entry.__get__
+            elif is_member and is_heap_type(base):
                 slots.append((name, entry.__get__))
-    return Fields(instance_dict, tuple(slots)) if instance_dict or slots else None
+    if instance_dict is None and not slots:
+        return None
+    return Fields(instance_dict, tuple(slots))
 
 
-def attributes(value: object, fields: Fields | None) -> list[tuple[str, object]]:
+def attributes(value: object, fields: Fields | None) -> Attributes:
     """Return the slots and instance attributes of an object."""
     if fields is None:
         return []
     found = [(name, _slot(read, value)) for name, read in fields.slots]
-    own = fields.instance_dict(value) if fields.instance_dict else None
-    if isinstance(own, dict):
-        found += list(dict.items(own))
+    if fields.instance_dict is not None:
+        own = fields.instance_dict(value)
+        if isinstance(own, dict):
+            found += list(dict.items(own))
     return found
 
 
@@ -182,7 +199,7 @@ def stored_attribute(owner: object, name: str, default: object = None) -> Any:
     return own.get(name, default)
 
 
-def _slot(read: Callable[[object], object], value: object) -> object:
+def _slot(read: Get, value: object) -> object:
     try:
         return read(value)
     except AttributeError:  # it was never set
@@ -222,11 +239,14 @@ class Path(NamedTuple):
         parent = self.parent
         if parent is not None and parent.style == "state":
             parent = parent.parent
-        return None if parent is None else parent.target
+        if parent is None:
+            return None
+        return parent.target
 
     def quality(self) -> tuple[int, int]:
         """Return how well the path names what it leads to, the lowest best: its worst step, then its length."""
-        return max(step.rank for step in self.steps()), self.depth
+        worst = max(step.rank for step in self.steps())
+        return worst, self.depth
 
     def steps(self) -> list[Path]:
         """Return the path's beginnings, from its root to itself."""
@@ -250,7 +270,8 @@ def _attribute(before: str, style: str, name: str, owner: type | None) -> str | 
         return None
     stands_in_class = class_attribute(owner, name)
     if style in REGISTERED:
-        return before + _registered_code(style, name, owner, is_hidden=stands_in_class is not None)
+        is_hidden = stands_in_class is not None
+        return before + _registered_code(style, name, owner, is_hidden=is_hidden)
     kind = type(stands_in_class)
     is_slot = kind in (types.MemberDescriptorType, types.GetSetDescriptorType, FIELD)
     # A data descriptor of the class comes before an attribute of the instance.
@@ -260,7 +281,9 @@ def _attribute(before: str, style: str, name: str, owner: type | None) -> str | 
     if is_typeable(name) and (is_slot or not is_hidden):
         return f"{before}.{name}"
     key = None if is_slot else key_code(name)
-    return None if key is None else f"{before}.__dict__[{key}]"
+    if key is None:
+        return None
+    return f"{before}.__dict__[{key}]"
 
 
 def _registered_code(style: str, name: str, owner: type, *, is_hidden: bool) -> str:
@@ -272,8 +295,8 @@ def _registered_code(style: str, name: str, owner: type, *, is_hidden: bool) -> 
 
     getattr_ = class_attribute(owner, "__getattr__")
     is_torchs = getattr_ is nn.Module.__getattr__
-    if type(getattr_) is types.FunctionType and "__getattr__" in getattr_.__code__.co_names:
-        is_torchs = True
+    if type(getattr_) is types.FunctionType:
+        is_torchs |= "__getattr__" in getattr_.__code__.co_names
     if is_torchs and not is_hidden and is_typeable(name):
         return f".{name}"
     key = key_code(name)
@@ -297,7 +320,8 @@ class Names:
             return str(path.key)
         known = self._known.get(id(path))
         if known is None:
-            known = self._known[id(path)] = (path, self._spelled(path))
+            known = (path, self._spelled(path))
+            self._known[id(path)] = known
         return known[1]
 
     def _spelled(self, path: Path) -> str | None:
@@ -305,7 +329,9 @@ class Names:
         if path.parent is None:
             return str(path.key)
         before = self.code(path.parent)
-        return None if before is None else self._extended(before, path, path.parent)
+        if before is None:
+            return None
+        return self._extended(before, path, path.parent)
 
     def description(self, path: Path) -> str:
         """Return a path as one reads it: ``last traceback.<step()>.hidden``; code where that is no longer."""
@@ -314,9 +340,10 @@ class Names:
         before = self.description(path.parent)
         if path.style == "in":
             inside: Inside = path.key
+            described = f"{before}.<{inside.place}>"
             if inside.name and inside.name.isidentifier():
-                return f"{before}.<{inside.place}>.{inside.name}"
-            return f"{before}.<{inside.place}>"
+                described += f".{inside.name}"
+            return described
         return self._extended(before, path, path.parent) or f"{before}.<...>"
 
     def _extended(self, before: str, path: Path, parent: Path) -> str | None:
@@ -326,7 +353,8 @@ class Names:
         code: str | None = None
         if style == "[":
             typed = key_code(key)
-            code = None if typed is None else f"{before}[{typed}]"
+            if typed is not None:
+                code = f"{before}[{typed}]"
         elif style == "items":
             code = f"[*{before}][{key}]"
         elif style == "values":
@@ -338,7 +366,8 @@ class Names:
             if name is not None:
                 code = f"{before}.state[{name}]"
         elif style == "in":
-            code = None if key.code is None else before + key.code
+            if key.code is not None:
+                code = before + key.code
         elif type(key) is str:
             code = _attribute(before, style, key, parent.kind)
         return code

@@ -18,7 +18,9 @@ from typing import Any
 
 from gpumagic.heap.branches import (
     CONTAINED,
+    Attributes,
     Branch,
+    Branches,
     Inside,
     Read,
     Reader,
@@ -43,11 +45,13 @@ _PREFIX = {types.GeneratorType: "gi_", types.CoroutineType: "cr_", types.AsyncGe
 SUSPENDED = tuple(_PREFIX)
 
 
-def variables_of(frame: types.FrameType) -> list[tuple[str, object]]:
+def variables_of(frame: types.FrameType) -> Attributes:
     """Return the local variables of a frame; none for a module's, which are its globals."""
     if frames.is_function_frame(frame):
         return list(frames.local_variables(frame).items())
-    return [] if frame.f_locals is frame.f_globals else list(frame.f_locals.items())
+    if frame.f_locals is frame.f_globals:
+        return []
+    return list(frame.f_locals.items())
 
 
 def call_label(code: types.CodeType) -> str:
@@ -72,10 +76,12 @@ def running_roots() -> Iterator[Root]:
 
 def read_attribute(generator: object, what: str) -> Any:
     """Return the code or the frame of a generator or coroutine."""
-    return type(generator).__dict__[_PREFIX[type(generator)] + what].__get__(generator)
+    kind = type(generator)
+    attribute = kind.__dict__[_PREFIX[kind] + what]
+    return attribute.__get__(generator)
 
 
-def _function(value: types.FunctionType, reader: Reader) -> Iterator[Branch]:
+def _function(value: types.FunctionType, reader: Reader) -> Branches:
     yield from _of_function(value, reader)
     # Its attributes: asking for its `__dict__` would allocate one.
     others = [value.__globals__, getattr(value, "__builtins__", None), value.__kwdefaults__]
@@ -94,7 +100,7 @@ def _members(kind: Any, *names: str) -> Read:
     """Return what reads some attributes of a built-in type."""
     members = [(name, kind.__dict__[name].__get__) for name in names]
 
-    def read(value: Any, _reader: Reader) -> Iterator[Branch]:
+    def read(value: Any, _reader: Reader) -> Branches:
         yield Branch(".", CONTAINED, [(name, get(value)) for name, get in members])
 
     return read
@@ -103,13 +109,13 @@ def _members(kind: Any, *names: str) -> Read:
 _of_function = _members(types.FunctionType, "__closure__", "__defaults__", "__kwdefaults__")
 
 
-def _generator(generator: object, _reader: Reader) -> Iterator[Branch]:
+def _generator(generator: object, _reader: Reader) -> Branches:
     frame: types.FrameType | None = read_attribute(generator, "frame")
     if frame is None:
         return
     yield _locals("locals", frame)
-    named = [value for _, value in variables_of(frame)]
-    skipped = set(map(id, (*named, frame, frame.f_globals, frame.f_builtins)))
+    skipped = {id(frame), id(frame.f_globals), id(frame.f_builtins)}
+    skipped.update(id(value) for _, value in variables_of(frame))
     for referent in gc.get_referents(generator):  # what is on its stack
         if type(referent) is not types.FunctionType and id(referent) not in skipped:
             yield Branch("in", CONTAINED, [(Inside("locals"), referent)])
@@ -125,19 +131,23 @@ _traceback_of = BaseException.__dict__["__traceback__"].__get__
 _of_error = _members(BaseException, "args", "__cause__", "__context__")
 
 
-def read_exception(value: Any, reader: Reader) -> Iterator[Branch]:
+def read_exception(value: Any, reader: Reader) -> Branches:
     """Read an exception: the variables of its frames, its arguments, what it was raised from."""
     yield from _traceback(_traceback_of(value), reader)
     yield from _of_error(value, reader)
     yield Branch(".", CONTAINED, attributes(value, reader.fields))
 
 
-def _traceback(value: types.TracebackType | None, _reader: Reader) -> Iterator[Branch]:
+def _traceback(value: types.TracebackType | None, _reader: Reader) -> Branches:
     for step in frames.traceback_steps(value):
         yield _locals(call_label(step.tb_frame.f_code), step.tb_frame)
 
 
-def _cell(value: types.CellType, _reader: Reader) -> Iterator[Branch]:
+def _frame(value: types.FrameType, _reader: Reader) -> Branches:
+    yield _locals(call_label(value.f_code), value)
+
+
+def _cell(value: types.CellType, _reader: Reader) -> Branches:
     contents = gc.get_referents(value)  # none if it is empty
     yield Branch(".", CONTAINED, [("cell_contents", content) for content in contents])
 
@@ -147,7 +157,7 @@ EXACTLY: dict[type, Read] = {
     types.FunctionType: _function,
     types.MethodType: _members(types.MethodType, "__self__", "__func__"),
     types.BuiltinMethodType: _members(types.BuiltinMethodType, "__self__"),
-    types.FrameType: lambda frame, _reader: iter([_locals(call_label(frame.f_code), frame)]),
+    types.FrameType: _frame,
     types.TracebackType: _traceback,
     staticmethod: _members(staticmethod, "__func__"),
     classmethod: _members(classmethod, "__func__"),
@@ -173,23 +183,22 @@ def shows_more(kind: type) -> bool:
     return False
 
 
-def read_opaque(value: object, reader: Reader) -> Iterator[Branch]:
+def read_opaque(value: object, reader: Reader) -> Branches:
     """Read what the gc shows of an object, but for what its attributes hold, its class and modules."""
     own = attributes(value, reader.fields)
     yield Branch(".", CONTAINED, own)
     known = {id(attribute) for _, attribute in own}
     names = {name for name, _ in own}
-    held: list[tuple[Inside, object]] = []
     for referent in gc.get_referents(value):
-        if id(referent) in known or issubclass(type(referent), type | types.ModuleType):
+        kind = type(referent)
+        if id(referent) in known or issubclass(kind, type | types.ModuleType):
             continue
-        is_attributes = type(referent) is dict and names and referent.keys() <= names
+        is_attributes = kind is dict and names and referent.keys() <= names
         if not is_attributes:
-            held.append((Inside("..."), referent))
-    yield Branch("in", CONTAINED, held)
+            yield Branch("in", CONTAINED, [(Inside("..."), referent)])
 
 
-def read_array(value: Any, reader: Reader) -> Iterator[Branch]:
+def read_array(value: Any, reader: Reader) -> Branches:
     """Read an array of objects, by their indices."""
     for place, element in _objects_in(value):
         code = None
@@ -216,12 +225,14 @@ def _objects_in(array: Any) -> Iterator[tuple[tuple[int, ...], object]]:
             yield place, element
 
 
-def read_frame(value: Any, reader: Reader) -> Iterator[Branch]:
+def read_frame(value: Any, reader: Reader) -> Branches:
     """Read a DataFrame or a Series of pandas: its objects by column and row, then its attributes."""
     own = attributes(value, reader.fields)
     manager = dict(own).get("_mgr")  # it has all columns of a type in one array
     axes: Any = getattr(manager, "axes", ())
-    columns = _typed_columns(value, list(axes[0])) if len(axes) > 1 else []
+    columns: list[str] = []
+    if len(axes) > 1:
+        columns = _typed_columns(value, labels=list(axes[0]))
     for block in getattr(manager, "blocks", ()):
         for place, element in _objects_in(block.values):
             column = ""
@@ -238,10 +249,16 @@ def _typed_columns(table: Any, labels: list[Any]) -> list[str]:
     import pandas as pd
 
     # A subclass may have another `__getitem__`; of labels that are tuples a part is a key, too.
-    are_keys = type(table) is pd.DataFrame and not any(type(label) is tuple for label in labels)
+    have_tuples = any(type(label) is tuple for label in labels)
+    are_keys = type(table) is pd.DataFrame and not have_tuples
     times = Counter(labels)
     typed: list[str] = []
     for position, label in enumerate(labels):
-        code = key_code(label) if are_keys and times[label] == 1 else None
-        typed.append(f".iloc[:, {position}]" if code is None else f"[{code}]")
+        code = None
+        if are_keys and times[label] == 1:
+            code = key_code(label)
+        if code is None:
+            typed.append(f".iloc[:, {position}]")
+        else:
+            typed.append(f"[{code}]")
     return typed

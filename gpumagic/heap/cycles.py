@@ -136,7 +136,7 @@ class _Referrers:
                     self.objects[key] = referrer
                     newest.append(referrer)
             referrers.clear()
-        self._open.update((id(value), None) for value in newest)
+        self._open.update(dict.fromkeys(map(id, newest)))
         newest.clear()
 
     def keeper_of(self, tensor: int) -> tuple[Holder | None, list[int]]:
@@ -154,7 +154,9 @@ class _Referrers:
             elif referrer not in above:
                 above[referrer] = None
                 waiting += self._referrers.get(referrer, ())
-        return None, [] if is_open or not self._is_closed(above) else list(above)
+        if is_open or not self._is_closed(above):
+            return None, []
+        return None, list(above)
 
     def below(self, cycle: Iterable[int]) -> list[Any]:
         """Return what the objects of a cycle lead to, themselves included, as far as `MAX_BELOW`."""
@@ -164,7 +166,9 @@ class _Referrers:
         while waiting and len(found) < MAX_BELOW:
             for referent in gc.get_referents(waiting.pop()):
                 key = id(referent)
-                if key not in found and key not in lasting and not _is_lasting(referent):
+                if key in found or key in lasting:
+                    continue
+                if not _is_lasting(referent):
                     found[key] = referent
                     waiting.append(referent)
         waiting.clear()
@@ -172,14 +176,17 @@ class _Referrers:
 
     def kinds(self, cycle: Sequence[int]) -> str:
         """Return the most telling classes of the objects of a cycle, the outermost first."""
-        names = list(dict.fromkeys(_called(self.objects[key]) for key in reversed(cycle)))
+        names: dict[str, None] = {}
+        for key in reversed(cycle):
+            names[_called(self.objects[key])] = None
         telling = [name for name in names if name not in _UNINFORMATIVE]
-        return ", ".join((telling or names)[:2])
+        return ", ".join((telling or list(names))[:2])
 
     def _is_closed(self, cycle: Iterable[int]) -> bool:
         """Return whether all references to the objects of a cycle come from among them."""
         inner: Counter[int] = Counter()
         for key in cycle:
+            # No name is given to what is referred to: it would be one more reference.
             inner.update(map(id, gc.get_referents(self.objects[key])))
         self.objects[0] = []  # it has the references that all have from here, and no other
         own = sys.getrefcount(self.objects[0])
@@ -208,7 +215,9 @@ def _module_of_class(value: object) -> Holder | None:
     if not issubclass(type(value), type):
         return None
     module = dict_of(value).get("__module__")
-    return Holder("module", module) if type(module) is str else None
+    if type(module) is not str:
+        return None
+    return Holder("module", module)
 
 
 def _modules_by_dict() -> dict[int, Holder | None]:
@@ -218,6 +227,7 @@ def _modules_by_dict() -> dict[int, Holder | None]:
         if type(module) is ModuleType:
             variables = vars(module)
             file = variables.get("__file__")
-            is_installed = frames.is_library(name, str(file or ""))
-            found[id(variables)] = Holder("module", name) if is_installed else None
+            found[id(variables)] = None
+            if frames.is_library(name, str(file or "")):
+                found[id(variables)] = Holder("module", name)
     return found

@@ -20,11 +20,11 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from gpumagic.heap import readers
 from gpumagic.heap.branches import VARIABLE, Branch, Path, Reader
-from gpumagic.heap.held import Holder
+from gpumagic.heap.held import RootKey
 from gpumagic.heap.readers import reader_of
 
 MAX_DEPTH = 32
@@ -39,6 +39,14 @@ _HUGE = 50_000
 """Containers of at least this many are only read if some tensor has no name yet."""
 
 
+References: TypeAlias = dict[int, list[Path]]
+"""The references to objects, each as the path that leads through it, by the object's `id`."""
+Children: TypeAlias = "dict[int | None, list[int]]"
+"""The `id`s of what each object refers to, by its `id`; those of the roots under None."""
+Waiting: TypeAlias = tuple[Any, Path]
+"""An object that was met and is to be read."""
+
+
 class Step(NamedTuple):
     """One object on the way from a root to a tensor."""
 
@@ -46,6 +54,14 @@ class Step(NamedTuple):
     value: object
     reference: Path
     """The reference that is followed: `path` may lead to its beginning by another way."""
+
+
+class _Readers(dict[type, "Reader | None"]):
+    """How the instances of each type are read; each type is looked at once."""
+
+    def __missing__(self, kind: type) -> Reader | None:
+        self[kind] = reader_of(kind)
+        return self[kind]
 
 
 class HeapGraph:
@@ -67,23 +83,25 @@ class HeapGraph:
         """The nodes of autograd graphs met, which have paths too."""
         self.gave_up = False
         """Whether an exploration stopped at its limit."""
-        self._references: dict[int, list[Path]] = {}
+        self._references: References = {}
         """Each reference to an object, but for tensors and nodes: those are in `_found`."""
-        self._found: list[dict[int, list[Path]]] = []
+        self._found: list[References] = []
         """By exploration, the references to each tensor and node."""
-        self._roots: dict[str | Holder, None] = {}
+        self._roots: dict[RootKey, None] = {}
         """The names and holders of the roots, in their order."""
-        self._readers: dict[type, Reader | None] = {}
+        self._readers = _Readers()
         self.limit = steps
         """How many references one exploration follows before it gives up."""
         self._steps = steps
         """How many more references this exploration follows."""
         self._order = count()
-        self._queue: deque[tuple[object, Path]] = deque()
+        """Tells containers of one length apart."""
+        self._queue: deque[Waiting] = deque()
         self._large: list[tuple[int, int, object, Path]] = []
-        self._unreached: deque[tuple[object, Path]] = deque()
+        """A heap of long containers, the shortest first."""
+        self._unreached: deque[Waiting] = deque()
         """What no expression reaches, in case that one does."""
-        self._plain: list[tuple[Any, Path]] = []
+        self._plain: list[Waiting] = []
         """Plain tensors, of which hardly any has attributes."""
 
     def release(self) -> None:
@@ -103,8 +121,8 @@ class HeapGraph:
         self._plain.clear()
 
     def explore(
-        self, roots: Iterable[tuple[str | Holder, object]], wanted: Iterable[int] | None = None
-    ) -> dict[int, list[Path]]:
+        self, roots: Iterable[tuple[RootKey, object]], wanted: Iterable[int] | None = None
+    ) -> References:
         """Follow every reference from the roots down; return the paths to each tensor and node, by its `id`.
 
         Of an object that is reached twice, what is below has the path of the first time: the shortest, as a rule.
@@ -114,28 +132,31 @@ class HeapGraph:
             wanted: the tensors to find; huge containers are not read once each of them has a path.
         """
         self._steps = self.limit
-        found: dict[int, list[Path]] = {}
+        found: References = {}
         self._found.append(found)
         roots = list(roots)
         self._roots.update(dict.fromkeys(root for root, _ in roots))
         self._meet(Branch("name", VARIABLE, roots), None)
         missing = None if wanted is None else set(wanted)
-        while self._steps > 0 and (self._queue or self._large or self._plain or self._unreached):
+        while self._steps > 0:
             if self._queue:
                 self._read(*self._queue.popleft())
             elif self._plain:
                 self._read_tensors()
             elif self._large:
                 length, _, value, path = heapq.heappop(self._large)
-                if length >= _HUGE and missing is not None and missing <= found.keys():
+                all_have_paths = missing is not None and missing <= found.keys()
+                if length >= _HUGE and all_have_paths:
                     break
                 self._steps -= length // 4  # even what holds nothing is glanced at
                 self._read(value, path)
-            else:
+            elif self._unreached:
                 value, path = self._unreached.popleft()
                 if id(value) not in self.objects:
                     self.objects[id(value)] = value
                     self._queue.append((value, path))
+            else:
+                break
         self.gave_up |= self._steps <= 0
         self._forget_waiting()
         return found
@@ -161,8 +182,9 @@ class HeapGraph:
         """Read what was set on plain tensors: one question to the gc tells whether there is anything."""
         waiting = self._plain
         self._plain = []
-        referents = gc.get_referents(*[tensor for tensor, _ in waiting])
-        if not any(issubclass(kind, dict) for kind in set(map(type, referents))):
+        tensors = [tensor for tensor, _ in waiting]
+        kinds = set(map(type, gc.get_referents(*tensors)))
+        if not any(issubclass(kind, dict) for kind in kinds):
             return
         for tensor, path in waiting:
             for branch in readers.tensor_attributes(tensor):
@@ -176,7 +198,7 @@ class HeapGraph:
             parent = Path(parent, "state", parameter, rank, parent.depth + 1)
         depth = 0 if parent is None else parent.depth + 1
         # Local names, as this loop is most of what an exploration costs.
-        known = self._readers
+        reader_for = self._readers
         objects = self.objects
         tensors = self.tensors
         references = self._references
@@ -186,13 +208,14 @@ class HeapGraph:
         self._steps -= len(children)
         for key, child in children:
             kind = type(child)
-            reader = known[kind] if kind in known else known.setdefault(kind, reader_of(kind))
+            reader = reader_for[kind]
             if reader is None:
                 continue
             address = id(child)
             path = Path(parent, style, key, rank, depth, kind, address)
             has_names = reader.is_tensor or reader.read is read_node
-            (found if has_names else references).setdefault(address, []).append(path)
+            paths = found if has_names else references
+            paths.setdefault(address, []).append(path)
             if reader.is_tensor and address not in tensors:
                 tensors[address] = child
                 if reader.fields is None:
@@ -205,7 +228,8 @@ class HeapGraph:
             objects[address] = child
             length = reader.length(child)
             if length >= LARGE:
-                heapq.heappush(self._large, (length, next(self._order), child, path))
+                entry = (length, next(self._order), child, path)
+                heapq.heappush(self._large, entry)
             elif length or reader.container is None or reader.fields is not None:
                 self._queue.append((child, path))
 
@@ -222,7 +246,7 @@ class HeapGraph:
         """Yield the shortest path to any object with these `id`s from each root that leads there, shortest first."""
         following: dict[int, Path | None] = dict.fromkeys(targets)
         waiting = deque(following)
-        roots: set[str | Holder] = set()
+        roots: set[RootKey] = set()
         while waiting:
             child = waiting.popleft()
             for reference in self.references_to(child):
@@ -246,9 +270,10 @@ class HeapGraph:
                 path = state._replace(parent=path, depth=len(steps))
                 steps.append(Step(path, {}, reference))
             path = reference._replace(parent=path, depth=len(steps))
-            known = self.tensors if reference.target in self.tensors else self.objects
-            steps.append(Step(path, known[reference.target], reference))
-            reference = following[reference.target]
+            target = reference.target
+            known = self.tensors if target in self.tensors else self.objects
+            steps.append(Step(path, known[target], reference))
+            reference = following[target]
         return steps
 
     def roots_of(self) -> dict[int, tuple[Any, ...]]:
@@ -260,7 +285,8 @@ class HeapGraph:
         for child in children.get(None, ()):
             for reference in self.references_to(child):
                 if reference.parent is None:
-                    reached[child] = reached.get(child, 0) | 1 << order[reference.key]
+                    bit = 1 << order[reference.key]
+                    reached[child] = reached.get(child, 0) | bit
         waiting = deque(reached)
         while waiting:
             parent = waiting.popleft()
@@ -271,9 +297,14 @@ class HeapGraph:
                     reached[child] = bits | known
                     waiting.append(child)
         roots_of_bits: dict[int, tuple[Any, ...]] = {}
-        for bits in {reached.get(key, 0) for key in self.tensors}:
-            roots_of_bits[bits] = tuple(root for root in order if bits >> order[root] & 1)
-        return {key: roots_of_bits[reached.get(key, 0)] for key in self.tensors}
+        found: dict[int, tuple[Any, ...]] = {}
+        for key in self.tensors:
+            bits = reached.get(key, 0)
+            if bits not in roots_of_bits:
+                roots = [root for root, position in order.items() if bits >> position & 1]
+                roots_of_bits[bits] = tuple(roots)
+            found[key] = roots_of_bits[bits]
+        return found
 
     def freed_without(self, is_cut: Callable[[Path], bool]) -> tuple[set[int], bool]:
         """Return the `id`s of what the roots do not reach once some references are gone, and whether a cycle keeps it.
@@ -285,13 +316,15 @@ class HeapGraph:
         parents: Counter[int] = Counter()
         for parent in left:
             parents.update(children.get(parent, ()))
-        free = [target for target in left if not parents[target] and not self._is_class(target)]
-        freed = 0  # a class refers to itself, and is freed by a collection
+        # A class refers to itself, and is freed by a collection.
+        waiting = {target for target in left if not self._is_class(target)}
+        free = [target for target in waiting if not parents[target]]
+        freed = 0
         while free:
             freed += 1
             for child in children.get(free.pop(), ()):
                 parents[child] -= 1
-                if not parents[child] and not self._is_class(child):
+                if not parents[child] and child in waiting:
                     free.append(child)
         return left, freed < len(left)
 
@@ -299,11 +332,9 @@ class HeapGraph:
         """Return the `id`s of all that a reference leads to."""
         return set(self._references).union(*self._found)
 
-    def _children(
-        self, is_cut: Callable[[Path], bool] | None = None
-    ) -> dict[int | None, list[int]]:
+    def _children(self, is_cut: Callable[[Path], bool] | None = None) -> Children:
         """Return what each object refers to, by its `id`, and the roots under None; without the references cut."""
-        children: dict[int | None, list[int]] = {}
+        children: Children = {}
         for references in (self._references, *self._found):
             for child, paths in references.items():
                 for path in paths:
@@ -312,10 +343,11 @@ class HeapGraph:
         return children
 
     def _is_class(self, target: int) -> bool:
-        return issubclass(type(self.objects.get(target)), type)
+        value = self.objects.get(target)
+        return issubclass(type(value), type)
 
 
-def _reached(children: dict[int | None, list[int]]) -> set[int]:
+def _reached(children: Children) -> set[int]:
     """Return the `id`s of what the roots reach, by what each object refers to."""
     reached = set(children.get(None, ()))
     waiting = list(reached)

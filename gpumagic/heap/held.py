@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
 HolderKind = Literal[
@@ -60,6 +61,10 @@ class Holder(NamedTuple):
 
 Root: TypeAlias = tuple[Holder, object]
 """What keeps tensors besides variables, and the object that leads to them."""
+RootKey: TypeAlias = str | Holder
+"""The name of a variable, or what else keeps tensors."""
+Namespace: TypeAlias = Mapping[str, object]
+"""The notebook's variables."""
 LAST_RESULT = Holder("last result")
 LAST_TRACEBACK = Holder("last traceback")
 UNKNOWN_GRAPH = Holder("graph")

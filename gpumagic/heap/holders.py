@@ -17,9 +17,9 @@ from types import FrameType, ModuleType, SimpleNamespace, TracebackType
 from typing import Any
 
 from gpumagic.heap import calls, readers
-from gpumagic.heap.branches import Names, Path, is_typeable, key_code
+from gpumagic.heap.branches import Attributes, Names, Path, is_typeable, key_code
 from gpumagic.heap.graph import HeapGraph
-from gpumagic.heap.held import LAST_RESULT, LAST_TRACEBACK, Held, Holder, Root
+from gpumagic.heap.held import LAST_RESULT, LAST_TRACEBACK, Held, Holder, Namespace, Root
 from gpumagic.source import frames
 
 LAST_OUTPUTS = ("_", "__", "___")
@@ -29,7 +29,7 @@ _variables_of: Any = vars(ModuleType)["__dict__"].__get__
 
 def unnamed_holders(
     graph: HeapGraph,
-    namespace: Mapping[str, object],
+    namespace: Namespace,
     shell: object | None,
     others: Iterable[Root] = (),
 ) -> dict[int, Held]:
@@ -54,7 +54,7 @@ def unnamed_holders(
 
 
 def _lasting_roots(
-    namespace: Mapping[str, object],
+    namespace: Namespace,
     shell: object | None,
     others: Iterable[Root],
 ) -> list[Root]:
@@ -65,16 +65,19 @@ def _lasting_roots(
     roots.append((Holder("event callbacks"), callbacks))
     for file, module in list(_dict_of(shell, "_main_mod_cache").items()):
         if type(module) is ModuleType:
-            roots.append((Holder("script", str(key_code(file))), _module_namespace(module)))
+            holder = Holder("script", str(key_code(file)))
+            roots.append((holder, _module_namespace(module)))
     roots += module_roots(namespace)
     for variable, value in contextvars.copy_context().items():
-        roots.append((Holder("context variable", variable.name), value))
+        holder = Holder("context variable", variable.name)
+        roots.append((holder, value))
     return roots
 
 
 def _module_namespace(module: ModuleType) -> SimpleNamespace:
     """Return the variables of a module as the attributes of an object."""
-    return SimpleNamespace(**dict(readers.module_variables(_variables_of(module))))
+    variables = readers.module_variables(_variables_of(module))
+    return SimpleNamespace(**dict(variables))
 
 
 def _explore(graph: HeapGraph, roots: list[Root], *, releasable: bool) -> dict[int, Held]:
@@ -85,11 +88,17 @@ def _explore(graph: HeapGraph, roots: list[Root], *, releasable: bool) -> dict[i
     paths_to = graph.explore(roots)
     names = Names(paths_to)
     found: dict[int, Held] = {}
+
+    def nearness(path: Path) -> tuple[int, int]:
+        return order[path.start().key], path.depth
+
     for tensor, paths in paths_to.items():
-        nearest = min(paths, key=lambda path: (order[path.start().key], path.depth))
+        nearest = min(paths, key=nearness)
         root: Holder = nearest.start().key
         place = names.description(nearest)
-        unbinds = _unbind(nearest, names) if root.kind == "script" else None
+        unbinds = None
+        if root.kind == "script":
+            unbinds = _unbind(nearest, names)
         found[tensor] = Held((root,), place, releasable, unbinds=unbinds)
     return found
 
@@ -100,21 +109,22 @@ def _unbind(path: Path, names: Names) -> str | None:
     return None if variable is None else f"del {variable}"
 
 
-def variables(namespace: Mapping[str, object], shell: object | None) -> list[tuple[str, object]]:
+def variables(namespace: Namespace, shell: object | None) -> Attributes:
     """Return the user's variables: all but those that IPython put there itself and nobody has rebound."""
     hidden = _dict_of(shell, "user_ns_hidden")
     missing = object()
-    found: list[tuple[str, object]] = []
+    found: Attributes = []
     for name, value in list(namespace.items()):
         if type(name) is not str or hidden.get(name, missing) is value:
             continue
-        # A variable may have been bound by other means than typing its name.
-        code = name if is_typeable(name) else f"globals()[{key_code(name)}]"
+        code = name
+        if not is_typeable(name):  # it was bound by other means than typing its name
+            code = f"globals()[{key_code(name)}]"
         found.append((code, value))
     return found
 
 
-def hidden_roots(namespace: Mapping[str, object], shell: object | None) -> list[Root]:
+def hidden_roots(namespace: Namespace, shell: object | None) -> list[Root]:
     """Return what IPython keeps because it showed it, and the last error: each value once, with its holder.
 
     What the user has bound to ``_`` and the like is left out.
@@ -127,13 +137,14 @@ def hidden_roots(namespace: Mapping[str, object], shell: object | None) -> list[
     return list(once.values())
 
 
-def _shown_roots(namespace: Mapping[str, object], shell: object) -> list[Root]:
+def _shown_roots(namespace: Namespace, shell: object) -> list[Root]:
     """Return what IPython keeps because it showed it, some of it more than once."""
     roots: list[Root] = []
     outputs = namespace.get("_oh")
     if isinstance(outputs, dict):
         for number, value in list(dict.items(outputs)):  # a subshell may add to them meanwhile
-            roots.append((Holder("output", f"Out[{number}]"), value))
+            output = Holder("output", f"Out[{number}]")
+            roots.append((output, value))
     for name, value in list(_dict_of(shell, "user_ns_hidden").items()):
         if is_output_name(name):
             roots.append((Holder("output name", name), value))
@@ -141,14 +152,16 @@ def _shown_roots(namespace: Mapping[str, object], shell: object) -> list[Root]:
     for name in LAST_OUTPUTS:
         value = getattr(displayhook, name, None)
         roots.append((Holder("output name", name), value))
-    result = getattr(getattr(shell, "last_execution_result", None), "result", None)
-    roots.append((LAST_RESULT, result))
+    last = getattr(shell, "last_execution_result", None)
+    roots.append((LAST_RESULT, getattr(last, "result", None)))
     return roots
 
 
 def is_output_name(name: object) -> bool:
     """Return whether IPython gives a name to what it shows: ``_``, ``__``, ``_12``."""
-    return type(name) is str and (name in LAST_OUTPUTS or re.fullmatch(r"_\d+", name) is not None)
+    if type(name) is not str:
+        return False
+    return name in LAST_OUTPUTS or re.fullmatch(r"_\d+", name) is not None
 
 
 def remembered_errors(shell: object | None) -> list[BaseException | TracebackType]:
@@ -184,9 +197,7 @@ def parts_of_errors(errors: Iterable[BaseException | TracebackType]) -> list[obj
     return [*family, *steps, *(step.tb_frame for step in steps)]
 
 
-def objects_of_the_session(
-    namespace: Mapping[str, object], shell: object | None
-) -> Iterator[object]:
+def objects_of_the_session(namespace: Namespace, shell: object | None) -> Iterator[object]:
     """Yield what refers to outputs and to the variables of failed calls, and is forgotten with them."""
     yield from excluded_objects(namespace, shell)
     for name in ("displayhook", "last_execution_result"):
@@ -203,20 +214,23 @@ def objects_of_the_session(
                     yield referent
 
 
-def module_roots(namespace: Mapping[str, object], installed: bool = False) -> Iterator[Root]:
+def module_roots(namespace: Namespace, installed: bool = False) -> Iterator[Root]:
     """Yield the variables of the modules that the user wrote, or of those that were installed, but for ours."""
     for name, module in list(sys.modules.items()):
         if type(module) is not ModuleType:
             continue
         own = _variables_of(module)
         file = own.get("__file__")
-        if own is namespace or type(file) is not str or name.partition(".")[0] == "gpumagic":
+        if own is namespace or type(file) is not str:
+            continue
+        package, _, _ = name.partition(".")
+        if package == "gpumagic":
             continue
         if frames.is_library(name, file) == installed:
             yield Holder("module", name), _module_namespace(module)
 
 
-def excluded_objects(namespace: Mapping[str, object], shell: object | None) -> list[object]:
+def excluded_objects(namespace: Namespace, shell: object | None) -> list[object]:
     """Return what no search may pass through: everything is reached from there, which keeps nothing alive."""
     excluded = [namespace, namespace.get("_oh"), sys.modules, sys.__dict__]
     excluded.append(_dict_of(shell, "user_ns_hidden"))
@@ -246,8 +260,10 @@ class Identities:
     An address alone is no identity: CPython gives that of a freed object to the next one.
     """
 
-    def __init__(self, namespace: Mapping[str, object]) -> None:
-        self._are = {name: _identity(value) for name, value in list(namespace.items())}
+    def __init__(self, namespace: Namespace) -> None:
+        self._are: dict[str, Callable[[Any], bool]] = {}
+        for name, value in list(namespace.items()):
+            self._are[name] = _identity(value)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._are)
@@ -277,7 +293,9 @@ def _identity(value: Any, depth: int = 1) -> Callable[[Any], bool]:
     def is_it(other: Any) -> bool:
         if id(other) != address:
             return False
-        now = list(islice(other, _MEMBERS)) if members and type(other) is kind else []
+        if not members or type(other) is not kind:
+            return True
+        now = list(islice(other, _MEMBERS))
         return not now or any(map(was_member, now))
 
     return is_it

@@ -22,7 +22,9 @@ from gpumagic.heap.branches import (
     OPTIMIZER,
     OWN,
     REGISTERED,
+    Attributes,
     Branch,
+    Branches,
     Inside,
     Read,
     Reader,
@@ -140,14 +142,14 @@ def _bases() -> Iterator[tuple[type, Read]]:
         yield table, calls.read_frame
 
 
-def read_node(value: object, reader: Reader) -> Iterator[Branch]:
+def read_node(value: object, reader: Reader) -> Branches:
     """Read a node of an autograd graph: what was set on it; what it saved is the graph's."""
     yield Branch(".", CONTAINED, attributes(value, reader.fields))
 
 
-def tensor_attributes(tensor: Any) -> Iterator[Branch]:
+def tensor_attributes(tensor: Any) -> Branches:
     """Read what was set on a plain tensor, and its hooks; asking for its `__dict__` would allocate one."""
-    hooks: list[tuple[str, object]] = []
+    hooks: Attributes = []
     for name in torch_private.TENSOR_HOOKS:
         hook = plain(tensor, name)
         if hook:
@@ -159,24 +161,26 @@ def tensor_attributes(tensor: Any) -> Iterator[Branch]:
             return
 
 
-def _tensor_subclass(value: object, reader: Reader) -> Iterator[Branch]:
+def _tensor_subclass(value: object, reader: Reader) -> Branches:
     import torch
 
-    own = attributes(value, reader.fields)
-    package = str(dict_of(type(value)).get("__module__")).partition(".")[0]
-    if package == "torch":
+    module = str(dict_of(type(value)).get("__module__"))
+    package, _, _ = module.partition(".")
+    own: Attributes = []
+    for name, item in attributes(value, reader.fields):
         # Of torch's own only the tensors: a fake tensor also holds its mode, and that the whole tracer.
-        own = [(name, item) for name, item in own if issubclass(type(item), torch.Tensor)]
+        if package != "torch" or issubclass(type(item), torch.Tensor):
+            own.append((name, item))
     yield Branch(".", CONTAINED, own)
 
 
-def _instance(value: object, reader: Reader) -> Iterator[Branch]:
+def _instance(value: object, reader: Reader) -> Branches:
     # Attributes often lie inline in an instance, and asking for its `__dict__` would allocate one.
     if _may_hold(gc.get_referents(value)):
         yield Branch(".", CONTAINED, attributes(value, reader.fields))
 
 
-def own_class(value: object, reader: Reader) -> Iterator[Branch]:
+def own_class(value: object, reader: Reader) -> Branches:
     """Read what the class of an instance keeps, where it may go with it."""
     kind = type(value)
     attribute = class_attribute(kind, "__class__")
@@ -185,7 +189,7 @@ def own_class(value: object, reader: Reader) -> Iterator[Branch]:
         yield Branch("in", CONTAINED, [(inside, kind)])
 
 
-def _sequence(value: Any, reader: Reader) -> Iterator[Branch]:
+def _sequence(value: Any, reader: Reader) -> Branches:
     items = list(reader.container.__iter__(value))
     names = _names_of_fields(type(value))
     if names is not None:
@@ -201,25 +205,30 @@ def _names_of_fields(kind: type) -> tuple[Any, ...] | None:
     names = dict_of(kind).get("_fields")
     if type(names) is not tuple:
         return None
-    are_fields = all(type(class_attribute(kind, name)) is FIELD for name in names)
-    return names if are_fields else None
+    for name in names:
+        if type(class_attribute(kind, name)) is not FIELD:
+            return None
+    return names
 
 
 def _indexed(reader: Reader, branch: Branch) -> Branch:
     """Return a branch as it is, or as what no expression reaches where the type overrides how it is indexed."""
     if reader.is_indexed:
         return branch
-    children = [(Inside(key_code(key) or "..."), item) for key, item in branch.children]
+    children: list[tuple[Inside, object]] = []
+    for key, item in branch.children:
+        place = key_code(key) or "..."
+        children.append((Inside(place), item))
     return Branch("in", branch.rank, children)
 
 
-def _set(value: Any, reader: Reader) -> Iterator[Branch]:
+def _set(value: Any, reader: Reader) -> Branches:
     for start, piece in _promising(list(reader.container.__iter__(value))):
         yield _indexed(reader, Branch("items", CONTAINED, enumerate(piece, start)))
     yield Branch(".", CONTAINED, attributes(value, reader.fields))
 
 
-def _dict(value: dict[Any, object], reader: Reader) -> Iterator[Branch]:
+def _dict(value: dict[Any, object], reader: Reader) -> Branches:
     # Comprehensions and `map`, since a dict may have a million items.
     items = list(dict.items(value))
     keys = [key for key, _ in items]
@@ -257,12 +266,13 @@ def _promising(items: list[object]) -> Iterator[tuple[int, list[object]]]:
         piece = items[start : start + _PIECE]
         if not _may_hold(piece):
             continue
-        has_tensors = any(issubclass(kind, torch.Tensor) for kind in set(map(type, piece)))
+        kinds = set(map(type, piece))
+        has_tensors = any(issubclass(kind, torch.Tensor) for kind in kinds)
         if has_tensors or _may_hold(gc.get_referents(*piece)):
             yield start, piece
 
 
-def read_module(value: object, reader: Reader) -> Iterator[Branch]:
+def read_module(value: object, reader: Reader) -> Branches:
     """Read a module: what it registers by its own names, then its other attributes."""
     own = dict(attributes(value, reader.fields))
     for name in REGISTERED:
@@ -272,7 +282,7 @@ def read_module(value: object, reader: Reader) -> Iterator[Branch]:
     yield Branch(".", CONTAINED, own.items())
 
 
-def _registered(name: Any, children: list[tuple[Any, object]], kind: type) -> Iterator[Branch]:
+def _registered(name: Any, children: list[tuple[Any, object]], kind: type) -> Branches:
     """Read one of a module's dicts; the layers of a `Sequential` are indexed by their position, not by their name."""
     from torch import nn
 
@@ -295,7 +305,7 @@ def _registered(name: Any, children: list[tuple[Any, object]], kind: type) -> It
         yield Branch(name, OWN, children)
 
 
-def read_optimizer(value: object, reader: Reader) -> Iterator[Branch]:
+def read_optimizer(value: object, reader: Reader) -> Branches:
     """Read an optimizer: the states of its parameters, then its attributes."""
     own = dict(attributes(value, reader.fields))
     states = own.pop("state", None)
@@ -307,7 +317,7 @@ def read_optimizer(value: object, reader: Reader) -> Iterator[Branch]:
     yield Branch(".", OPTIMIZER, own.items())
 
 
-def _class(value: Any, _reader: Reader) -> Iterator[Branch]:
+def _class(value: Any, _reader: Reader) -> Branches:
     """Read what stands in a class, which is not always what its attribute gives."""
     if not is_heap_type(value):
         return
@@ -316,11 +326,14 @@ def _class(value: Any, _reader: Reader) -> Iterator[Branch]:
             yield Branch(".", CONTAINED, [(name, item)])
             continue
         key = key_code(name)
-        code = None if key is None else f".__dict__[{key}]"
-        yield Branch("in", CONTAINED, [(Inside(str(name), code=code), item)])
+        code = None
+        if key is not None:
+            code = f".__dict__[{key}]"
+        inside = Inside(str(name), code=code)
+        yield Branch("in", CONTAINED, [(inside, item)])
 
 
-def _module_of_variables(value: types.ModuleType, _reader: Reader) -> Iterator[Branch]:
+def _module_of_variables(value: types.ModuleType, _reader: Reader) -> Branches:
     """Read a module of Python code that the user wrote; those of libraries lead everywhere."""
     own = _variables_of(value)
     name = own.get("__name__")
@@ -331,7 +344,7 @@ def _module_of_variables(value: types.ModuleType, _reader: Reader) -> Iterator[B
         yield Branch(".", CONTAINED, module_variables(own))
 
 
-def module_variables(own: dict[str, object]) -> list[tuple[str, object]]:
+def module_variables(own: dict[str, object]) -> Attributes:
     """Return the variables of a module without what imported it: a loader may lead everywhere."""
     return [(name, value) for name, value in list(own.items()) if name not in _IMPORT]
 

@@ -111,3 +111,15 @@ def test_looking_into_an_object_allocates_nothing_in_it() -> None:
 def test_slots_that_were_never_set_are_passed_over() -> None:
     empty = Slotted.__new__(Slotted)
     assert name_storages({"empty": empty}) == {}
+
+
+def test_a_cycle_waits_for_the_collector_whatever_lasting_objects_it_was_with() -> None:
+    """What goes and leads to what stays is no reason to take the cycle for freed at once."""
+    lasting: list[list[int]] = [[], [], []]
+    cycle: list[object] = []
+    cycle.append(cycle)
+    graph = HeapGraph()
+    graph.explore([("gone", [cycle, *lasting]), ("lasting", lasting)])
+    _, collects = graph.freed_without(lambda path: path.key == "gone")
+    graph.release()
+    assert collects
