@@ -43,12 +43,15 @@ class DetachCommands:
                 if statement is None:
                     return None
                 statements[statement] = None
-        return "; ".join(statements) if 0 < len(statements) <= _MAX_STATEMENTS else None
+        if not statements or len(statements) > _MAX_STATEMENTS:
+            return None
+        return "; ".join(statements)
 
     def _statement(self, path: Path) -> str | None:
         """Return the statement that makes what a path leads to release its graph."""
-        if path.style == "[" and path.parent is not None and path.parent.kind is list:
-            whole = self._of_list(path.parent)
+        owner = path.parent
+        if path.style == "[" and owner is not None and owner.kind is list:
+            whole = self._of_list(owner)
             if whole is not None:
                 return whole
         name = self._names.code(path)
@@ -56,7 +59,9 @@ class DetachCommands:
             return None
         if path.kind is not None and is_node(path.kind):
             return f"del {name}" if path.style == "name" else None
-        return f"{name} = {name}.detach()" if _can_be_assigned(path) else None
+        if not _can_be_assigned(path):
+            return None
+        return f"{name} = {name}.detach()"
 
     def _of_list(self, path: Path) -> str | None:
         """Return the statement that detaches all items of a list, if it has nothing but tensors."""
@@ -77,10 +82,11 @@ class DetachCommands:
 
 def _can_be_assigned(path: Path) -> bool:
     """Return whether what a path leads to can be replaced there: not in a tuple, a frozen dataclass..."""
-    owner = None if path.parent is None else path.parent.kind
-    if owner is None:
+    if path.parent is None or path.parent.kind is None:
         return path.style == "name"
+    owner = path.parent.kind
     if path.style not in ("[", ".") or issubclass(owner, tuple):
         return False
-    setter = class_attribute(owner, "__setitem__" if path.style == "[" else "__setattr__")
+    name = "__setitem__" if path.style == "[" else "__setattr__"
+    setter = class_attribute(owner, name)
     return type(setter) in (types.WrapperDescriptorType, types.MethodDescriptorType)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gpumagic.heap import holders
 from gpumagic.heap import release as releasing
 from gpumagic.heap.graph import HeapGraph
-from gpumagic.heap.held import LAST_TRACEBACK, Holder, Root
+from gpumagic.heap.held import LAST_TRACEBACK, Holder, Namespace, Root
 from gpumagic.heap.kinds import Graphs, non_leaves
 from gpumagic.heap.storages import StorageTable, gc_disabled, undisturbed
 from gpumagic.memory import allocator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def release(
-    namespace: Mapping[str, object],
+    namespace: Namespace,
     shell: InteractiveShell | None = None,
     devices: Sequence[str] = (),
 ) -> FreedReport:
@@ -44,7 +44,8 @@ def release(
             if row.releasable and is_on(row.device, devices):
                 wanted.update(row.numbers)
         if wanted:
-            released.update(dict.fromkeys(map(str, _forget(wanted, namespace, shell))))
+            for holder in _forget(wanted, namespace, shell):
+                released[str(holder)] = None
             gc.collect()
             for row in before:
                 if row.holder_kind == "cycle" and is_on(row.device, devices):
@@ -55,9 +56,7 @@ def release(
     return FreedReport(rows, tuple(released), left=after.leaks(), notes=after.notes)
 
 
-def _forget(
-    wanted: set[int], namespace: Mapping[str, object], shell: InteractiveShell | None
-) -> list[Holder]:
+def _forget(wanted: set[int], namespace: Namespace, shell: InteractiveShell | None) -> list[Holder]:
     """Make the session forget what keeps storages, itself or by an autograd graph; return what that was.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +42,9 @@ from gpumagic.tensors.view import (
     holder_text,
     more_storages,
     shape_text,
+    shares,
     storage_columns,
+    total_nbytes,
 )
 
 _SEVERAL = 4
@@ -53,7 +55,11 @@ _SEVERAL = 4
 @document_of.register(FreedReport)
 def view_leaks(report: LeakReport | FreedReport) -> Document:
     """Return the document of what is held, or of what was released and what is still held."""
-    blocks = list(_release(report)) if isinstance(report, FreedReport) else _leaks(report)
+    blocks: list[Block] = []
+    if isinstance(report, FreedReport):
+        blocks += _release(report)
+    else:
+        blocks += _leaks(report)
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
 
@@ -62,7 +68,8 @@ def _leaks(report: LeakReport) -> list[Block]:
     if not report.leaks:
         return [Heading("No leaks: a variable reaches every live tensor")]
     wholes = _sums(report.leaks)
-    summary = f"No variable reaches {count(len(report.leaks), 'storage')}: {_shares(wholes)}"
+    storages = count(len(report.leaks), "storage")
+    summary = f"No variable reaches {storages}: {shares(wholes)}"
     first, *others = _commands(report.leaks)
     held = Table.of(
         fold(report.leaks),
@@ -82,14 +89,6 @@ def _sums(rows: Sequence[TensorRow]) -> dict[str, int]:
     return dict(sums.most_common())
 
 
-def _shares(sums: Mapping[str, int]) -> str:
-    return ", ".join(f"{size(nbytes)} on {device}" for device, nbytes in sums.items())
-
-
-def _sum(rows: Iterable[TensorRow]) -> int:
-    return sum(row.nbytes or 0 for row in rows)
-
-
 def _held_by(line: Line[TensorRow]) -> Cell:
     """Return where a tensor is in what keeps it; of several alike what keeps them, and how many they are."""
     row = line.row
@@ -99,12 +98,19 @@ def _held_by(line: Line[TensorRow]) -> Cell:
         place = row.place or row.holder
     else:
         place = holder_pattern(row) or row.holder
-    times = f" × {len(line.members):,}" if len(line.members) > 1 else ""
-    return Cell(f"{place}{times}", muted=row.holder is None)
+    if len(line.members) > 1:
+        place = f"{place} × {len(line.members):,}"
+    return Cell(place, muted=row.holder is None)
+
+
+def _number(line: Line[TensorRow]) -> str:
+    """Return the number with which `--why` can be asked for the first of a line."""
+    numbers = line.row.numbers
+    return str(numbers[0]) if numbers else ""
 
 
 LEAK_COLUMNS: tuple[Column[Line[Any]], ...] = (
-    Column("No.", lambda line: str(next(iter(line.row.numbers), "")), "right"),
+    Column("No.", _number, "right"),
     Column("Kept by", _held_by, shrinks=True, cut="never", least=26),
     *storage_columns(SIZE),
 )
@@ -112,14 +118,19 @@ LEAK_COLUMNS: tuple[Column[Line[Any]], ...] = (
 
 def _commands(rows: Sequence[TensorRow]) -> Iterator[Paragraph]:
     """Yield a sentence for each line that frees some of it, the one that frees most first."""
-    found = sorted(promises(rows), key=lambda promise: -_sum(promise.rows))
+    found = promises(rows)
+    found.sort(key=lambda promise: -total_nbytes(promise.rows))
     for promise in found[:_SEVERAL]:
         line = " and then ".join(promise.lines())
-        yield Paragraph(f"{line} frees {size(_sum(promise.rows))}: {_holders(promise.rows)}")
-    if rest := more(len(found) - _SEVERAL, "line"):
+        amount = size(total_nbytes(promise.rows))
+        yield Paragraph(f"{line} frees {amount}: {_holders(promise.rows)}")
+    rest = more(len(found) - _SEVERAL, "line")
+    if rest:
         yield Paragraph(f"{rest} that free something: see .to_pandas()", muted=True)
-    if others := [row for row in rows if row.frees is None]:
-        sentence = f"No single line frees {size(_sum(others))}, kept by {_holders(others)}"
+    others = [row for row in rows if row.frees is None]
+    if others:
+        amount = size(total_nbytes(others))
+        sentence = f"No single line frees {amount}, kept by {_holders(others)}"
         yield Paragraph(sentence, muted=True)
 
 
@@ -141,7 +152,7 @@ class Promise:
         code: list[str] = []
         for part in python:
             tree = parse_tree(part)
-            statements = tree.body if tree is not None else []
+            statements = [] if tree is None else tree.body
             code += [ast.get_source_segment(part, statement) or part for statement in statements]
         return cls(code, last == RELEASE, [row])
 
@@ -158,7 +169,9 @@ class Promise:
 
     def includes(self, other: Promise) -> bool:
         """Return whether whoever runs all statements of this one has run those of the other."""
-        return set(self.code).issuperset(other.code) and self.releases >= other.releases
+        if other.releases and not self.releases:
+            return False
+        return set(self.code).issuperset(other.code)
 
 
 def promises(rows: Sequence[TensorRow]) -> list[Promise]:
@@ -193,7 +206,7 @@ def _holders(rows: Sequence[TensorRow]) -> str:
 def _release(report: FreedReport) -> Iterator[Block]:
     changed = [row for row in report.freed if row.freed or row.storages]
     if report.released:
-        freed = _shares({row.device: row.freed for row in changed}) or "nothing"
+        freed = shares({row.device: row.freed for row in changed}) or "nothing"
         yield Heading(f"Freed {freed}")
         yield Paragraph(f"Cleared: {', '.join(report.released)}")
     else:
@@ -204,7 +217,8 @@ def _release(report: FreedReport) -> Iterator[Block]:
         title = "Allocated before and after, by the allocator's own figures"
         yield Table.of(changed, FREED_COLUMNS, title)
     if report.left.leaks:
-        yield Paragraph(f"Still held: {_shares(_sums(report.left.leaks))}")
+        held = _sums(report.left.leaks)
+        yield Paragraph(f"Still held: {shares(held)}")
         yield from _commands(report.left.leaks)
 
 
@@ -223,26 +237,33 @@ _MAX_PATHS = 8
 @document_of.register(WhyReport)
 def view_why(report: WhyReport) -> Document:
     """Return the document of one tensor's holders: what frees it, what it is, and a tree for each of them."""
-    row = report.tensor
-    name = row.name or holder_text(row.place or row.holder)
-    form = f"{shape_text(row.shape)} {row.dtype}, {row.kind}"
-    what = f"{name}: {size(row.nbytes)} on {row.device}, {form}"
-    blocks: list[Block] = [Heading(_why(report)), Paragraph(what, muted=True)]
+    blocks: list[Block] = [Heading(_why(report)), Paragraph(_what(report.tensor), muted=True)]
     blocks += [Tree(way.steps) for way in report.ways[:_MAX_PATHS]]
-    if rest := more(len(report.ways) - _MAX_PATHS, "holder"):
+    rest = more(len(report.ways) - _MAX_PATHS, "holder")
+    if rest:
         blocks.append(Paragraph(rest, muted=True))
-    if others := dict.fromkeys(way.root for way in report.ways if way.command is None):
+    others = dict.fromkeys(way.root for way in report.ways if way.command is None)
+    if others:
         subject = "It also" if report.lines() else "It"
-        blocks.append(Paragraph(f"{subject} has to go from {', '.join(others)}"))
+        roots = ", ".join(others)
+        blocks.append(Paragraph(f"{subject} has to go from {roots}"))
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
+
+
+def _what(row: TensorRow) -> str:
+    """Return what a tensor is."""
+    name = row.name or holder_text(row.place or row.holder)
+    place = f"{size(row.nbytes)} on {row.device}"
+    return f"{name}: {place}, {shape_text(row.shape)} {row.dtype}, {row.kind}"
 
 
 def _why(report: WhyReport) -> str:
     """Return the answer: how many holders there are, and what frees the tensor."""
     answer = "No holder was found"
     if report.ways:
-        answer = f"Kept by {count(len(report.ways), 'holder')}"
+        holders = count(len(report.ways), "holder")
+        answer = f"Kept by {holders}"
     lines = report.lines()
     if not lines:
         return answer
@@ -275,9 +296,8 @@ def _by_variable(report: DiffReport) -> str:
     grown = f"{first} {_signed(nbytes)}"
     in_graphs = sum(row.nbytes or 0 for row in report if _is_of_item(row, first))
     if in_graphs > 0:
-        return (
-            f"{grown}: {size(in_graphs)} of it in autograd graphs; collect loss.item() or .detach()"
-        )
+        part = f"{size(in_graphs)} of it in autograd graphs"
+        return f"{grown}: {part}; collect loss.item() or .detach()"
     if others:
         changes = [f"{name} {_signed(change)}" for name, change in others]
         return f"{grown}, {few(changes, 2)}"
@@ -294,9 +314,10 @@ def _is_of_item(row: DiffRow, variable: str) -> bool:
 def _counted(report: DiffReport) -> str:
     if not report.since:
         return "Nothing to compare with yet"
-    counted = Counter(row.change for row in report)
-    parts = [f"{counted[change]:,} {change}" for change in CHANGES if counted[change]]
-    return f"{', '.join(parts) or 'No change'} since {report.since}"
+    numbers = Counter(row.change for row in report)
+    parts = [f"{numbers[change]:,} {change}" for change in CHANGES if numbers[change]]
+    counted = ", ".join(parts) or "No change"
+    return f"{counted} since {report.since}"
 
 
 def _changes(report: DiffReport) -> Iterator[Block]:
@@ -307,7 +328,7 @@ def _changes(report: DiffReport) -> Iterator[Block]:
         "The largest changes",
         limit=report.limit,
         whole=max(map(_weight, lines), default=0),
-        rest=lambda left: f"and {count(len(left), 'smaller change')}" if left else "",
+        rest=_smaller_changes,
     )
     for line in lines[: report.limit]:
         if line.row.change == "unnamed":
@@ -315,10 +336,19 @@ def _changes(report: DiffReport) -> Iterator[Block]:
             yield Paragraph(f"{line.name}: kept by {holder} now", muted=True)
 
 
+def _smaller_changes(lines: Sequence[Line[Any]]) -> str:
+    if not lines:
+        return ""
+    changes = count(len(lines), "smaller change")
+    return f"and {changes}"
+
+
 def _changed(line: Line[DiffRow]) -> str:
     if line.row.nbytes is None:
         return size(None)
-    return size(_weight(line)) if line.row.change == "unnamed" else _signed(line.nbytes)
+    if line.row.change == "unnamed":
+        return size(_weight(line))
+    return _signed(line.nbytes)
 
 
 def _weight(line: Line[DiffRow]) -> int:
@@ -333,14 +363,18 @@ def _signed_weight(line: Line[DiffRow]) -> int:
 
 
 def _signed(nbytes: int | None) -> str:
-    return f"+{size(nbytes)}" if nbytes is not None and nbytes > 0 else size(nbytes)
+    if nbytes is None or nbytes <= 0:
+        return size(nbytes)
+    return f"+{size(nbytes)}"
+
+
+def _changed_name(line: Line[DiffRow]) -> Cell:
+    return Cell(line.text, muted=line.row.name is None)
 
 
 CHANGE_COLUMNS: tuple[Column[Line[Any]], ...] = (
     Column("Change", lambda line: line.row.change),
-    Column(
-        "Name", lambda line: Cell(line.text, muted=line.row.name is None), shrinks=True, cut="never"
-    ),
+    Column("Name", _changed_name, shrinks=True, cut="never"),
     *storage_columns(Column("Size", _changed, "right", bar=_signed_weight)),
 )
 CHANGED_DEVICES: tuple[Column[DeviceChange], ...] = (

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from gpumagic.errors import OptionError, nearest
 from gpumagic.heap.branches import Names
 from gpumagic.heap.graph import HeapGraph
+from gpumagic.heap.held import Namespace
 from gpumagic.heap.storages import StorageTable
 from gpumagic.report.units import few
 from gpumagic.tensors.report import TensorRow, is_on
@@ -18,7 +19,7 @@ _MAX_SUGGESTIONS = 3
 def find_row(
     text: str,
     everywhere: Sequence[TensorRow],
-    namespace: Mapping[str, object],
+    namespace: Namespace,
     devices: Sequence[str] = (),
 ) -> TensorRow:
     """Return the row that a name, a holder or a number means; of several the first, which is the largest.
@@ -38,7 +39,8 @@ def find_row(
         return below[0]
     if rows != everywhere:
         elsewhere = find_row(text, everywhere, namespace)
-        raise OptionError(f"{text!r} is on {elsewhere.device}, not on {', '.join(devices)}")
+        wanted = ", ".join(devices)
+        raise OptionError(f"{text!r} is on {elsewhere.device}, not on {wanted}")
     raise OptionError(why_not(text, rows))
 
 
@@ -50,8 +52,12 @@ def _rows_called(text: str, rows: Iterable[TensorRow]) -> list[TensorRow]:
 
 def _called(row: TensorRow) -> list[str]:
     """Return the names, the holder and the place of a row, as far as it has them."""
-    others = [text for text in (row.holder, row.place) if text is not None]
-    return [*row.names, *others]
+    called = list(row.names)
+    if row.holder is not None:
+        called.append(row.holder)
+    if row.place is not None:
+        called.append(row.place)
+    return called
 
 
 def _unquoted(name: str) -> str:
@@ -72,21 +78,23 @@ def why_not(text: str, rows: Sequence[TensorRow]) -> str:
     """Return the message where no row is meant."""
     if text.isdigit():
         return f"no live tensor has the number {text}; %devices --leaks shows the numbers of those without a name"
-    below = [row.name or str(row.place) for row in _rows_below(_unquoted(text), rows)]
+    wanted = _unquoted(text)
+    below = [row.name or str(row.place) for row in _rows_below(wanted, rows)]
     if below:
         suggestions = few(below, _MAX_SUGGESTIONS)
         return f"{text!r} is no tensor but leads to {suggestions}; name one of them"
     known: dict[str, str] = {}
     for row in rows:
-        known.update((_unquoted(name), name) for name in _called(row))
-    near = nearest(_unquoted(text), known)
-    hint = f"did you mean {known[near]}?" if near else "%devices lists those there are"
+        for name in _called(row):
+            known[_unquoted(name)] = name
+    near = nearest(wanted, known)
+    hint = "%devices lists those there are"
+    if near:
+        hint = f"did you mean {known[near]}?"
     return f"no live tensor is called {text!r}; {hint}"
 
 
-def _rows_reached(
-    text: str, rows: Iterable[TensorRow], namespace: Mapping[str, object]
-) -> list[TensorRow]:
+def _rows_reached(text: str, rows: Iterable[TensorRow], namespace: Namespace) -> list[TensorRow]:
     """Return the rows of the tensor that a name leads to, where it is not one of the names of its row.
 
     What is in a list under two variables has its name through one of them.
@@ -95,7 +103,7 @@ def _rows_reached(
     return [row for row in rows if not numbers.isdisjoint(row.numbers)]
 
 
-def _numbers_at(wanted: str, namespace: Mapping[str, object]) -> list[int]:
+def _numbers_at(wanted: str, namespace: Namespace) -> list[int]:
     """Return the numbers of the storages that a name leads to."""
     table = StorageTable()
     graph = HeapGraph()
@@ -110,7 +118,7 @@ def _numbers_at(wanted: str, namespace: Mapping[str, object]) -> list[int]:
         graph.release()
 
 
-def _variables_before(wanted: str, namespace: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+def _variables_before(wanted: str, namespace: Namespace) -> Iterator[tuple[str, object]]:
     """Yield the variables with which a name may begin, the longest first."""
     for end in range(len(wanted), 0, -1):
         name = wanted[:end]

@@ -131,10 +131,8 @@ class TensorReport(Report[TensorRow]):
             raise GpuMagicError(
                 "the earlier report is of another process: only reports of one kernel can be compared"
             )
-        both = (earlier.only, self.only)
-        changes = [
-            row for row in _changes(earlier, self) if all(is_on(row.device, only) for only in both)
-        ]
+        changes = [row for row in _changes(earlier, self) if is_on(row.device, earlier.only)]
+        changes = [row for row in changes if is_on(row.device, self.only)]
         changes.sort(key=_largest_change_first)
         by_device = tuple(_device_changes(changes, earlier, self))
         return DiffReport(tuple(changes), by_device, since=called, limit=self.limit)
@@ -148,16 +146,21 @@ class TensorReport(Report[TensorRow]):
     def narrowed(self, only: Sequence[str]) -> TensorReport:
         """Return the report of some devices: ``"cuda:1"``, or ``"cuda"`` for all of a backend; empty for all."""
         tensors = [row for row in self.tensors if is_on(row.device, only)]
-        tensors.sort(
-            key=lambda row: (-(row.nbytes or 0), row.name is None, row.name or "", row.device)
-        )
+        tensors.sort(key=_largest_first)
         by_device = tuple(row for row in self.by_device if is_on(row.device, only))
         return replace(self, tensors=tuple(tensors), by_device=by_device, only=tuple(only))
 
 
+def _largest_first(row: TensorRow) -> tuple[object, ...]:
+    """Return the key that sorts rows: by their bytes, then what has a name before what has none."""
+    return -(row.nbytes or 0), row.name is None, row.name or "", row.device
+
+
 def is_on(device: str, only: Sequence[str]) -> bool:
     """Return whether a device is among those named: ``"cuda"`` means all of a backend, and no name means all."""
-    return not only or device in only or Device.parse(device).backend in only
+    if not only or device in only:
+        return True
+    return Device.parse(device).backend in only
 
 
 _ROOT = re.compile(r"(?:\[\*)*(globals\(\)\[.*?\](?=[.\[\]]|$)|[^.\[\]]*)", re.DOTALL)
@@ -235,7 +238,9 @@ class DiffReport(Report[DiffRow]):
         sums: Counter[str] = Counter()
         for row in self.changes:
             name = row.name or row.variable or row.graph_of
-            variable = root_of(name) if name is not None else row.holder or "(no name)"
+            variable = row.holder or "(no name)"
+            if name is not None:
+                variable = root_of(name)
             sums[variable] += row.nbytes or 0
         changed = [(variable, nbytes) for variable, nbytes in sums.items() if nbytes]
         return dict(sorted(changed, key=lambda item: -abs(item[1])))
@@ -255,16 +260,19 @@ def _changes(earlier: TensorReport, later: TensorReport) -> Iterator[DiffRow]:
     now: set[int] = set()
     for row in later:
         now.update(row.numbers)
-        old = next((before[number] for number in row.numbers if number in before), None)
-        if old is None:
+        known = [before[number] for number in row.numbers if number in before]
+        if not known:
             yield _diff_row("new", row, row.nbytes)
-        elif old.nbytes != row.nbytes and old.nbytes is not None and row.nbytes is not None:
-            yield _diff_row("resized", row, row.nbytes - old.nbytes, old.name)
+            continue
+        old = known[0]
+        if None not in (old.nbytes, row.nbytes) and old.nbytes != row.nbytes:
+            yield _diff_row("resized", row, (row.nbytes or 0) - (old.nbytes or 0), old.name)
         elif old.is_reached() and not row.is_reached():
             yield _diff_row("unnamed", row, 0, old.name)
     for row in earlier:
         if now.isdisjoint(row.numbers):
-            yield _diff_row("freed", row, None if row.nbytes is None else -row.nbytes)
+            freed = None if row.nbytes is None else -row.nbytes
+            yield _diff_row("freed", row, freed)
 
 
 def _diff_row(change: str, row: TensorRow, nbytes: int | None, name: str | None = None) -> DiffRow:
@@ -299,7 +307,9 @@ def _device_changes(
                 sums[row.change] += row.nbytes or 0
         was = before.get(device, 0)
         figure = now.get(device)
-        allocated = None if was is None or figure is None else figure - was
+        allocated = None
+        if was is not None and figure is not None:
+            allocated = figure - was
         if any(sums.values()) or allocated:
             yield DeviceChange(
                 device=device,

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import TypeAlias
 
 from gpumagic.heap.branches import Names, bounded
 from gpumagic.heap.held import UNKNOWN_GRAPH, Held, Holder
 from gpumagic.heap.storages import Storage, StorageTable, View
 from gpumagic.memory.segments import OccupiedBytes
-from gpumagic.report.base import grouped
 from gpumagic.report.units import size
 from gpumagic.tensors.detaching import DetachCommands
 from gpumagic.tensors.report import KINDS, RELEASE, TensorRow, root_of
+
+Kept: TypeAlias = "tuple[Held, str | None]"
+"""What keeps a block, and the line that frees it where one is known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +80,7 @@ class RowBuilder:
         self.blocks = [self._block(storages) for storages in groups]
         self._block_of: dict[Storage, _Block] = {}
         self._held: dict[int, Held] = {}
-        self._keepers: dict[tuple[int, ...], tuple[Held, str | None]] = {}
+        self._keepers: dict[tuple[int, ...], Kept] = {}
         """Whose graphs keep a block, and the line that releases it, by the tensors that have the graphs."""
         if graph_of:
             for block in self.blocks:
@@ -233,25 +236,30 @@ class RowBuilder:
             saved += self.graph_of[root]
         nbytes = 0
         for kept in self._blocks_with(saved):
-            if kept.roots and not kept.names and kept.held is None and kept is not block:
+            is_of_graphs_alone = kept.roots and not kept.names and kept.held is None
+            if is_of_graphs_alone and kept is not block:
                 nbytes += kept.nbytes or 0
         return nbytes
 
-    def _keeper_by(self, outer: Sequence[int]) -> tuple[Held, str | None]:
+    def _keeper_by(self, outer: Sequence[int]) -> Kept:
         """Return whose graphs keep a block, and the line that releases it; looked for once."""
         key = tuple(outer)
         if key not in self._keepers:
             self._keepers[key] = self._keeper(outer)
         return self._keepers[key]
 
-    def _keeper(self, outer: Sequence[int]) -> tuple[Held, str | None]:
+    def _keeper(self, outer: Sequence[int]) -> Kept:
         """Return whose graphs keep a block, and the line that releases it.
 
         Args:
             outer: the tensors that have the graphs, by their `id`.
         """
-        named = [self.names.of(root)[0] for root in outer if self.names.of(root)]
-        others = [self._held[root] for root in outer if root in self._held]
+        named: list[str] = []
+        others: list[Held] = []
+        for root in outer:
+            named += self.names.of(root)[:1]
+            if root in self._held:
+                others.append(self._held[root])
         frees: str | None = None
         if named:
             by = [Holder("graph", named[0])]
@@ -263,23 +271,23 @@ class RowBuilder:
                 frees = self._detaching.line(outer)
         elif others:
             by = [Holder("graph", others[0].place)]
-            lines = {held.unbinds if len(held.by) == 1 else None for held in others}
-            if len(lines) == 1:
-                (frees,) = lines
+            frees = _common_line(others)
         else:
             by = [UNKNOWN_GRAPH]
-        releasable = bool(others) and not named and all(held.releasable for held in others)
-        held = Held(tuple(by), place="", releasable=releasable)
-        return held._replace(place=held.label()), RELEASE if releasable else frees
+        held = Held(tuple(by), place="", releasable=frees == RELEASE)
+        return held._replace(place=held.label()), frees
 
-    def _kept_by_both(self, held: Held, outer: Sequence[int]) -> tuple[Held, str | None]:
+    def _kept_by_both(self, held: Held, outer: Sequence[int]) -> Kept:
         """Return the holder of a block that an output or an error keeps, and graphs too; and the lines that free it."""
         lasting = [root for root in outer if not self._is_releasable(root)]
         if not lasting:
             return held, _freeing_line(held)
         graphs, line = self._keeper(lasting)
-        frees = f"{line}\n{RELEASE}" if line is not None and held.releasable else None
-        return held._replace(by=held.by + graphs.by, releasable=False), frees
+        frees = None
+        if line is not None and held.releasable:
+            frees = f"{line}\n{RELEASE}"
+        both = held._replace(by=held.by + graphs.by, releasable=False)
+        return both, frees
 
     def _is_releasable(self, root: int) -> bool:
         return root in self._held and self._held[root].releasable
@@ -292,6 +300,12 @@ class RowBuilder:
 def _least_releasable(held: Held) -> tuple[bool, bool]:
     """Return the key that sorts what the session cannot release first, and of that what a variable reaches."""
     return held.releasable, held.variable is None
+
+
+def _common_line(keepers: Sequence[Held]) -> str | None:
+    """Return the line after which none of these is kept any more, if there is one."""
+    lines = {_freeing_line(held) for held in keepers}
+    return lines.pop() if len(lines) == 1 else None
 
 
 def _freeing_line(held: Held) -> str | None:
@@ -329,7 +343,10 @@ def group_by_memory(table: StorageTable) -> list[list[Storage]]:
                 leader[lead(part)] = lead(first)
     if not leader:
         return [[storage] for storage in table.storages.values()]
-    return list(grouped((lead(storage), storage) for storage in table.storages.values()).values())
+    groups: dict[Storage, list[Storage]] = {}
+    for storage in table.storages.values():
+        groups.setdefault(lead(storage), []).append(storage)
+    return list(groups.values())
 
 
 def occupied(block: Sequence[Storage], bytes_: OccupiedBytes) -> int | None:
@@ -374,11 +391,10 @@ def _union(spans: Sequence[tuple[int, int]]) -> int:
 
 def _overlapping(table: StorageTable) -> Iterator[list[Storage]]:
     """Yield pairs of storages that share bytes."""
-    on_device = grouped(
-        (storage.device, storage)
-        for storage in table.storages.values()
-        if storage.address and storage.nbytes
-    )
+    on_device: dict[str, list[Storage]] = {}
+    for storage in table.storages.values():
+        if storage.address and storage.nbytes:
+            on_device.setdefault(storage.device, []).append(storage)
     for storages in on_device.values():
         storages.sort(key=attrgetter("address"))
         furthest = storages[0]

@@ -17,7 +17,7 @@ from gpumagic._compat import torch_private
 from gpumagic.heap import calls, cycles, graph, holders, storages
 from gpumagic.heap.branches import Names, stored_attribute
 from gpumagic.heap.graph import HeapGraph
-from gpumagic.heap.held import Held, Holder, Root
+from gpumagic.heap.held import Held, Holder, Namespace, Root
 from gpumagic.heap.kinds import (
     Graphs,
     kinds_of,
@@ -41,7 +41,7 @@ ROUNDS = 4
 
 
 def scan(
-    namespace: Mapping[str, object] | None = None,
+    namespace: Namespace | None = None,
     *,
     devices: Sequence[str] = (),
     group_by: str | None = None,
@@ -92,7 +92,7 @@ def scan(
 
 def name_keepers(
     rows: Sequence[TensorRow],
-    namespace: Mapping[str, object],
+    namespace: Namespace,
     shell: Any,
     least: int = 0,
     ours: Sequence[object] = (),
@@ -129,7 +129,7 @@ def _kept_by(row: TensorRow, keeper: Holder) -> TensorRow:
 
 def find_keepers(
     rows: Sequence[TensorRow],
-    namespace: Mapping[str, object],
+    namespace: Namespace,
     shell: Any,
     least: int = 0,
     ours: Sequence[object] = (),
@@ -189,7 +189,7 @@ class TensorScan:
     """
 
     def __init__(
-        self, namespace: Mapping[str, object], shell: object | None, *, every_holder: bool = False
+        self, namespace: Namespace, shell: object | None, *, every_holder: bool = False
     ) -> None:
         self._namespace = namespace
         self._shell = shell
@@ -239,9 +239,8 @@ class TensorScan:
         """Measure the storages of all tensors, what graphs saved last; return whose gradients a storage has."""
         saved = self._saved
         if saved:
-            names = self.names
             self._table.add_all(
-                [each for each in self._tensors if id(each) not in saved or names.of(id(each))]
+                tensor for tensor in self._tensors if not self._is_saved_only(tensor)
             )
         else:
             self._table.add_all(self._tensors)
@@ -250,6 +249,10 @@ class TensorScan:
             if not self._table.find(tensor)[0].views:
                 self._table.add(tensor)
         return gradient_of
+
+    def _is_saved_only(self, tensor: Any) -> bool:
+        """Return whether a graph has saved a tensor and no variable leads to it."""
+        return id(tensor) in self._saved and not self.names.of(id(tensor))
 
     def _storages_kept(
         self, saved_for: Mapping[int, Sequence[Any]], gradient_of: Mapping[Storage, Iterable[int]]
@@ -290,11 +293,11 @@ class TensorScan:
     def references_to(self, value: object) -> int:
         """Return how many references to an object this has, with those of optimizers' states to their parameters."""
         count = 0
-        by_id = (self.graph.objects, self.graph.tensors, self.graph.nodes, self._nodes, self._saved)
-        for objects in by_id:
-            if id(value) in objects:
+        graph = self.graph
+        for by_id in (graph.objects, graph.tensors, graph.nodes, self._nodes, self._saved):
+            if id(value) in by_id:
                 count += 1
-        for listed in (self.graph.owners, self._owners, self._tensors, self._suspended):
+        for listed in (graph.owners, self._owners, self._tensors, self._suspended):
             count += sum(member is value for member in listed)
         for owner in self._owners:
             states = stored_attribute(owner, "state")
@@ -330,7 +333,8 @@ class TensorScan:
         """Return the numbers of the storages that tensors keep: their own, of their gradients, of their graphs."""
         kept: set[int] = set()
         for tensor in tensors:
-            kept.update(storage.number for storage in self._rows.graph_of.get(tensor, ()))
+            for storage in self._rows.graph_of.get(tensor, ()):
+                kept.add(storage.number)
         for storage in self._table.storages.values():
             if any(tensor in tensors for tensor, _ in storage.views):
                 kept.add(storage.number)
@@ -345,11 +349,12 @@ class TensorScan:
 
         tensor_types = subclasses(torch.Tensor)
         nodes = node_types()
-        wanted = tensor_types | nodes | subclasses(torch.nn.Module, torch.optim.Optimizer)
+        wanted = tensor_types | nodes
+        wanted |= subclasses(torch.nn.Module, torch.optim.Optimizer)
         wanted.update(calls.SUSPENDED)
         # Comprehensions, as there may be a million objects and a hundred thousand tensors.
-        found = [each for each in gc.get_objects() if type(each) in wanted]
-        self._tensors = [each for each in found if type(each) in tensor_types]
+        found = [value for value in gc.get_objects() if type(value) in wanted]
+        self._tensors = [value for value in found if type(value) in tensor_types]
         if len(found) > len(self._tensors):
             for value in found:
                 kind = type(value)
@@ -370,7 +375,9 @@ class TensorScan:
         wanted = None if self._is_for_all else map(id, self._tensors)
         names = Names(self.graph.explore(variables, wanted))
         known = set(map(id, self._tensors))
-        self._tensors += [each for key, each in self.graph.tensors.items() if key not in known]
+        for key, tensor in self.graph.tensors.items():
+            if key not in known:
+                self._tensors.append(tensor)
         if self._hidden:
             self._owners += self.graph.owners
         return names
@@ -400,7 +407,8 @@ class TensorScan:
 
     def _find_gradients(self) -> dict[Storage, list[int]]:
         """Return the leaves whose gradients a storage has, by their `id`: adjoint methods make them views of one."""
-        once = {id(tensor): tensor for tensor in (*self._tensors, *self._saved.values())}
+        once = {id(tensor): tensor for tensor in self._tensors}
+        once.update(self._saved)
         with_gradient = leaves(once.values())
         gradients = peek_gradients(with_gradient)
         if gradients is None:

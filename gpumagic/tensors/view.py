@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -57,12 +57,22 @@ def view_tensors(report: TensorReport) -> Document:
     devices = [row for row in report.by_device if _is_in_use(row)]
     if devices:
         blocks.append(Table.of(devices, DEVICE_COLUMNS, "Each device"))
-    kept = [f"{size(row.workspaces)} on {row.device}" for row in report.by_device if row.workspaces]
-    if kept:
-        sentence = f"Workspaces are cuBLAS's, {', '.join(kept)}: {CLEAR_WORKSPACES} frees them"
-        blocks.append(Paragraph(sentence))
+    workspaces = {row.device: row.workspaces for row in report.by_device if row.workspaces}
+    if workspaces:
+        kept = f"Workspaces are cuBLAS's, {shares(workspaces)}"
+        blocks.append(Paragraph(f"{kept}: {CLEAR_WORKSPACES} frees them"))
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
+
+
+def shares(sums: Mapping[str, int]) -> str:
+    """Return the bytes of each device in a sentence."""
+    return ", ".join(f"{size(nbytes)} on {device}" for device, nbytes in sums.items())
+
+
+def total_nbytes(rows: Iterable[TensorRow]) -> int:
+    """Return the bytes of rows together; those of unknown size count nothing."""
+    return sum(row.nbytes or 0 for row in rows)
 
 
 def _is_in_use(row: DeviceMemoryRow) -> bool:
@@ -86,24 +96,21 @@ def _headline(report: TensorReport) -> str:
     )
     if not alike:
         return _amount(report)
-    rows = max(alike.values(), key=_sum)
+    rows = max(alike.values(), key=total_nbytes)
     listed = sum(row.in_rows for row in report.by_device)
-    if _sum(rows) < max(LARGE, LARGE_SHARE * listed):
+    if total_nbytes(rows) < max(LARGE, LARGE_SHARE * listed):
         return _amount(report)
     row = rows[0]
     line = str(row.frees).replace("\n", " and then ")
-    amount = size(_sum(rows))
+    amount = size(total_nbytes(rows))
     if row.graph_of is not None:
         tensor = name_pattern(row.graph_of)
-        return f"{tensor} keeps {amount} of activations on {row.device} for backward: {line} frees them"
+        activations = f"{amount} of activations on {row.device}"
+        return f"{tensor} keeps {activations} for backward: {line} frees them"
     keeper = holder_pattern(row) or "Python"
     if row.holder_kind in ("last traceback", "last result"):
         keeper = f"The {keeper}"
     return f"{keeper} keeps {amount} on {row.device}: {line} frees it"
-
-
-def _sum(rows: Sequence[TensorRow]) -> int:
-    return sum(row.nbytes or 0 for row in rows)
 
 
 def _amount(report: TensorReport) -> str:
@@ -113,7 +120,7 @@ def _amount(report: TensorReport) -> str:
         return f"No live tensors on {', '.join(report.only)}" if report.only else "No live tensors"
     storages = sum(row.storages for row in report.by_device)
     largest = max(row.in_rows for row in report.by_device)
-    shares: list[str] = []
+    told: list[str] = []
     for row in report.by_device:
         if not row.tensors or row.in_rows < LARGE <= largest:
             continue
@@ -121,8 +128,9 @@ def _amount(report: TensorReport) -> str:
         cached = row.cached or 0
         if cached >= max(LARGE, LARGE_SHARE * (row.allocated or 0)):  # it is worth a word
             share += f" and {size(cached)} of cache"
-        shares.append(share)
-    return f"{count(tensors, 'tensor')} in {count(storages, 'storage')}: {', '.join(shares)}"
+        told.append(share)
+    counted = f"{count(tensors, 'tensor')} in {count(storages, 'storage')}"
+    return f"{counted}: {', '.join(told)}"
 
 
 def _largest(report: TensorReport) -> Iterator[Block]:
@@ -130,13 +138,11 @@ def _largest(report: TensorReport) -> Iterator[Block]:
     wholes = {row.device: row.in_rows for row in report.by_device}
     lines = fold([row for row in report.tensors if row.is_reached() or row.nbytes != 0])
     limit = report.limit
-    small = {id(line) for line in lines if line.nbytes < _SMALL * wholes.get(line.row.device, 0)}
-    is_all_asked_for = limit is None or limit > SHOWN
-    if is_all_asked_for or len(lines) <= _FEW_LINES or len(small) > len(lines) - 3:
-        small = set()
-    lines.sort(key=lambda line: (id(line) in small, line.row.device in BUILTIN_DEVICES))
-    if small and limit is not None:
+    small: set[int] = set()
+    if limit is not None and limit <= SHOWN and len(lines) > _FEW_LINES:
+        small = _small_lines(lines, wholes)
         limit = min(limit, len(lines) - len(small))
+    lines.sort(key=lambda line: (id(line) in small, line.row.device in BUILTIN_DEVICES))
     yield Table.of(
         lines,
         NAMED_COLUMNS,
@@ -148,7 +154,17 @@ def _largest(report: TensorReport) -> Iterator[Block]:
     about = grouped((line.row.note, line.text) for line in lines[:limit])
     about.pop(None, None)
     for note, names in about.items():
-        yield Paragraph(f"{few(list(dict.fromkeys(names)), 3)}: {note}", muted=True)
+        subjects = few(list(dict.fromkeys(names)), 3)
+        yield Paragraph(f"{subjects}: {note}", muted=True)
+
+
+def _small_lines(lines: Sequence[Line[TensorRow]], wholes: Mapping[str, int]) -> set[int]:
+    """Return the `id`s of the lines that stand in one together; none where that would leave hardly any."""
+    small: set[int] = set()
+    for line in lines:
+        if line.nbytes < _SMALL * wholes.get(line.row.device, 0):
+            small.add(id(line))
+    return small if len(small) <= len(lines) - 3 else set()
 
 
 def _holder_of(row: TensorRow) -> str:
@@ -165,6 +181,16 @@ GROUP_KEYS: dict[str, Callable[[TensorRow], str]] = {
 }
 
 
+def _count_tensors(line: Line[TensorRow]) -> str:
+    tensors = sum(row.views + 1 for row in line.members)
+    return f"{tensors:,}"
+
+
+def _colour_of(kind: str, line: Line[Any]) -> dict[str, int]:
+    """Return the bytes of a line by the part that has the colour of its bar."""
+    return {PART_OF_KIND.get(kind, ""): line.nbytes}
+
+
 def _totals(report: TensorReport, by: str) -> Table:
     lines: dict[str, Line[TensorRow]] = {}
     for row in report.tensors:
@@ -172,8 +198,8 @@ def _totals(report: TensorReport, by: str) -> Table:
         lines.setdefault(key, Line(row, key)).add(row)
     columns: tuple[Column[Line[TensorRow]], ...] = (
         Column(by.capitalize(), lambda line: line.name, shrinks=True),
-        dataclasses.replace(SIZE, bar=lambda line: {PART_OF_KIND.get(line.name, ""): line.nbytes}),
-        Column("Tensors", lambda line: f"{sum(row.views + 1 for row in line.members):,}", "right"),
+        dataclasses.replace(SIZE, bar=lambda line: _colour_of(line.name, line)),
+        Column("Tensors", _count_tensors, "right"),
         Column("Storages", lambda line: f"{len(line.members):,}", "right"),
     )
     return Table.of(
@@ -254,7 +280,9 @@ class Line(Generic[Row]):
     @property
     def text(self) -> str:
         """The name, and how many storages share it."""
-        return f"{self.name} × {len(self.members):,}" if len(self.members) > 1 else self.name
+        if len(self.members) == 1:
+            return self.name
+        return f"{self.name} × {len(self.members):,}"
 
 
 def fold(rows: Sequence[Row]) -> list[Line[Row]]:
@@ -308,9 +336,11 @@ def holder_text(holder: str | None) -> str:
 
 def more_storages(lines: Sequence[Line[Any]]) -> str:
     """Return what is not listed of the storages."""
+    if not lines:
+        return ""
     storages = sum(len(line.members) for line in lines)
-    more = f"and {count(storages, 'more storage')}, {size(sum(line.nbytes for line in lines))}"
-    return more if lines else ""
+    nbytes = sum(line.nbytes for line in lines)
+    return f"and {count(storages, 'more storage')}, {size(nbytes)}"
 
 
 def storage_columns(nbytes: Column[Line[Any]]) -> tuple[Column[Line[Any]], ...]:
@@ -330,17 +360,19 @@ SIZE = Column[Line[Any]](
     "Size",
     lambda line: size(None if line.row.nbytes is None else line.nbytes),
     "right",
-    bar=lambda line: {PART_OF_KIND.get(line.row.kind, ""): line.nbytes},
+    bar=lambda line: _colour_of(line.row.kind, line),
 )
 """Bytes with a bar in the colour of what they are for."""
+
+
+def _name_cell(line: Line[TensorRow]) -> Cell:
+    """Return the best name of a storage, with all its names on hover; muted where it has none."""
+    row = line.row
+    return Cell(line.text, muted=row.name is None, title=", ".join(row.names))
+
+
 NAMED_COLUMNS: tuple[Column[Line[Any]], ...] = (
-    Column(
-        "Name",
-        lambda line: Cell(line.text, muted=line.row.name is None, title=", ".join(line.row.names)),
-        shrinks=True,
-        cut="never",
-        least=26,
-    ),
+    Column("Name", _name_cell, shrinks=True, cut="never", least=26),
     *storage_columns(SIZE),
 )
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from gpumagic.errors import OptionError
 from gpumagic.heap import holders
@@ -23,7 +23,7 @@ from gpumagic.heap.branches import (
     name_of_type,
 )
 from gpumagic.heap.graph import HeapGraph, Step
-from gpumagic.heap.held import Holder
+from gpumagic.heap.held import Holder, Namespace
 from gpumagic.heap.storages import gc_disabled, undisturbed
 from gpumagic.source.text import parse_tree
 from gpumagic.tensors import scan
@@ -33,13 +33,15 @@ from gpumagic.tensors.report import RELEASE, TensorRow, WayRow, WhyReport
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+Steps: TypeAlias = Sequence[Step]
+"""The objects on the way from a root to a tensor."""
 _GRADIENT = ".grad"
 _GRAPH = ".grad_fn"
 
 
 def find_holders(
     name: str,
-    namespace: Mapping[str, object],
+    namespace: Namespace,
     shell: InteractiveShell | None = None,
     devices: Sequence[str] = (),
 ) -> WhyReport:
@@ -94,7 +96,7 @@ def _find_ways(
     row: TensorRow,
     rows: Sequence[TensorRow],
     search: scan.TensorScan,
-    namespace: Mapping[str, object],
+    namespace: Namespace,
     shell: InteractiveShell | None,
 ) -> _Ways:
     """Return the paths to a storage from all holders.
@@ -120,17 +122,15 @@ def _find_ways(
         return _Ways(ways, frees=row.nbytes)
     ways = _with_shared_commands(found, paths)
     on_device = [other for other in rows if other.device == row.device]
-    cuts = [way.cut.reference for way in found if way.cut is not None]
-    freed, collects = _freed(cuts, on_device, search, hidden)
+    freed, collects = _freed(found, on_device, search, hidden)
     if row not in freed:
-        for way in _ways_through_graphs(row, search, hidden):
-            ways.append(way.row)
-            if way.cut is not None:
-                cuts.append(way.cut.reference)
-        freed, collects = _freed(cuts, on_device, search, hidden)
+        through_graphs = list(_ways_through_graphs(row, search, hidden))
+        ways += [way.row for way in through_graphs]
+        freed, collects = _freed(found + through_graphs, on_device, search, hidden)
     if search.graph.gave_up or any(way.command is None for way in ways):
         return _Ways(ways)
-    return _Ways(ways, sum(other.nbytes or 0 for other in freed), collects)
+    nbytes = sum(other.nbytes or 0 for other in freed)
+    return _Ways(ways, nbytes, collects)
 
 
 def _leaves_of_gradients(row: TensorRow, search: scan.TensorScan) -> list[int]:
@@ -141,15 +141,18 @@ def _leaves_of_gradients(row: TensorRow, search: scan.TensorScan) -> list[int]:
     leaves = search.leaves_with_gradient(row.numbers)
     through: set[str] = set()
     for leaf in leaves:
-        through.update(f"{name}{_GRADIENT}" for name in search.names.of(leaf))
-    is_gradient = row.kind == "gradient" and len(row.names) > 0
-    return leaves if is_gradient and through.issuperset(row.names) else []
+        for name in search.names.of(leaf):
+            through.add(f"{name}{_GRADIENT}")
+    has_own_name = not through.issuperset(row.names)
+    if row.kind != "gradient" or not row.names or has_own_name:
+        return []
+    return leaves
 
 
 def _explore_keeper(
     row: TensorRow,
     search: scan.TensorScan,
-    namespace: Mapping[str, object],
+    namespace: Namespace,
     shell: InteractiveShell | None,
 ) -> None:
     """Follow the variables of the installed module that keeps a storage, if one does."""
@@ -160,13 +163,15 @@ def _explore_keeper(
         search.graph.explore(root for root in modules if root[0] == keeper)
 
 
-def _has_unknown_references(paths: Sequence[Sequence[Step]], search: scan.TensorScan) -> bool:
+def _has_unknown_references(paths: Sequence[Steps], search: scan.TensorScan) -> bool:
     """Return whether what leads to a tensor has more references than were followed, as from a list of a library's."""
     values: dict[int, object] = {}
     steps_to: Counter[int] = Counter()
     for steps in paths:
-        steps_to.update(id(step.value) for step in steps)
-        values.update((id(step.value), step.value) for step in steps if step.path.style != "state")
+        for step in steps:
+            steps_to[id(step.value)] += 1
+            if step.path.style != "state":
+                values[id(step.value)] = step.value
     lone: dict[int, object] = {0: []}
     own = max(sys.getrefcount(value) for _, value in lone.items())  # as many as the loop below has
     return any(
@@ -176,7 +181,7 @@ def _has_unknown_references(paths: Sequence[Sequence[Step]], search: scan.Tensor
     )
 
 
-def _way(steps: Sequence[Step], names: Names, hidden: Collection[Holder]) -> _Way:
+def _way(steps: Steps, names: Names, hidden: Collection[Holder]) -> _Way:
     """Return one path to a tensor, with the line that makes its root release it."""
     codes = [names.code(step.path) for step in steps]
     spelled: list[str] = []
@@ -226,18 +231,15 @@ def _ways_through_graphs(
             command = RELEASE
         elif name is not None and parse_tree(name) is not None:
             command = f"del {name}"
+        way = replace(way, command=command)
         last: Any = steps[-1].value  # a tensor, or a node of its graph that somebody keeps
-        expression = way.expression
-        more: tuple[tuple[str, str], ...] = ()
         if id(last) in graph.tensors:
-            expression += _GRAPH
-            more = ((_GRAPH, name_of_type(type(last.grad_fn))),)
-        yield _Way(
-            WayRow(way.root, expression, way.steps + more, command), top if command else None
-        )
+            step = (_GRAPH, name_of_type(type(last.grad_fn)))
+            way = replace(way, expression=way.expression + _GRAPH, steps=(*way.steps, step))
+        yield _Way(way, None if command is None else top)
 
 
-def _with_shared_commands(found: Sequence[_Way], paths: Sequence[Sequence[Step]]) -> list[WayRow]:
+def _with_shared_commands(found: Sequence[_Way], paths: Sequence[Steps]) -> list[WayRow]:
     """Return the ways; of those that lead through one reference that goes, all have the command of the first."""
     commands: dict[int, str | None] = {}
     for way, cut in found:
@@ -253,7 +255,7 @@ def _with_shared_commands(found: Sequence[_Way], paths: Sequence[Sequence[Step]]
     return ways
 
 
-def _last_command(steps: Sequence[Step], commands: Mapping[int, str | None]) -> str | None:
+def _last_command(steps: Steps, commands: Mapping[int, str | None]) -> str | None:
     """Return the command that goes with the last step that has one, by the `id` of the step's reference."""
     for step in reversed(steps):
         if id(step.reference) in commands:
@@ -262,12 +264,13 @@ def _last_command(steps: Sequence[Step], commands: Mapping[int, str | None]) -> 
 
 
 def _freed(
-    exact: Sequence[Path],
+    ways: Sequence[_Way],
     rows: Sequence[TensorRow],
     search: scan.TensorScan,
     hidden: Collection[Holder],
 ) -> tuple[list[TensorRow], bool]:
-    """Return which rows are freed together once these references are gone, and whether the gc has to run for it."""
+    """Return which rows are freed together once the commands of ways have run, and whether the gc has to run for it."""
+    exact = [way.cut.reference for way in ways if way.cut is not None]
     exact_ids = set(map(id, exact))
     states = set(map(_state, exact)) - {None}
     releases = any(_is_hidden(reference, hidden) for reference in exact)  # all of them at once
@@ -306,28 +309,27 @@ def _state(reference: Path) -> tuple[int | None, object] | None:
 
 
 def _command(
-    steps: Sequence[Step], codes: Sequence[str | None], hidden: Collection[Holder]
+    steps: Steps, codes: Sequence[str | None], hidden: Collection[Holder]
 ) -> tuple[str | None, Step | None]:
     """Return the line that makes a root release the tensor, and the last step that Python can delete, which it does."""
     if steps[0].path.key in hidden:
         return RELEASE, steps[0]
     if parse_tree(codes[0] or "") is None:
         return None, None  # a running function, a module: not the notebook's to change
-    for last in range(_last_to_unbind(steps), -1, -1):
-        if codes[last] is None:
-            continue
-        if last == 0 or _can_be_deleted(steps[last].path, steps[last - 1].value):
+    for last in range(_last_to_unbind(steps), 0, -1):
+        owner = steps[last - 1].value
+        if codes[last] is not None and _can_be_deleted(steps[last].path, owner):
             return f"del {codes[last]}", steps[last]
-    return None, None
+    return f"del {codes[0]}", steps[0]
 
 
-def _last_to_unbind(steps: Sequence[Step]) -> int:
+def _last_to_unbind(steps: Steps) -> int:
     """Return the last step that may go: a model without one of its weights, or an optimizer, is of no use."""
     import torch
 
     for position, step in enumerate(steps[:-1]):
         kind = type(step.value)
-        later = [later.path for later in steps[position + 1 :]]
+        later = [following.path for following in steps[position + 1 :]]
         is_registered = any(path.rank == OWN or path.style in REGISTERED for path in later)
         if is_registered and issubclass(kind, torch.nn.Module):
             return position
