@@ -41,13 +41,12 @@ def accelerators() -> list[str]:
     Counting asks NVML where it can; `is_available` would call cuInit, which freezes CUDA_VISIBLE_DEVICES and
     makes forking unsafe (vllm PR#15951).
     """
-    modules = {backend: device_module(backend) for backend in _backends()}
-    return [
-        f"{backend}:{index}"
-        for backend, module in modules.items()
-        if module is not None
-        for index in range(module.device_count())
-    ]
+    found: list[str] = []
+    for backend in _backends():
+        module = device_module(backend)
+        if module is not None:
+            found += [f"{backend}:{index}" for index in range(module.device_count())]
+    return found
 
 
 def current_device(backend: str) -> str:
@@ -64,7 +63,9 @@ def device_stats(device: str) -> AllocatorStats | None:
         return None
     backend, index = Device.parse(device)
     module = _stats_module(backend)
-    return None if module is None else _read_stats(backend, module, index)
+    if module is None:
+        return None
+    return _read_stats(backend, module, index)
 
 
 def _stats_module(backend: str) -> ModuleType | None:
@@ -79,7 +80,9 @@ def _stats_module(backend: str) -> ModuleType | None:
 def _read_stats(backend: str, module: ModuleType, index: int) -> AllocatorStats:
     if backend_named(backend).allocator is Allocator.METAL:
         return AllocatorStats(
-            module.current_allocated_memory(), module.driver_allocated_memory(), None
+            allocated=module.current_allocated_memory(),
+            reserved=module.driver_allocated_memory(),
+            peak=None,
         )
     # Flattened, as `memory_stats` has them, torch takes far longer to sort them.
     stats: Mapping[str, Any]
@@ -90,10 +93,11 @@ def _read_stats(backend: str, module: ModuleType, index: int) -> AllocatorStats:
     else:
         stats = module.memory_stats(index)
 
-    def figure(name: str, which: str) -> int:  # CUDA has none before its allocator is first used
-        return int(
-            stats[name]["all"][which] if name in stats else stats.get(f"{name}.all.{which}", 0)
-        )
+    def figure(name: str, which: str) -> int:
+        if name in stats:
+            return int(stats[name]["all"][which])
+        # CUDA has none before its allocator is first used.
+        return int(stats.get(f"{name}.all.{which}", 0))
 
     return AllocatorStats(
         allocated=figure("allocated_bytes", "current"),
@@ -129,13 +133,17 @@ def segment_size(nbytes: int) -> int:
     """Return what the allocator asks of the driver for a block of these bytes, where its cache has no room."""
     if nbytes <= SMALL:
         return SMALL_SEGMENT
-    return LARGE_SEGMENT if nbytes < MIN_LARGE else rounded(nbytes, SEGMENT_ROUNDING)
+    if nbytes < MIN_LARGE:
+        return LARGE_SEGMENT
+    return rounded(nbytes, SEGMENT_ROUNDING)
 
 
 def granule(device: str) -> int:
     """Return what a device's allocator rounds sizes up to; 1 where it does not round, or not in a known way."""
-    is_known = backend_named(Device.parse(device).backend).allocator is Allocator.CACHING
-    return MIN_BLOCK if is_known and device_stats(device) is not None else 1
+    backend = backend_named(Device.parse(device).backend)
+    if backend.allocator is not Allocator.CACHING or device_stats(device) is None:
+        return 1
+    return MIN_BLOCK
 
 
 def all_device_stats() -> dict[str, AllocatorStats]:
@@ -165,11 +173,13 @@ def mem_get_info(device: str) -> tuple[int, int] | None:
 def cap(device: str) -> int | None:
     """Return the bytes that this process may reserve on a device that is in use, or None where torch cannot tell."""
     backend, index = Device.parse(device)
-    read, driver = (
-        getattr(device_module(backend), "get_per_process_memory_fraction", None),
-        mem_get_info(device),
-    )
-    return None if read is None or driver is None else round(read(index) * driver[1])
+    read_fraction = getattr(device_module(backend), "get_per_process_memory_fraction", None)
+    memory = mem_get_info(device)
+    if read_fraction is None or memory is None:
+        return None
+    _, total = memory
+    fraction: float = read_fraction(index)
+    return round(fraction * total)
 
 
 def empty_caches() -> None:

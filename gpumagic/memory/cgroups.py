@@ -111,8 +111,10 @@ def _memory(folder: Path, interface: _Interface) -> tuple[int, int] | None:
         return None
     statistics = read_file(folder / interface.statistics)
     cache = re.search(rf"^{interface.reclaimable} (\d+)$", statistics, re.MULTILINE)
-    reclaimable = int(cache[1]) if cache is not None else 0
-    return max(0, int(limit) - int(used) + reclaimable), int(limit)
+    held = int(used)
+    if cache is not None:
+        held -= int(cache[1])
+    return max(0, int(limit) - held), int(limit)
 
 
 def _unescaped(field: str) -> str:

@@ -21,7 +21,8 @@ from gpumagic.memory import Device as Device  # noqa: PLC0414  # this is where o
 from gpumagic.memory import allocator, cgroups
 
 BUILTIN_DEVICES = ("cpu", "meta")
-_WORDS = ("auto", "gpu", *(backend.name for backend in BACKENDS), *BUILTIN_DEVICES)
+_BACKEND_NAMES = [backend.name for backend in BACKENDS]
+_WORDS = ("auto", "gpu", *_BACKEND_NAMES, *BUILTIN_DEVICES)
 """What a device may be written as, with an index or without."""
 
 
@@ -47,24 +48,31 @@ def room(device: str) -> int | None:
     if device == "cpu":
         memory = available_memory()
         return None if memory is None else memory[0]
-    figures, driver = allocator.device_stats(device), allocator.mem_get_info(device)
-    backend = Device.parse(device).backend
-    free = (
-        driver[0]
-        if driver
-        else driver_figures({backend}).get(device, DriverFigures(None, None)).free
-    )
+    free = _driver_free(device)
+    figures = allocator.device_stats(device)
     if free is None or figures is None:
         return free
-    return min(free + figures.reserved, allocator.cap(device) or sys.maxsize) - figures.allocated
+    most = min(free + figures.reserved, allocator.cap(device) or sys.maxsize)
+    return most - figures.allocated
+
+
+def _driver_free(device: str) -> int | None:
+    """Return the bytes that a device's driver has free, or None where it does not tell."""
+    memory = allocator.mem_get_info(device)
+    if memory is not None:
+        free, _ = memory
+        return free
+    backend = Device.parse(device).backend
+    figures = driver_figures({backend}).get(device)
+    return None if figures is None else figures.free
 
 
 def most_free(devices: list[str]) -> str | None:
     """Return the device with most room, a real one before a simulated one; the first of equals, None of none."""
 
     def rank(device: str) -> tuple[bool, int]:
-        is_real = not backend_named(Device.parse(device).backend).is_simulated
-        return is_real, room(device) or 0
+        backend = backend_named(Device.parse(device).backend)
+        return not backend.is_simulated, room(device) or 0
 
     return max(devices, key=rank, default=None)
 
@@ -102,53 +110,49 @@ def completions() -> list[str]:
 
 
 def _resolve(name: str) -> str:
+    """Return the full torch name of a device, without another in its place."""
     if "{" in name or "$" in name:
         raise DeviceNotFound(f"{name!r} was left as it is: is the variable in it defined?")
-    accelerators = allocator.accelerators()
     match = re.fullmatch(r"([a-z]*?):?(\d+)?", name.lower())
     if match is None or not any(match.groups()):
         raise _unknown(name)
-    backend, index = match[1], match[2]
-    if backend in BUILTIN_DEVICES and int(index or 0) == 0:
+    backend: str = match[1]
+    index = None if match[2] is None else int(match[2])
+    if backend in BUILTIN_DEVICES and not index:
         return backend
-    if backend in ("", "gpu", "auto"):
-        candidates = accelerators
-    else:
-        candidates = [each for each in accelerators if Device.parse(each).backend == backend]
-    if index is not None:
-        candidates = [
-            each
-            for each in candidates
-            if backend != "auto" and Device.parse(each).index == int(index)
-        ]
-    if not candidates:
+    candidates: list[str] = []
+    for device in allocator.accelerators():
+        parsed = Device.parse(device)
+        is_of_backend = backend in ("", "gpu", "auto", parsed.backend)
+        if is_of_backend and index in (None, parsed.index):
+            candidates.append(device)
+    if not candidates or (backend == "auto" and index is not None):
         raise _unknown(name)
     if backend == "auto":
         return most_free(candidates) or candidates[0]
-    return (
-        candidates[0]
-        if index is not None or backend == "gpu"
-        else allocator.current_device(backend)
-    )
+    if backend == "gpu" or index is not None:
+        return candidates[0]
+    return allocator.current_device(backend)
 
 
 def is_readable(name: str) -> bool:
     """Return whether a word is written as a device, which need not be here."""
-    return name.strip().partition(":")[0].lower() in _WORDS or name.strip().isdigit()
+    name = name.strip()
+    word, _, _ = name.partition(":")
+    return word.lower() in _WORDS or name.isdigit()
 
 
 def _unknown(name: str) -> DeviceNotFound:
+    """Return the error for a device that is not here, with what may be meant."""
     here = available()
-    backends = {Device.parse(each).backend for each in here}
+    backends = {Device.parse(device).backend for device in here}
     listed = f"there are {', '.join(here)}"
     if name.strip().lower().startswith("simgpu") and "simgpu" not in backends:
-        return DeviceNotFound(
-            f"{name!r} is not here: gpumagic.simgpu.enable() adds simulated GPUs; {listed}"
-        )
-    if not allocator.accelerators() and is_readable(name):
-        return DeviceNotFound(
-            f"{name!r} is not here: torch sees no GPU (%gpuinfo says why); {listed}"
-        )
+        remedy = "gpumagic.simgpu.enable() adds simulated GPUs"
+        return DeviceNotFound(f"{name!r} is not here: {remedy}; {listed}")
+    if is_readable(name) and not allocator.accelerators():
+        cause = "torch sees no GPU (%gpuinfo says why)"
+        return DeviceNotFound(f"{name!r} is not here: {cause}; {listed}")
     near = nearest(name, [*here, *backends])
     hint = f"did you mean {near}? " if near else ""
     return DeviceNotFound(f"{name!r} is not a device here; {hint}{listed}")
@@ -165,10 +169,10 @@ def available_memory() -> tuple[int, int] | None:
     They are the machine's, or those of the control group that leaves this process least: a container's, a job's.
     """
     limits = cgroups.limits(HOST_ROOT)
-    lines = re.findall(r"^(\w+):\s+(\d+) kB", _read_file("proc/meminfo"), re.MULTILINE)
-    machine = {name: int(number) * 1024 for name, number in lines}
-    if "MemAvailable" in machine and "MemTotal" in machine:
-        limits.append((machine["MemAvailable"], machine["MemTotal"]))
+    meminfo = _read_file("proc/meminfo")
+    lines = dict(re.findall(r"^(\w+):\s+(\d+) kB", meminfo, re.MULTILINE))
+    if "MemAvailable" in lines and "MemTotal" in lines:
+        limits.append((1024 * int(lines["MemAvailable"]), 1024 * int(lines["MemTotal"])))
     return min(limits, default=None)
 
 

@@ -8,7 +8,7 @@ activation) is often known only later, so the account of the peak is made at the
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -78,15 +78,28 @@ class Life:
 
         What was there before the cell is no activation, also where a graph keeps it.
         """
-        is_input = kind == "activations" and self.operator == BASE
-        if self.kind == GATHERED or (self.kind == BUCKETS and kind != "gradients"):
+        if self.kind == GATHERED:
             return
-        if kind in _CERTAIN or self.kind == BUCKETS or not (self.kind or is_input):
+        if self.kind == BUCKETS:
+            if kind == "gradients":
+                self.kind = kind
+            return
+        is_input = kind == "activations" and self.operator == BASE
+        is_first_word = not self.kind and not is_input
+        if is_first_word or kind in _CERTAIN:
             self.kind = kind
+
+    def is_in_use(self, time: int) -> bool:
+        """Return whether it was there at a time."""
+        if self.born > time:
+            return False
+        return self.died is None or self.died > time
 
     def part(self) -> str:
         """Return what it counts as, which is final only when the cell has ended."""
-        return self.kind or ("earlier cells" if self.operator == BASE else "temporaries")
+        if self.kind:
+            return self.kind
+        return "earlier cells" if self.operator == BASE else "temporaries"
 
 
 class Allocation(NamedTuple):
@@ -204,6 +217,7 @@ class Ledger:
         """Account for a block that the allocator has given."""
         account = self.accounts[device]
         self.time += 1
+        # Positional, as names take as long again, for each block of each pass.
         life = Life(
             device,
             nbytes,
@@ -230,12 +244,13 @@ class Ledger:
         self._note(life, -life.nbytes, account.allocated)
 
     def _note(self, life: Life, nbytes: int, allocated: int) -> None:
+        """Note what the line that runs has taken or given back."""
         line = self.place.line
         if line is not None:
-            key = line, life.device
-            use = self.lines.get(key)
-            if use is None:
-                use = self.lines[key] = LineUse(line, self.place.code, life.device)
+            key = (line, life.device)
+            if key not in self.lines:
+                self.lines[key] = LineUse(line, self.place.code, life.device)
+            use = self.lines[key]
             use.after = allocated
             use.peak = max(use.peak, allocated)
         self.timeline.append(BlockChange(life, nbytes, self.operators, line, allocated))
@@ -248,24 +263,29 @@ class Ledger:
         if life is not None:
             life.mark(kind)
 
-    def own(self, key: int, module: int) -> None:
-        """Say whose a block in use is."""
+    def set_module(self, key: int, module: int) -> None:
+        """Say which module a block in use belongs to."""
         life = self.blocks.get(key)
         if life is not None:
             life.module = module
 
-    def run(self, module: int | None) -> None:
+    def enter_module(self, module: int | None) -> None:
         """Say which module asks for memory from now on."""
         self.module = module
 
-    def go_back(self, step: int, place: Place) -> None:
-        """Say that a backward pass begins (1) or ends (-1); what the cell has made and holds then is kept for it."""
-        if step > 0:
-            self.settle()
-            for life in self.blocks.values():
-                if not life.backward:
-                    life.mark("activations")
-        self.in_backward, self.backward = self.in_backward + step, place
+    def begin_backward(self, place: Place) -> None:
+        """Say that a backward pass begins: what the cell has made and holds then is kept for it."""
+        self.settle()
+        for life in self.blocks.values():
+            if not life.backward:
+                life.mark("activations")
+        self.in_backward += 1
+        self.backward = place
+
+    def end_backward(self, place: Place) -> None:
+        """Say that a backward pass ends."""
+        self.in_backward -= 1
+        self.backward = place
 
     # ---- What is told of it
 
@@ -279,14 +299,9 @@ class Ledger:
         found: dict[str, Counter[str]] = defaultdict(Counter)
         time = self.accounts[device].peak.time
         for life in self.lives:
-            if (
-                life.device == device
-                and life.born <= time
-                and (life.died is None or life.died > time)
-            ):
-                found[REST if life.module is None else names[life.module]][life.part()] += (
-                    life.nbytes
-                )
+            if life.device == device and life.is_in_use(time):
+                module = REST if life.module is None else names[life.module]
+                found[module][life.part()] += life.nbytes
         return found
 
 
@@ -311,27 +326,32 @@ def timeline(ledger: Ledger) -> list[Point]:
     """Return every device's memory over the cell, thinned, one device after the other."""
     points: list[Point] = []
     for device in range(len(ledger.accounts)):
-        changes = [each for each in ledger.timeline if each.life.device == device]
-        shown = _shown(changes)
-        sums: Counter[str] = Counter()
-        for life in ledger.at_start:
-            sums[life.part()] += life.nbytes if life.device == device else 0
-        points.append(Point(device, 0, None, sums.total(), dict(+sums)))
-        for place, change in enumerate(changes):
-            sums[change.life.part()] += change.nbytes
-            if place in shown:
-                points.append(
-                    Point(device, change.operator, change.line, change.allocated, dict(+sums))
-                )
+        points += _timeline_of(ledger, device)
     return points
 
 
-def _shown(changes: list[BlockChange]) -> set[int]:
-    """Return the places of at most `MOST_POINTS` changes, and one."""
-    stride = max(1, -(-len(changes) // MOST_POINTS))
-    starts = range(0, len(changes), stride)
-    highest = {
-        max(range(at, min(at + stride, len(changes))), key=lambda i: changes[i].allocated)
-        for at in starts
-    }
-    return highest | ({len(changes) - 1} if changes else set())
+def _timeline_of(ledger: Ledger, device: int) -> Iterator[Point]:
+    """Yield one device's memory over the cell, thinned."""
+    changes = [change for change in ledger.timeline if change.life.device == device]
+    shown = _places_shown(changes)
+    sums: Counter[str] = Counter()
+    for life in ledger.at_start:
+        if life.device == device:
+            sums[life.part()] += life.nbytes
+    yield Point(device, 0, None, sums.total(), dict(+sums))
+    for place, change in enumerate(changes):
+        sums[change.life.part()] += change.nbytes
+        if place in shown:
+            yield Point(device, change.operator, change.line, change.allocated, dict(+sums))
+
+
+def _places_shown(changes: list[BlockChange]) -> set[int]:
+    """Return the places of at most `MOST_POINTS` changes, and one: the highest of each stretch, and the last."""
+    if not changes:
+        return set()
+    stride = -(-len(changes) // MOST_POINTS)
+    shown = {len(changes) - 1}
+    for start in range(0, len(changes), stride):
+        places = range(start, min(start + stride, len(changes)))
+        shown.add(max(places, key=lambda place: changes[place].allocated))
+    return shown

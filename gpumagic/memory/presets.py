@@ -75,26 +75,23 @@ def _read_gpus() -> Iterator[tuple[str, GPU]]:
     workspace, is an A100's. An MI250X is two devices.
     """
     with resources.files("gpumagic.memory").joinpath("gpus.csv").open(encoding="utf-8") as table:
-        for name, full_name, capability, multiprocessors, mib, l2_mib, _ in list(csv.reader(table))[
-            1:
-        ]:
-            major, minor = map(int, capability.split("."))
-            threads, blocks, shared, optin = _SHAPES[major, minor]
-            yield (
-                name,
-                GPU(
-                    full_name,
-                    int(mib) * MIB,
-                    major,
-                    minor,
-                    int(multiprocessors),
-                    threads,
-                    blocks,
-                    shared * KIB,
-                    optin * KIB,
-                    int(float(l2_mib) * MIB),
-                ),
-            )
+        _, *rows = csv.reader(table)  # the first has what the columns are called
+    for name, full_name, capability, multiprocessors, mib, l2_mib, _source in rows:
+        major, minor = map(int, capability.split("."))
+        threads, blocks, shared, optin = _SHAPES[major, minor]
+        gpu = GPU(
+            name=full_name,
+            capacity=int(mib) * MIB,
+            major=major,
+            minor=minor,
+            multiprocessors=int(multiprocessors),
+            threads_per_multiprocessor=threads,
+            blocks_per_multiprocessor=blocks,
+            shared_per_multiprocessor=shared * KIB,
+            shared_per_block_optin=optin * KIB,
+            l2_cache=int(float(l2_mib) * MIB),
+        )
+        yield name, gpu
 
 
 GPUS = dict(_read_gpus())
@@ -119,33 +116,34 @@ def name_of(name: str) -> str:
     Raises:
         OptionError: there is none of that name; the message suggests what may be meant.
     """
-    plain, known = _plain(name), _spellings()
+    plain = _plain(name)
+    known = _spellings()
     if plain == "list":
         raise OptionError(f"there are {', '.join(typed(GPUS))}")
-    if plain not in known:
-        cutoff = 0.5 if len(plain) < 3 and not plain.isdigit() else 0.7
-        near = typed(known[each] for each in difflib.get_close_matches(plain, known, 4, cutoff))
-        hint = (
-            f"did you mean {' or '.join(near)}?"
-            if near
-            else f"there are {', '.join(typed(USUAL))} and others"
-        )
-        raise OptionError(
-            f"{name!r} is not a GPU that is known here; {hint} (--gpu list names all, --capacity 48GiB takes a size)"
-        )
-    return known[plain]
+    if plain in known:
+        return known[plain]
+    cutoff = 0.5 if len(plain) < 3 and not plain.isdigit() else 0.7
+    spellings = difflib.get_close_matches(plain, known, 4, cutoff)
+    near = typed(known[spelling] for spelling in spellings)
+    hint = f"there are {', '.join(typed(USUAL))} and others"
+    if near:
+        hint = f"did you mean {' or '.join(near)}?"
+    raise OptionError(
+        f"{name!r} is not a GPU that is known here; {hint} (--gpu list names all, --capacity 48GiB takes a size)"
+    )
 
 
 @functools.cache
 def _spellings() -> dict[str, str]:
     """Return the names of `GPUS` by what may be written for them."""
-    return {_plain(gpu.name): name for name, gpu in GPUS.items()} | {
-        _plain(name): name for name in GPUS
-    }
+    spellings = {_plain(gpu.name): name for name, gpu in GPUS.items()}
+    spellings.update((_plain(name), name) for name in GPUS)
+    return spellings
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"(?<=\d)gi?b$", "", _MAKERS.sub("", name.casefold()))
+    without_maker = _MAKERS.sub("", name.casefold())
+    return re.sub(r"(?<=\d)gi?b$", "", without_maker)
 
 
 def typed(names: Iterable[str]) -> list[str]:
@@ -163,25 +161,34 @@ def like(device: int | str) -> GPU:
     """
     import torch
 
-    said = torch.cuda.get_device_properties(device)
-    _, blocks, shared, optin = _SHAPES.get((said.major, said.minor), _SHAPES[9, 0])
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor)
+    _, blocks, shared, optin = _SHAPES.get(capability, _SHAPES[9, 0])
+
+    def size(name: str, default: int) -> int:  # not every version of torch tells all
+        return int(getattr(properties, name, default))
+
     return GPU(
-        said.name,
-        said.total_memory,
-        said.major,
-        said.minor,
-        said.multi_processor_count,
-        said.max_threads_per_multi_processor,
-        blocks,
-        int(getattr(said, "shared_memory_per_multiprocessor", shared * KIB)),
-        int(getattr(said, "shared_memory_per_block_optin", optin * KIB)),
-        int(getattr(said, "L2_cache_size", 40 * MIB)),
+        name=properties.name,
+        capacity=properties.total_memory,
+        major=properties.major,
+        minor=properties.minor,
+        multiprocessors=properties.multi_processor_count,
+        threads_per_multiprocessor=properties.max_threads_per_multi_processor,
+        blocks_per_multiprocessor=blocks,
+        shared_per_multiprocessor=size("shared_memory_per_multiprocessor", shared * KIB),
+        shared_per_block_optin=size("shared_memory_per_block_optin", optin * KIB),
+        l2_cache=size("L2_cache_size", 40 * MIB),
     )
 
 
 def settings(gpu: GPU, number: int, others: int) -> str:
     """Return the settings of one device as `native/devices.c` reads them."""
-    fields = {**dataclasses.asdict(gpu), "others": others, "uuid": f"fa4ec0da{number:024x}"}
-    return ",".join(
-        f"{name}={str(value).replace(',', ' ').replace('|', ' ')}" for name, value in fields.items()
-    )
+    fields = dataclasses.asdict(gpu)
+    fields["others"] = others
+    fields["uuid"] = f"fa4ec0da{number:024x}"
+    parts: list[str] = []
+    for name, value in fields.items():
+        text = str(value).replace(",", " ").replace("|", " ")
+        parts.append(f"{name}={text}")
+    return ",".join(parts)

@@ -117,7 +117,7 @@ class Modules:
         self._follow_back(args, self._innermost())
         self._label_tensors_of(module, number)
         self._running.append(number)
-        self._note(Ledger.run, number)
+        self._note(Ledger.enter_module, number)
 
     def _leave(self, module: nn.Module, _: object, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -127,7 +127,7 @@ class Modules:
         if number in self._running:
             while self._running.pop() != number:
                 pass
-        self._note(Ledger.run, self._innermost())
+        self._note(Ledger.enter_module, self._innermost())
 
     def _innermost(self) -> int | None:
         return self._running[-1] if self._running else None
@@ -138,7 +138,7 @@ class Modules:
             node = tensor.grad_fn
             if node is not None and _SEEN not in node.metadata:
                 node.metadata[_SEEN] = True
-                node.register_prehook(lambda _: self._note(Ledger.run, number))
+                node.register_prehook(lambda _: self._note(Ledger.enter_module, number))
 
     # ---- What a block is
 
@@ -199,7 +199,7 @@ class Modules:
             self._note(Ledger.mark, key, kind)
             if number is not None and self._owners.get(key) != number:
                 self._owners[key] = number
-                self._note(Ledger.own, key, number)
+                self._note(Ledger.set_module, key, number)
 
     def _label_leaf(self, leaf: torch.Tensor) -> None:
         """Label a leaf of a graph, if it is a parameter, and its gradient."""
@@ -229,12 +229,12 @@ class Modules:
             leaves = list(leaves_of(roots))
             for leaf in leaves:
                 self._label_leaf(leaf)
-            self._note(Ledger.go_back, 1, self._where())
+            self._note(Ledger.begin_backward, self._where())
             try:
                 return function(*args, **kwargs)
             finally:
-                self._note(Ledger.go_back, -1, self._where())
-                self._note(Ledger.run, self._innermost())
+                self._note(Ledger.end_backward, self._where())
+                self._note(Ledger.enter_module, self._innermost())
                 for leaf in leaves:
                     self._label_leaf(leaf)
 
