@@ -122,22 +122,29 @@ class CountingKernels:
 
     def _put(self, library: Library, operator: Any, function: Function, place: str) -> None:
         """Register a kernel; `Library.impl` would forget in the end that other libraries have one there too."""
-        has_kernel = torch_private.HAS_KERNEL.get()
-        is_first = not self._has_overridden and has_kernel(operator.name(), place)
+        name = operator.name()
+        is_first = False
+        if not self._has_overridden:
+            is_first = torch_private.HAS_KERNEL.get()(name, place)
         with _unwarned() if is_first else contextlib.nullcontext():
-            library.m.impl(operator.name().removeprefix("aten::"), place, function, True)
+            library.m.impl(name.removeprefix("aten::"), place, function, True)
         self._has_overridden |= is_first
 
 
 kernels = CountingKernels()
 
 
-def _counted() -> dict[Any, Callable[[Function], Function]]:
-    """Return the operators, and what makes for each a kernel that counts out of one that works."""
-    found: dict[Any, Callable[[Function], Function]] = {_aten.copy_.default: _copying}
+Counting = Callable[[Function], Function]
+"""Takes a kernel of torch's; returns one that calls it and counts."""
+
+
+def _counted() -> dict[Any, Counting]:
+    """Return the operators that are counted, with what makes the kernels for each."""
+    operators: dict[Any, Counting] = {}
+    operators[_aten.copy_.default] = _copying
     for operator, bytes_read in _readers().items():
-        found[operator] = functools.partial(_reading, operator, bytes_read)
-    return found
+        operators[operator] = functools.partial(_reading, operator, bytes_read)
+    return operators
 
 
 def _kernels_of(operator: Any, backends: Iterable[str]) -> Iterator[tuple[str, Function]]:
@@ -167,8 +174,8 @@ def _is_replaced(operator: Any, place: str) -> bool:
     """Return whether a library in Python has a kernel in the place of torch's; of one in C++ torch does not tell."""
     if not torch_private.LIBRARY_KERNELS.is_there():
         return True
-    key = f"{operator.name().replace('::', '/')}/{place}"
-    return key in torch_private.LIBRARY_KERNELS.get()
+    name = operator.name().replace("::", "/")
+    return f"{name}/{place}" in torch_private.LIBRARY_KERNELS.get()
 
 
 @functools.cache
@@ -245,10 +252,12 @@ def _reading(operator: Any, bytes_read: BytesRead, kernel: Function) -> Function
             if tracing is not None:
                 _set_tracing_state(None)
             recorder = current_recorder()
-            before, start = 0 if recorder is None else recorder.counted, perf_counter()
+            if recorder is None:
+                return kernel(keyset, tensor, *args)
+            before, start = recorder.counted, perf_counter()
             result = kernel(keyset, tensor, *args)
             seconds = perf_counter() - start
-            if recorder is not None and recorder.counted == before:
+            if recorder.counted == before:
                 recorder.add_read(tensor, bytes_read(tensor, args), seconds, asks)
             return result
         finally:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
@@ -197,38 +197,37 @@ class DeviceRun:
             explanation = device_errors.explain(error, self._namespace, self.device)
         self._code.filename = self._code.filename or self._sites.filename
         variables = self._code.variables(self._frame)
-        loader = sys.modules["torch"].utils.data.DataLoader
-        moves, syncs = self._log.rows(), self._log.syncs()
         lines = self._code.lines()
-        has_loader = any("DataLoader" in text for _, text in lines)
-        has_loader = has_loader or any(
-            issubclass(type(value), loader) for value in variables.values()
-        )
+        moves = self._log.rows()
+        syncs = self._log.syncs()
+        by_line = None
+        if self._traced is not None:
+            by_line = self._traced.by_line(lines, self._clock.elapsed)
         return TransferReport(
             device=self.device,
             moves=moves,
-            created=dict(
-                sorted(
-                    (str(at), (number, nbytes))
-                    for at, (number, nbytes) in self._log.created.items()
-                )
-            ),
+            created=self._created(),
             syncs=syncs,
             peak=self._clock.peak(),
             allocations=self._clock.allocations(),
             elapsed=self._clock.elapsed,
             elsewhere=tuple(tensors_elsewhere(variables, self.device)),
-            advice=suggestions(moves, syncs, lines, has_loader=has_loader),
+            advice=suggestions(moves, syncs, lines, has_loader=_has_loader(lines, variables)),
             error=type(error).__name__ if error is not None else None,
             explanation=explanation,
             lines=lines,
             notes=tuple(torch_private.lacking(self.name)),
             unrecorded=self._unrecorded,
             origin=base.current_origin(),
-            by_line=None
-            if self._traced is None
-            else self._traced.by_line(lines, self._clock.elapsed),
+            by_line=by_line,
         )
+
+    def _created(self) -> dict[str, tuple[int, int]]:
+        """Return the count and the bytes of new tensors by device."""
+        created = {}
+        for device, (number, nbytes) in self._log.created.items():
+            created[str(device)] = (number, nbytes)
+        return dict(sorted(created.items()))
 
     def finish(self, result: object) -> TransferReport | None:
         """Return the report if it should be shown."""
@@ -345,6 +344,15 @@ def for_caller(
     )
 
 
+def _has_loader(lines: Sequence[tuple[int, str]], variables: Mapping[str, object]) -> bool:
+    """Return whether the code names a loader, or a variable of it is one."""
+    for _, text in lines:
+        if "DataLoader" in text:
+            return True
+    loader = sys.modules["torch"].utils.data.DataLoader
+    return any(issubclass(type(value), loader) for value in variables.values())
+
+
 class _Clock:
     """The time and the allocators' figures at the start and at the end of a block."""
 
@@ -360,22 +368,24 @@ class _Clock:
 
     def allocations(self) -> dict[str, int]:
         """Return how many blocks of memory each device has allocated since the start."""
-        earlier = {device: figures.allocations for device, figures in self.before.items()}
-        return {
-            device: now.allocations - earlier.get(device, 0) for device, now in self.after.items()
-        }
+        allocations = {}
+        for device, now in self.after.items():
+            earlier = self.before.get(device)
+            allocations[device] = now.allocations - (earlier.allocations if earlier else 0)
+        return allocations
 
     def peak(self) -> dict[str, int]:
         """Return the block's peak by device, where it is known without a reset of the user's counter.
 
         The counter is the highest since the process began, so it is this block's peak only if the block raised it.
         """
-        earlier = {device: figures.peak or 0 for device, figures in self.before.items()}
-        return {
-            device: now.peak
-            for device, now in self.after.items()
-            if now.peak is not None and now.peak > earlier.get(device, 0)
-        }
+        peaks = {}
+        for device, now in self.after.items():
+            earlier = self.before.get(device)
+            highest_before = (earlier.peak if earlier else None) or 0
+            if now.peak is not None and now.peak > highest_before:
+                peaks[device] = now.peak
+        return peaks
 
 
 def _make_current(device: str) -> None:

@@ -286,13 +286,11 @@ def _index_that_is_copied(
 ) -> tuple[str | None, bool]:
     """Return the variable of the one index that is a list, of which torch makes what it copies, and whether it is."""
     parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    indices = [part for part in parts if not isinstance(part, ast.Constant | ast.Slice)] or parts
-    index = indices[0]
-    if asks != causes.COPY or len(indices) > 1:
+    indices = [part for part in parts if not isinstance(part, ast.Constant | ast.Slice)]
+    if asks != causes.COPY or len(indices) != 1:
         return None, False
-    if not isinstance(_value(frame, index), list | tuple | range):
-        return None, False
-    return ast.unparse(index), True
+    is_list = isinstance(_value(frame, indices[0]), list | tuple | range)
+    return (ast.unparse(indices[0]), True) if is_list else (None, False)
 
 
 def _argument_that_is_copied(

@@ -58,7 +58,9 @@ class Trace:
         self._sites = sites
         self._code = code
         self._named = {name: tuple(frames.code_objects(code)) for name, code in named.items()}
-        self._block = frozenset[int]() if block is None else _ids(frames.code_objects(block))
+        self._block = frozenset[int]()
+        if block is not None:
+            self._block = _ids(frames.code_objects(block))
         others: set[int] = set()
         for codes in self._named.values():
             others |= _ids(codes)
@@ -138,7 +140,9 @@ class Trace:
         grown = levels[last] - levels[first]
         # The highest from the event before each run's first to its last; what it finds for the gaps is left out.
         spans = np.stack([first, last + 1], axis=1).ravel()
-        peaks = np.maximum.reduceat(np.append(levels, 0), spans)[::2] if len(spans) else first
+        peaks = first
+        if len(spans):
+            peaks = np.maximum.reduceat(np.append(levels, 0), spans)[::2]
         sums = np.zeros((3, lines.max(initial=-1) + 1), np.int64)
         np.add.at(sums[0], lines, taken)
         np.add.at(sums[1], lines, taken - grown)
@@ -252,10 +256,12 @@ class AllocatorHistory:
         self._is_on = False
         self.after = allocator.device_stats(self._device) or _NOTHING
         try:
-            nbytes, turn = self._read_cuda() if self._backend == "cuda" else self._read_simgpu()
+            read = self._read_cuda if self._backend == "cuda" else self._read_simgpu
+            nbytes, turn = read()
             # As many as the counters say: others may have begun to record before.
-            before = max(0, len(turn) - (self.after.events - self.before.events))
-            self.events = nbytes[before:], turn[before:]
+            count = self.after.events - self.before.events
+            first = max(0, len(turn) - count)
+            self.events = nbytes[first:], turn[first:]
         finally:
             if self._backend == "cuda":
                 self.begin_turn(self._earlier_metadata)
@@ -285,7 +291,8 @@ class AllocatorHistory:
         return whole_blocks * sign, turn
 
     def _read_simgpu(self) -> tuple[Any, Any]:
-        _, nbytes, at = np.array(self._module.history(self._index), float).reshape(-1, 3).T
+        history = np.array(self._module.history(self._index), float)
+        _, nbytes, at = history.reshape(-1, 3).T
         return nbytes.astype(np.int64), (at * 1e9).astype(np.int64)
 
 
