@@ -1,12 +1,12 @@
 """The CUDA allocator of a dry run: the notebook's blocks put back into it, and afterwards its history as a `Ledger`.
 
-The blocks are as many and as large as in the notebook, with the same gaps between them. Each segment is asked for whole
-and given back to the cache. Its blocks are then asked for in their order: the cache has no other room, so they fall
-into place, gaps included. The gaps are given back at the end, when every storage of the notebook has taken the block
-that it has there.
+Runs in the worker's process. The blocks are as many and as large as in the notebook, with the same gaps between them.
+Each segment is allocated whole and given back to the cache. Its blocks are then allocated in their order: the cache has
+no other room, so they fall into place, gaps included. The gaps are given back at the end, when every storage of the
+notebook has taken the block that it has there.
 
-While the cell runs only marks are taken, each with its time. At the end they are put between the history's entries, and
-all of it is gone through in order: which block lived when, asked for on which line, and what it was.
+While the cell runs, labels of blocks are only noted, each with its time. At the end they are put between the history's
+entries, and all of it is gone through in order: which block lived when, allocated on which line, and what it was.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import operator
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +28,18 @@ from gpumagic.memory.segments import Segment
 from gpumagic.worker import known
 
 _give_back = torch.cuda.caching_allocator_delete
+OnStream = contextlib.AbstractContextManager[object]
+"""In it, memory is allocated on a stream."""
+
+
+class _Workspace(NamedTuple):
+    """A block that cuBLAS has in the notebook and is to take again."""
+
+    address: int
+    """That of the notebook."""
+    stream: int
+    take: Callable[[], object]
+    """Makes torch allocate it."""
 
 
 class Layout:
@@ -38,9 +52,8 @@ class Layout:
 
     def __init__(self, device: int, segments: Sequence[Segment]) -> None:
         self._device = device
-        self._owned: dict[
-            int, tuple[int, int]
-        ] = {}  # by the address that the notebook has: that here, and its stream
+        self._owned: dict[int, tuple[int, int]] = {}
+        """By the address of a block in the notebook, its address here and its stream."""
         self._small_gaps: list[int] = []
         self._gaps: list[int] = []
         for segment in segments:
@@ -49,72 +62,93 @@ class Layout:
     def _lay_out(self, segment: Segment) -> None:
         stream = parts.make_stream(f"cuda:{self._device}", segment.stream, 0)
         whole = sum(block.size for block in segment.blocks)
+        # What fills a segment of small blocks is allocated in the largest pieces that such a segment serves.
         pieces = [SMALL] * (whole // SMALL) if segment.is_small else [whole]
-        for address in [self._take(size, stream) for size in pieces]:
+        for address in [self._allocate(size, stream) for size in pieces]:
             _give_back(address)
         for block in segment.blocks:
-            # A free block of a small segment may be larger than what such a segment serves at once.
-            sizes = [block.size]
-            while segment.is_small and sizes[-1] > SMALL:
-                sizes[-1:] = [SMALL, sizes[-1] - SMALL]
-            addresses = [self._take(size, stream) for size in sizes]
-            if block.is_free:
-                (self._small_gaps if segment.is_small else self._gaps).extend(addresses)
+            sizes = _pieces(block.size) if segment.is_small else [block.size]
+            addresses = [self._allocate(size, stream) for size in sizes]
+            if not block.is_free:
+                self._owned[block.address] = (addresses[0], segment.stream)
+            elif segment.is_small:
+                self._small_gaps += addresses
             else:
-                self._owned[block.address] = addresses[0], segment.stream
+                self._gaps += addresses
 
-    def claim(self, part: parts.StoragePart) -> contextlib.AbstractContextManager[object]:
+    def claim(self, part: parts.StoragePart) -> OnStream:
         """Make room where a storage of the notebook lies; return the stream that it is made on."""
-        return (
-            self._let_go(part.address) if part.address in self._owned else contextlib.nullcontext()
-        )
+        if part.address not in self._owned:
+            return contextlib.nullcontext()
+        return self._let_go(part.address)
 
     def settle(self, workspaces: Sequence[tuple[int, int]] = ()) -> None:
         """Give back the gaps, and let cuBLAS take the blocks that it has in the notebook.
 
         Args:
-            workspaces: where those lie in the notebook, and their bytes.
+            workspaces: the address of each in the notebook, and its bytes.
         """
-        there = sorted(
-            (each for each in workspaces if each[0] in self._owned), key=lambda each: -each[1]
-        )
-        retaken: list[tuple[int, int, Callable[[], object]]] = []  # each stream has its own
-        for address, size in there:
-            stream, takes = self._owned[address][1], _TAKE if size == there[0][1] else _TAKE_OF_LT
-            taken = sum(each[0] == stream and each[2] in takes for each in retaken)
-            if taken < len(takes):  # else it is of a thread that is gone, and stays
-                retaken.append((stream, address, takes[taken]))
-        retaken.sort(key=operator.itemgetter(0))
+        retaken = self._retaken(workspaces)
         with torch.cuda.device(self._device):
-            for _, address, take in retaken[:1]:
-                with self._let_go(address):
-                    take()  # asks for nothing else, and no gap is open yet: it takes the block again
+            for workspace in retaken[:1]:
+                # It allocates nothing else, and no gap is open yet: it gets the same block again.
+                with self._let_go(workspace.address):
+                    workspace.take()
             for gap in self._small_gaps:
                 _give_back(gap)
-            for _, address, _ in retaken[1:]:
-                self._let_go(address)
-            for stream, _, take in retaken[1:]:
-                with self._on(stream):
-                    take()
+            for workspace in retaken[1:]:
+                self._let_go(workspace.address)
+            for workspace in retaken[1:]:
+                with self._on(workspace.stream):
+                    workspace.take()
         for gap in self._gaps:
             _give_back(gap)
 
-    def _let_go(self, address: int) -> contextlib.AbstractContextManager[object]:
+    def _retaken(self, workspaces: Sequence[tuple[int, int]]) -> list[_Workspace]:
+        """Return the workspaces that cuBLAS is to take again, by stream, of which each has its own.
+
+        The others are of threads that are gone. They stay, but nothing uses them.
+        """
+        there = [workspace for workspace in workspaces if workspace[0] in self._owned]
+        there.sort(key=operator.itemgetter(1), reverse=True)
+        retaken = []
+        numbers: Counter[tuple[int, bool]] = Counter()
+        for address, size in there:
+            _, largest = there[0]
+            _, stream = self._owned[address]
+            is_of_lt = size < largest
+            takes = _TAKE_OF_LT if is_of_lt else _TAKE
+            number = numbers[stream, is_of_lt]
+            if number < len(takes):
+                numbers[stream, is_of_lt] += 1
+                retaken.append(_Workspace(address, stream, takes[number]))
+        retaken.sort(key=operator.attrgetter("stream"))
+        return retaken
+
+    def _let_go(self, address: int) -> OnStream:
         """Give a block back; return the stream whose next request it serves."""
         here, stream = self._owned.pop(address)
         _give_back(here)
         return self._on(stream)
 
-    def _on(self, stream: int) -> contextlib.AbstractContextManager[object]:
+    def _on(self, stream: int) -> OnStream:
         if not stream:
             return contextlib.nullcontext()
-        on: contextlib.AbstractContextManager[object] = torch.cuda.stream(
-            parts.make_stream(f"cuda:{self._device}", stream, 0)
-        )
+        made = parts.make_stream(f"cuda:{self._device}", stream, 0)
+        on: OnStream = torch.cuda.stream(made)
         return on
 
-    def _take(self, size: int, stream: Any) -> int:
+    def _allocate(self, size: int, stream: Any) -> int:
         return int(torch.cuda.caching_allocator_alloc(size, self._device, stream))
+
+
+def _pieces(size: int) -> list[int]:
+    """Return a block's size in pieces of which each is no larger than what a segment of small blocks serves."""
+    pieces = []
+    while size > SMALL:
+        pieces.append(SMALL)
+        size -= SMALL
+    return [*pieces, size]
 
 
 def _multiply_backward() -> None:
@@ -124,7 +158,7 @@ def _multiply_backward() -> None:
 
 
 _TAKE: tuple[Callable[[], object], ...] = (torch.cuda.current_blas_handle, _multiply_backward)
-"""What makes torch take a workspace: one for the cell's thread, one for that of backward passes."""
+"""What makes torch take a workspace: the first one for the cell's thread, the second for that of backward passes."""
 _TAKE_OF_LT = (lambda: torch.nn.Linear(2, 2, device="cuda")(torch.ones(2, 2, device="cuda")),)
 """The same for cuBLASLt, which has smaller ones of its own in torch 2.10."""
 
@@ -132,24 +166,38 @@ _TAKE_OF_LT = (lambda: torch.nn.Linear(2, 2, device="cuda")(torch.ones(2, 2, dev
 _NO_OPERATOR = frozenset(
     {"forward", "_call_impl", "_wrapped_call_impl", "<lambda>", "<module>", "wrapper", "_fn"}
 )
-
-_AT = operator.itemgetter("filename", "name", "line")
+"""Names of torch's functions that say nothing of what is computed."""
+_POSITION = operator.itemgetter("filename", "name", "line")
+"""Of a frame."""
 _SHOWN = (known.__file__, "__call__")
+"""The file and name of the function by which a run that follows values sees each operator."""
 
 Trace = list[dict[str, Any]]
 """Of one device: an entry of `torch.cuda.memory_snapshot`'s for each block taken or given back."""
+Event = tuple[float, Callable[..., None], tuple[Any, ...]]
+"""A time in microseconds, and what is called then with the ledger and some arguments."""
+
+
+class _Origin(NamedTuple):
+    """What asked for a block."""
+
+    place: Place
+    operator: str
+    kind: str | None
+    """What the block is, where that is certain."""
 
 
 class History:
-    """Takes marks while the cell runs, and goes through all at the end."""
+    """Takes notes while the cell runs, and goes through all at the end."""
 
     def __init__(self) -> None:
-        self._marks: list[tuple[float, Callable[..., None], tuple[Any, ...]]] = []
-        self._origins: dict[tuple[Any, ...], tuple[Place, str, str | None]] = {}
+        self._notes: list[Event] = []
+        self._origins: dict[tuple[Any, ...], _Origin] = {}
+        """By the positions of all frames of a stack."""
 
     def note(self, mark: Callable[..., None], *args: Any) -> None:
-        """Keep a method of the ledger's that is to be called where the history has come so far."""
-        self._marks.append((time.time() * 1e6, mark, args))
+        """Keep a method of the ledger that is to be called where the history has come so far."""
+        self._notes.append((time.time() * 1e6, mark, args))
 
     def ledger(
         self,
@@ -162,18 +210,19 @@ class History:
         Args:
             before: device, address and size of each block that was in use when the cell began.
             traces: the history of each device.
-            place_of: tells the cell's line from an entry's frames.
+            place_of: returns where in the cell an entry's frames are.
         """
         ledger = Ledger([Account() for _ in traces])
         for device, address, size in before:
             ledger.begin(address, device, size)
         ledger.start()
-        events: list[tuple[float, Callable[..., None], tuple[Any, ...]]] = [
-            (entry["time_us"], self._follow, (device, entry, place_of))
-            for device, trace in enumerate(traces)
-            for entry in trace
-        ]
-        for _, mark, args in sorted(events + self._marks, key=operator.itemgetter(0)):
+        events: list[Event] = []
+        for device, trace in enumerate(traces):
+            for entry in trace:
+                events.append((entry["time_us"], self._follow, (device, entry, place_of)))
+        events += self._notes
+        events.sort(key=operator.itemgetter(0))
+        for _, mark, args in events:
             mark(ledger, *args)
         return ledger
 
@@ -184,8 +233,9 @@ class History:
         entry: Mapping[str, Any],
         place_of: Callable[[Trace], Place],
     ) -> None:
-        """Go through one entry."""
-        action, address = entry["action"], entry.get("addr", 0)
+        """Take one entry of the history over into the ledger."""
+        action = entry["action"]
+        address = entry.get("addr", 0)
         if action == "free_requested" and address in ledger.blocks:
             ledger.end(address)
         if action not in {"alloc", "oom"}:
@@ -196,35 +246,47 @@ class History:
             refused = Life(device, entry["size"], 0, operator, place, False)
             account.failure = account.failure or Peak(account.allocated, ledger.time, refused)
             return
-        if place.line is None and ledger.in_backward:
-            place, operator = ledger.backward, "backward"  # it runs in a thread of torch's
+        if place.line is None and ledger.in_backward:  # which runs in a thread of torch's
+            place = ledger.backward
+            operator = "backward"
         ledger.operators += 1
-        ledger.operator, ledger.place = operator, place
+        ledger.operator = operator
+        ledger.place = place
         life = ledger.begin(address, device, rounded(entry["size"]))
         if kind:
             life.mark(kind)
 
-    def _origin(
-        self, frames: Trace, place_of: Callable[[Trace], Place]
-    ) -> tuple[Place, str, str | None]:
-        """Return the line, the operator and, where it is certain, what the block is; once for the same frames."""
-        key = tuple(map(_AT, frames))
-        if key not in self._origins:
-            at = next((at for at, each in enumerate(frames) if _AT(each)[:2] == _SHOWN), -1)
-            called = frames[
-                at + 1 :
-            ]  # a run that follows values has its own frames over the operator's caller
-            ranks = any(
-                "/distributed" in each["filename"] or "/deepspeed/" in each["filename"]
-                for each in called[:3]
-            )
-            kinds = [
-                _AMONG_RANKS[each["name"]]
-                for each in called[:3]
-                if ranks and each["name"] in _AMONG_RANKS
-            ]
-            self._origins[key] = place_of(called), operator_of(called), next(iter(kinds), None)
-        return self._origins[key]
+    def _origin(self, frames: Trace, place_of: Callable[[Trace], Place]) -> _Origin:
+        """Return what asked for a block, from its frames; it is found once for the same frames."""
+        key = tuple(map(_POSITION, frames))
+        origin = self._origins.get(key)
+        if origin is None:
+            calling = _without_frames_of_ours(frames)
+            origin = _Origin(place_of(calling), operator_of(calling), _kind_among_ranks(calling))
+            self._origins[key] = origin
+        return origin
+
+
+def _without_frames_of_ours(frames: Trace) -> Trace:
+    """Return the frames below those that a run that follows values has over the operator's caller."""
+    for depth, frame in enumerate(frames):
+        if _POSITION(frame)[:2] == _SHOWN:
+            return frames[depth + 1 :]
+    return frames
+
+
+def _kind_among_ranks(frames: Trace) -> str | None:
+    """Return what a block is that ranks share parameters or gradients by; None for others."""
+    innermost = frames[:3]
+    for frame in innermost:
+        if "/distributed" in frame["filename"] or "/deepspeed/" in frame["filename"]:
+            break
+    else:
+        return None
+    for frame in innermost:
+        if frame["name"] in _AMONG_RANKS:
+            return _AMONG_RANKS[frame["name"]]
+    return None
 
 
 _AMONG_RANKS = {
@@ -233,18 +295,20 @@ _AMONG_RANKS = {
     "_ddp_init_helper": BUCKETS, "_pre_forward": BUCKETS, "setup_buckets": BUCKETS,
     "_partition_param_sec": GATHERED, "_all_gather_dtype": GATHERED, "all_gather_coalesced": GATHERED,
 }  # fmt: skip
-"""What functions of FSDP, DDP and DeepSpeed ask for, by which ranks share parameters and gradients."""
+"""What functions of FSDP, DDP and DeepSpeed allocate, by which ranks share parameters and gradients."""
 
 
 def operator_of(frames: Trace) -> str:
     """Return what asked for the memory: torch's innermost function, or the module's file for a `forward`."""
     for frame in frames:
-        if frame["name"] == "_engine_run_backward":
+        name: str = frame["name"]
+        filename: str = frame["filename"]
+        if name == "_engine_run_backward":
             return "backward"
-        if frame["name"] == "forward" and "/torch/nn/modules/" in frame["filename"]:
-            return str(frame["filename"].rpartition("/")[2].removesuffix(".py"))
-        if "/torch/" not in frame["filename"]:
+        if name == "forward" and "/torch/nn/modules/" in filename:
+            return Path(filename).stem
+        if "/torch/" not in filename:
             return ""
-        if frame["name"] not in _NO_OPERATOR:
-            return str(frame["name"])
+        if name not in _NO_OPERATOR:
+            return name
     return ""
