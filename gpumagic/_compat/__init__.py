@@ -1,4 +1,11 @@
-"""Differences between versions: IPython 7.34 (Colab, Kaggle) to 9, Python 3.10 to 3.14, torch 2.6 to 2.13."""
+"""Differences between versions: IPython 7.34 (Colab, Kaggle) to 9, Python 3.10 to 3.14, torch 2.6 to 2.13.
+
+What differs in Python and IPython is here; what torch keeps under private names, which any version may rename, apart:
+
+    private_names.py  a private name, looked up when it is first needed, and what stands in for it
+    torch_private.py  those of torch, each once
+    torch_frames.py   names by which frames of torch's own code are recognised
+"""
 
 from __future__ import annotations
 
@@ -47,7 +54,7 @@ def referrers(objects: Iterable[object]) -> list[Any]:
     with, which is then found as well.
     """
     asked = (*objects,)  # a new one, also of a tuple
-    return [each for each in gc.get_referrers(*asked) if each is not asked]
+    return [referrer for referrer in gc.get_referrers(*asked) if referrer is not asked]
 
 
 def snapshot_without_traces(snapshot: Callable[..., Any]) -> Any:
@@ -78,9 +85,11 @@ def output_can_be_silenced(magic: Magic) -> Magic:
 
 def ends_with_semicolon(code: str) -> bool:
     """Return whether Python code ends in a `;`; IPython 7.34 can tell only for a whole cell (ipython PR#13841)."""
-    tokens = tokenize.generate_tokens(io.StringIO(code).readline)
-    last = [token.string for token in tokens if token.type not in _NO_CODE][-1:]
-    return last == [";"]
+    last = ""
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
+        if token.type not in _NO_CODE:
+            last = token.string
+    return last == ";"
 
 
 def add_completer(
@@ -96,10 +105,8 @@ def add_completer(
     """
     from IPython.core import completer
 
-    if not hasattr(
-        completer, "context_matcher"
-    ):  # IPython 7's hook has a fragment that starts after the last `:`
-
+    if not hasattr(completer, "context_matcher"):
+        # IPython 7's hook has a fragment that starts after the last `:`.
         def hook(_: InteractiveShell, event: Any) -> list[str]:
             fragment, names = complete(event.text_until_cursor, "")
             cut = len(fragment) - len(event.symbol)
@@ -114,14 +121,18 @@ def add_completer(
         line = context.text_until_cursor
         if not pattern.match(line):
             return {"completions": []}
-        fragment, names = complete(
-            line, "\n".join(context.full_text.splitlines()[context.cursor_line + 1 :])
-        )
+        below = context.full_text.splitlines()[context.cursor_line + 1 :]
+        fragment, names = complete(line, "\n".join(below))
         offers = [completer.SimpleCompletion(text=name, type="magic") for name in names]
         return {"completions": offers, "matched_fragment": fragment, "suppress": True}
 
     matchers = shell.Completer.custom_matchers
-    undo.append(lambda: matchers.remove(gpumagic_matcher) if gpumagic_matcher in matchers else None)
+
+    def remove() -> None:
+        if gpumagic_matcher in matchers:
+            matchers.remove(gpumagic_matcher)
+
+    undo.append(remove)
     matchers.append(gpumagic_matcher)
 
 
@@ -134,7 +145,9 @@ def add_note(error: BaseException, text: str) -> None:
 def inlined_variables(frame: FrameType) -> dict[str, Any]:
     """Return the variables of comprehensions in a cell's frame, which Python 3.12 runs in it (PEP 709)."""
     names = frame.f_code.co_varnames  # a module's code has no others
-    variables = frame.f_locals if names else {}
+    if not names:
+        return {}
+    variables = frame.f_locals
     return {name: variables[name] for name in names if name in variables}
 
 

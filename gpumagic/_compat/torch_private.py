@@ -443,5 +443,8 @@ def lacking(report: str) -> list[str]:
     """Return what a magic's report has to say of names that this torch lacks: for each, what is not told without it."""
     if "torch" not in sys.modules:
         return []
-    asked = [name for name in NAMES if report in name.reports]
-    return [f"{name.missing()}: {name.without}" for name in asked if not name.is_there()]
+    told = []
+    for name in NAMES:
+        if report in name.reports and not name.is_there():
+            told.append(f"{name.missing()}: {name.without}")
+    return told

@@ -211,7 +211,7 @@ PARTS = (
     "completion.py",
     "notebook/__init__.py",
     "live.py",
-    "_compat.py",
+    "_compat/__init__.py",
 )
 
 
