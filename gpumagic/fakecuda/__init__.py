@@ -71,30 +71,38 @@ def environment(
     """
     from gpumagic.fakecuda import build
 
-    chosen, held = _chosen(gpus, devices), others if isinstance(others, int) else parse_size(others)
+    chosen = _chosen(gpus, devices)
+    held = _bytes(others)
     if capacity is not None:
-        nbytes = capacity if isinstance(capacity, int) else parse_size(capacity)
+        nbytes = _bytes(capacity)
         chosen = [replace(gpu, capacity=nbytes) for gpu in chosen]
-    parts = [
-        f"peer={int(peer_access)}",
-        *(settings(gpu, number, held) for number, gpu in enumerate(chosen)),
-    ]
+    parts = [f"peer={int(peer_access)}"]
+    for number, gpu in enumerate(chosen):
+        parts.append(settings(gpu, number, held))
     folder = build.libraries()
-    made = sorted(str(path) for path in folder.glob("*.so*") if not path.is_symlink())
-    preloaded = (
-        [os.environ["LD_PRELOAD"]] if os.environ.get("LD_PRELOAD") and not is_enabled() else []
-    )
+    preloaded = sorted(str(path) for path in folder.glob("*.so*") if not path.is_symlink())
+    before = os.environ.get("LD_PRELOAD")
+    if before and not is_enabled():
+        preloaded.append(before)
     return {
-        "LD_PRELOAD": ":".join([*made, *preloaded]),
+        "LD_PRELOAD": ":".join(preloaded),
         VARIABLE: "|".join(parts),
         "TRITON_LIBCUDA_PATH": str(folder),
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
 
 
+def _bytes(size: str | int) -> int:
+    """Return a size that is given in bytes or as text."""
+    return size if isinstance(size, int) else parse_size(size)
+
+
 def _chosen(gpus: str | GPU | Sequence[str | GPU], devices: int | None) -> list[GPU]:
-    asked = [gpus] if isinstance(gpus, (str, GPU)) else list(gpus)
-    found = [gpu if isinstance(gpu, GPU) else GPUS[name_of(gpu)] for gpu in asked]
+    """Return the GPU of each device."""
+    asked = [gpus] if isinstance(gpus, (str, GPU)) else gpus
+    found: list[GPU] = []
+    for gpu in asked:
+        found.append(gpu if isinstance(gpu, GPU) else GPUS[name_of(gpu)])
     count = len(found) if devices is None else devices
     if not 0 <= count <= MOST_DEVICES:
         raise OptionError(f"{count} devices are not possible; ask for 0 to {MOST_DEVICES}")
@@ -102,7 +110,9 @@ def _chosen(gpus: str | GPU | Sequence[str | GPU], devices: int | None) -> list[
         raise OptionError(
             f"{count} devices cannot be made of {len(found)} GPUs; name one, or one for each"
         )
-    return found * count if len(found) == 1 else found
+    if len(found) == 1:
+        return found * count
+    return found
 
 
 # ---- What the runtime saw of this process
@@ -147,7 +157,10 @@ class Memory:
 
 class _Record(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("source", "target", "pinned", "unused")),
+        ("source", ctypes.c_int32),
+        ("target", ctypes.c_int32),
+        ("pinned", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
         ("nbytes", ctypes.c_int64),
         ("stream", ctypes.c_uint64),
     )
@@ -168,9 +181,9 @@ class _UnknownSize(ctypes.Structure):
 
 def is_enabled() -> bool:
     """Return whether this process runs over the fake runtime."""
-    return "libfakecuda.so" in os.environ.get("LD_PRELOAD", "") and hasattr(
-        ctypes.CDLL(None), "fakecuda_syncs"
-    )
+    if "libfakecuda.so" not in os.environ.get("LD_PRELOAD", ""):
+        return False
+    return hasattr(ctypes.CDLL(None), "fakecuda_syncs")
 
 
 def copies() -> list[Copy]:
@@ -204,13 +217,17 @@ def _records(function: str, kind: type[ctypes.Structure]) -> list[Any]:
     write = getattr(_library(), function)
     room = write(None, 0)
     records: Any = (kind * room)()
-    return list(records[: min(write(records, room), room)])
+    written = write(
+        records, room
+    )  # more than there is room for, if another thread has made some since
+    return list(records[: min(written, room)])
 
 
 def _counted(function: str, kind: type[ctypes.Structure]) -> Counter[str]:
     counted: Counter[str] = Counter()
     for record in _records(function, kind):
-        counted[(record.name or b"?").decode()] += record.count
+        name: bytes = record.name or b"?"
+        counted[name.decode()] += record.count
     return counted
 
 
@@ -265,8 +282,10 @@ def set_memory(
     Raises:
         IndexError: there is no such device.
     """
-    told = [-1 if size is None else size for size in (capacity, others, limit)]
-    if _library().fakecuda_set_memory(device, *map(ctypes.c_int64, told)):
+    sizes: list[ctypes.c_int64] = []
+    for size in (capacity, others, limit):
+        sizes.append(ctypes.c_int64(-1 if size is None else size))
+    if _library().fakecuda_set_memory(device, *sizes):
         raise IndexError(f"there is no device {device}")
 
 
@@ -293,13 +312,25 @@ def _library() -> ctypes.CDLL:
 
 
 def _copy(record: Any) -> Copy:
-    source, target = (
-        "cpu" if each == _HOST else f"cuda:{each}" for each in (record.source, record.target)
-    )
+    source = _device(record.source)
+    target = _device(record.target)
     if source == target:
-        direction = "within a device" if source != "cpu" else "within the host"
+        direction = "within the host" if source == "cpu" else "within a device"
     elif source == "cpu":
         direction = "host-to-device"
+    elif target == "cpu":
+        direction = "device-to-host"
     else:
-        direction = "device-to-host" if target == "cpu" else "device-to-device"
-    return Copy(direction, source, target, record.nbytes, bool(record.pinned), record.stream)
+        direction = "device-to-device"
+    return Copy(
+        direction=direction,
+        source=source,
+        target=target,
+        nbytes=record.nbytes,
+        pinned=bool(record.pinned),
+        stream=record.stream,
+    )
+
+
+def _device(number: int) -> str:
+    return "cpu" if number == _HOST else f"cuda:{number}"

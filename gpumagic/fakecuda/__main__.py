@@ -27,9 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except GpuMagicError as error:
         print(f"gpumagic: {error}", file=sys.stderr)
         return 2
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    command = options.command
+    if command[:1] == ["--"]:
+        command = command[1:]
     if not command:
-        print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in wanted.items()))
+        for name, value in wanted.items():
+            print(f"export {name}={shlex.quote(value)}")
         return 0
     try:
         os.execvpe(command[0], command, {**os.environ, **wanted})  # noqa: S606  running it is the point

@@ -137,8 +137,9 @@ def installed_torch() -> Torch:
         )
     package = Path(spec.origin).parent
     text = (package / "version.py").read_text(encoding="utf-8")
-    said = dict(re.findall(r"^(\w+)(?:: [^=]*)? = '([^']*)'", text, re.MULTILINE))
-    version, cuda = said.get("__version__", ""), said.get("cuda", "")
+    variables = dict(re.findall(r"^(\w+)(?:: [^=]*)? = '([^']*)'", text, re.MULTILINE))
+    version = variables.get("__version__", "")
+    cuda = variables.get("cuda", "")
     if not cuda:
         raise FakecudaUnavailable(
             f"fakecuda runs torch's CUDA build, and torch {version} here is none; "
@@ -159,9 +160,11 @@ def libraries() -> Path:
     """
     torch = installed_torch()
     digest = hashlib.sha256(f"{torch.version} {torch.folder}".encode())
-    for source in (*sorted(NATIVE.iterdir()), *sorted(Path(__file__).parent.glob("*.py"))):
+    ours = sorted(Path(__file__).parent.glob("*.py"))
+    for source in (*sorted(NATIVE.iterdir()), *ours):
         digest.update(source.read_bytes())
-    home = cache_folder("fakecuda") / f"torch-{torch.version}-{digest.hexdigest()[:16]}"
+    name = f"torch-{torch.version}-{digest.hexdigest()[:16]}"
+    home = cache_folder("fakecuda") / name
     if re.search(r"[\s:]", str(home)):
         raise FakecudaUnavailable(
             f"fakecuda cannot be loaded from {home.parent}: LD_PRELOAD takes no path with a space or a colon; "
@@ -174,40 +177,45 @@ def libraries() -> Path:
 
 
 def _compiler() -> list[str]:
-    for command in os.environ.get("CC", ""), "cc", "gcc", "clang":
-        if command.split() and shutil.which(command.split()[0]):
-            break
-    else:
-        raise FakecudaUnavailable(
-            "fakecuda is compiled on first use and there is no C compiler (cc) here; "
-            "install one, e.g. `apt install gcc`"
-        )
+    """Return the command of the C compiler, whose package also brings what reads torch's libraries."""
+    command = _found_compiler()
     for tool in ("nm", "readelf"):
         if not shutil.which(tool):
             raise FakecudaUnavailable(
                 f"fakecuda reads torch's libraries with {tool}; install it: `apt install binutils`"
             )
-    return command.split()
+    return command
+
+
+def _found_compiler() -> list[str]:
+    for command in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
+        words = command.split()
+        if words and shutil.which(words[0]):
+            return words
+    raise FakecudaUnavailable(
+        "fakecuda is compiled on first use and there is no C compiler (cc) here; "
+        "install one, e.g. `apt install gcc`"
+    )
 
 
 def _build(torch: Torch, compiler: list[str], home: Path) -> None:
-    asked = {**dict.fromkeys(_asked_by_name(torch), ""), **asked_names(torch)}
+    """Compile all libraries into a folder."""
+    asked = dict.fromkeys(_asked_by_name(torch), "") | asked_names(torch)
     major, minor = torch.cuda.split(".")[:2]
     number = 1000 * int(major) + 10 * int(minor)
-    common = [*compiler, *FLAGS, f"-DFAKE_CUDA_VERSION={number}", *_versions(torch), f"-I{NATIVE}"]
+    macros = [f"-DFAKE_CUDA_VERSION={number}", *_versions(torch)]
+    common = [*compiler, *FLAGS, *macros, f"-I{NATIVE}"]
     with unfinished(home) as folder, ThreadPoolExecutor() as pool:
         made = folder / "made"
         made.mkdir(mode=0o700)
         core = [str(NATIVE / name) for name in CORE]
         _compile([*common, *core, "-o", str(made / "libfakecuda.so"), "-ldl", "-lpthread"])
-        list(
-            pool.map(
-                _compile, [[*common, *_arguments(each, torch, asked, made)] for each in LIBRARIES]
-            )
-        )
-        (made / "libcuda.so").symlink_to(
-            "libcuda.so.1"
-        )  # Triton before 3.6 links its launcher with -lcuda
+        commands: list[list[str]] = []
+        for library in LIBRARIES:
+            commands.append(common + _arguments(library, torch, asked, made))
+        list(pool.map(_compile, commands))  # as a list, so that errors are raised here
+        # Triton before 3.6 links its launcher with -lcuda.
+        (made / "libcuda.so").symlink_to("libcuda.so.1")
         made.rename(home)
 
 
@@ -217,44 +225,43 @@ def _compile(command: list[str]) -> None:
     )
     if done.returncode:
         lines = done.stdout.strip().splitlines() or ["the compiler said nothing"]
-        line = next((line for line in lines if "error" in line), lines[-1])
-        raise FakecudaUnavailable(f"fakecuda does not compile here: {line.strip()}")
+        reasons = [line for line in lines if "error" in line] or lines[-1:]
+        raise FakecudaUnavailable(f"fakecuda does not compile here: {reasons[0].strip()}")
 
 
 def _versions(torch: Torch) -> list[str]:
     """Return which cuDNN and NCCL lie beside torch, as macros: torch compares them with those it was built for."""
-    found = []
+    macros: list[str] = []
     for name, header in (
         ("CUDNN", "nvidia/cudnn/include/cudnn_version*.h"),
         ("NCCL", "nvidia/nccl/include/nccl.h"),
     ):
         for path in sorted(torch.folder.parent.parent.glob(header))[:1]:
             text = path.read_text(encoding="utf-8", errors="replace")
-            parts = re.findall(rf"define {name}_(?:MAJOR|MINOR|PATCH|PATCHLEVEL) (\d+)", text)[:3]
-            major, minor, patch = map(int, parts) if len(parts) == 3 else (0, 0, 0)
-            if major:
-                found.append(f"-DFAKE_{name}_VERSION={10000 * major + 100 * minor + patch}")
-    return found
+            parts = re.findall(rf"define {name}_(?:MAJOR|MINOR|PATCH|PATCHLEVEL) (\d+)", text)
+            if len(parts) < 3 or not int(parts[0]):
+                continue
+            major, minor, patch = map(int, parts[:3])
+            version = 10000 * major + 100 * minor + patch
+            macros.append(f"-DFAKE_{name}_VERSION={version}")
+    return macros
 
 
 def _arguments(library: Library, torch: Torch, asked: dict[str, str], made: Path) -> list[str]:
     """Generate what a library has besides its sources, and return what the compiler makes it of."""
     soname = _soname(library, torch)
     sources = [NATIVE / name for name in library.sources]
-    written = set(
-        re.findall(
-            r"^FAKE_API [^;{]*?\**\b(\w+)\(",
-            "\n".join(s.read_text() for s in sources),
-            re.MULTILINE,
-        )
-    )
-    wanted = {name for name in asked if _owner(name) == library.stem} | _exported(soname, torch)
+    written: set[str] = set()
+    for source in sources:
+        text = source.read_text()
+        written.update(re.findall(r"^FAKE_API [^;{]*?\**\b(\w+)\(", text, re.MULTILINE))
+    wanted = _exported(soname, torch)
+    wanted.update(name for name in asked if _owner(name) == library.stem)
     generated = made.parent / f"{library.stem}_generated.c"
     generated.write_text(_generate(library, sorted(wanted - written)), encoding="utf-8")
     script = made.parent / f"{library.stem}.map"
-    script.write_text(
-        f"{soname if soname in asked.values() else ''} {{ global: *; }};\n", encoding="utf-8"
-    )
+    version = soname if soname in asked.values() else ""
+    script.write_text(f"{version} {{ global: *; }};\n", encoding="utf-8")
     return [
         *map(str, sources),
         str(generated),
@@ -271,25 +278,20 @@ def _arguments(library: Library, torch: Torch, asked: dict[str, str], made: Path
 
 
 def _owner(name: str) -> str:
-    """Return which library a function is of, by its name."""
+    """Return which library a function is of, by its name: the one with the longest name that fits."""
     found = [library.stem for library in LIBRARIES if re.match(library.prefix, name)]
     return max(found, key=len, default="")
 
 
 def asked_names(torch: Torch) -> dict[str, str]:
     """Return the functions of CUDA that torch's libraries link to, each with the version of its symbol or ''."""
-    found = {}
+    found: dict[str, str] = {}
     prefixes = re.compile("|".join(library.prefix for library in LIBRARIES))
-    for line in _output(
-        [
-            "nm",
-            "-D",
-            "--undefined-only",
-            "--with-symbol-versions",
-            *map(str, _torch_libraries(torch)),
-        ]
-    ):
-        name, _, version = line.split()[-1].partition("@") if line.split() else ("", "", "")
+    options = ["-D", "--undefined-only", "--with-symbol-versions"]
+    for line in _output(["nm", *options, *map(str, _torch_libraries(torch))]):
+        if not line.strip():
+            continue
+        name, _, version = line.split()[-1].partition("@")
         if prefixes.match(name):
             found[name] = version
     return found
@@ -317,33 +319,33 @@ def _soname(library: Library, torch: Torch) -> str:
 def _exported(soname: str, torch: Torch) -> set[str]:
     """Return what the real library exports, where it lies beside torch: extensions may ask for more than torch does."""
     for path in torch.folder.parent.parent.glob(f"nvidia/*/lib/{soname}"):
-        names = (
-            line.split()[-1].partition("@")[0]
-            for line in _output(["nm", "-D", "--defined-only", str(path)])
-            if line
-        )
+        names: set[str] = set()
+        for line in _output(["nm", "-D", "--defined-only", str(path)]):
+            if line:
+                name, _, _ = line.split()[-1].partition("@")
+                names.add(name)
         return {name for name in names if re.fullmatch(r"(__|p)?(cu|nccl)\w+", name)}
     return set()
 
 
 def _asked_by_name(torch: Torch) -> set[str]:
     """Return what is looked up by name: of the driver and of NVML by c10, Triton and nvidia-ml-py."""
-    held = (torch.folder / "libc10_cuda.so").read_bytes()
-    names = {name.decode() for name in re.findall(rb"\0(cu[A-Z]\w+|nvml\w+)(?=\0)", held)}
+    c10 = (torch.folder / "libc10_cuda.so").read_bytes()
+    names = {name.decode() for name in re.findall(rb"\0(cu[A-Z]\w+|nvml\w+)(?=\0)", c10)}
     header = torch.folder.parent.parent / "triton/backends/nvidia/include/cuda.h"
-    text = header.read_text(encoding="utf-8", errors="replace") if header.exists() else ""
+    if header.exists():
+        text = header.read_text(encoding="utf-8", errors="replace")
+        names.update(re.findall(r"\b(cu[A-Z]\w+)\s*\(", text))
+        names.update(re.findall(r"#define \w+\s+(cu[A-Z]\w+_v\d)", text))
     binding = importlib.util.find_spec("pynvml")
     if binding is not None and binding.origin is not None:
         source = Path(binding.origin).read_text(encoding="utf-8", errors="replace")
         names.update(re.findall(r'_nvmlGetFunctionPointer\("(\w+)"\)', source))
-    return {
-        *names,
-        *re.findall(r"\b(cu[A-Z]\w+)\s*\(", text),
-        *re.findall(r"#define \w+\s+(cu[A-Z]\w+_v\d)", text),
-    }
+    return names
 
 
 def _generate(library: Library, names: list[str]) -> str:
+    """Return the C code of the functions that are not written."""
     lines = [
         '#include "fake.h"',
         "#include <stdlib.h>",
@@ -352,7 +354,8 @@ def _generate(library: Library, names: list[str]) -> str:
         "static int make(void **made) { return *made = calloc(1, 512), 0; }",
         "static int discard(void *made) { return free(made), 0; }",
     ]
-    return "\n".join([*lines, *(_generate_function(library, name) for name in names)]) + "\n"
+    lines += [_generate_function(library, name) for name in names]
+    return "\n".join(lines) + "\n"
 
 
 def _generate_function(library: Library, name: str) -> str:
@@ -360,18 +363,20 @@ def _generate_function(library: Library, name: str) -> str:
     if answer is not None:
         return answer
     if re.match(library.handles, name):
-        parameter, alias = ("void **made", "make") if "reate" in name else ("void *made", "discard")
-        return f'FAKE_API int {name}({parameter}) __attribute__((alias("{alias}")));'
+        if "reate" in name:
+            return f'FAKE_API int {name}(void **made) __attribute__((alias("make")));'
+        return f'FAKE_API int {name}(void *made) __attribute__((alias("discard")));'
     if re.fullmatch(r"\w+Get(Error|Status)(String|Name)", name):
         return f'FAKE_API const char *{name}(int s) {{ return s ? "not supported by fakecuda" : "success"; }}'
     if re.match(library.quiet, name):
         return f'FAKE_API int {name}(void) __attribute__((alias("succeed")));'
-    said = f'fake_missing("lib{library.stem}", "{name}"); ' if library.says else ""
-    return f"FAKE_API int {name}(void) {{ {said}return {library.unsupported}; }}"
+    complaint = f'fake_missing("lib{library.stem}", "{name}"); ' if library.says else ""
+    return f"FAKE_API int {name}(void) {{ {complaint}return {library.unsupported}; }}"
 
 
 def _output(command: list[str]) -> list[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.splitlines()
 
 
 @functools.cache
@@ -383,23 +388,25 @@ def answers() -> list[list[str]]:
 
 def answering(name: str) -> str | None:
     """Return a C function of that name that answers 0 and succeeds; None if it has nothing to answer."""
-    written, used = [], [0]
+    statements: list[str] = []
+    last = 0
     for what, pattern, *rest in answers():
         if not re.fullmatch(pattern, name):
             continue
-        numbers = [int(each) for each in rest if each.isdecimal()]
-        used += numbers
+        numbers = [int(word) for word in rest if word.isdecimal()]
+        last = max([last, *numbers])
         if what == "size":
-            written += [f"if (a{number}) *({rest[0]} *)a{number} = 0;" for number in numbers]
-            written.append(f'fake_unknown_size("{name}");')
+            kind = rest[0]
+            statements += [f"if (a{number}) *({kind} *)a{number} = 0;" for number in numbers]
+            statements.append(f'fake_unknown_size("{name}");')
         else:
             number, count = numbers
-            how_many = f"(unsigned)a{count}" if count else "1"
-            written.append(
-                f"if (a{number}) memset((void *)a{number}, 0, {how_many} * sizeof(int));"
-            )
-    if not written:
+            times = f"(unsigned)a{count}" if count else "1"
+            zero = f"memset((void *)a{number}, 0, {times} * sizeof(int));"
+            statements.append(f"if (a{number}) {zero}")
+    if not statements:
         return None
     # Numbers and pointers are passed alike, so the arguments need no types of their own. None of these is a float.
-    arguments = ", ".join(f"int64_t a{number}" for number in range(1, max(used) + 1))
-    return f"FAKE_API int {name}({arguments}) {{ {' '.join(written)} return 0; }}"
+    arguments = ", ".join(f"int64_t a{number}" for number in range(1, last + 1))
+    body = " ".join(statements)
+    return f"FAKE_API int {name}({arguments}) {{ {body} return 0; }}"

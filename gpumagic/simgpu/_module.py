@@ -96,9 +96,8 @@ class DeviceModule(ModuleType):
 
     @property
     def _initialized(self) -> bool:
-        return (
-            self.is_initialized()
-        )  # torch.utils.checkpoint saves the generators' states only where this is true
+        # torch.utils.checkpoint saves the generators' states only where this is true.
+        return self.is_initialized()
 
     def is_available(self) -> bool:
         """Return whether there is a device."""
@@ -119,7 +118,8 @@ class DeviceModule(ModuleType):
     @contextlib.contextmanager
     def device(self, device: DeviceLike) -> Iterator[None]:
         """Make a device the current one inside a `with`; `None` or a negative index changes nothing."""
-        before = self.exchange_device(-1 if device is None else self.index(device))
+        index = -1 if device is None else self.index(device)
+        before = self.exchange_device(index)
         try:
             yield
         finally:
@@ -127,16 +127,17 @@ class DeviceModule(ModuleType):
 
     def device_of(self, obj: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         """Make a tensor's device the current one inside a `with`; a tensor elsewhere changes nothing."""
-        return self.device(
-            obj.get_device() if self.__name__ == f"torch.{obj.device.type}" else None
-        )
+        is_ours = self.__name__ == f"torch.{obj.device.type}"
+        return self.device(obj.get_device() if is_ours else None)
 
     def index(self, device: DeviceLike = None) -> int:
         """Return the index that a device, a number, a name or None means."""
         if isinstance(device, int):
             return device
-        found = None if device is None else _named(str(device)).index
-        return self.current_device() if found is None else int(found)
+        index = None if device is None else _named(str(device)).index
+        if index is None:
+            return self.current_device()
+        return int(index)
 
     def synchronize(self, device: DeviceLike = None) -> None:
         """Do nothing: work is done when the call returns."""
@@ -186,7 +187,8 @@ class DeviceModule(ModuleType):
     @property
     def default_generators(self) -> tuple[torch.Generator, ...]:
         """Each device's generator."""
-        return tuple(self.generator(index) for index in range(self.device_count()))
+        indices = range(self.device_count())
+        return tuple(map(self.generator, indices))
 
     def manual_seed(self, seed: int) -> None:
         """Seed the current device's generator."""
@@ -194,8 +196,8 @@ class DeviceModule(ModuleType):
 
     def manual_seed_all(self, seed: int) -> None:
         """Seed every device's generator; torch.manual_seed calls this."""
-        for each in self.default_generators:
-            each.manual_seed(seed)
+        for generator in self.default_generators:
+            generator.manual_seed(seed)
 
     def initial_seed(self) -> int:
         """Return the seed of the current device's generator."""
@@ -211,7 +213,7 @@ class DeviceModule(ModuleType):
 
     def get_rng_state_all(self) -> list[torch.Tensor]:
         """Return the state of every device's generator."""
-        return [each.get_state() for each in self.default_generators]
+        return [generator.get_state() for generator in self.default_generators]
 
     def set_rng_state_all(self, new_states: list[torch.Tensor]) -> None:
         """Set the state of every device's generator."""
@@ -227,17 +229,17 @@ def _named(device: str) -> torch.device:
 class _Simgpu(DeviceModule):
     """`torch.simgpu`."""
 
-    Stream, Event, Generator = (
-        torch.Stream,
-        torch.Event,
-        torch.Generator,
-    )  # which work for every accelerator
+    # Those of torch, which work for every accelerator.
+    Stream = torch.Stream
+    Event = torch.Event
+    Generator = torch.Generator
 
     def device_count(self) -> int:
         return int(native.device_count())
 
     def is_initialized(self) -> bool:
-        return any(native.used(index) for index in range(self.device_count()))
+        indices = range(self.device_count())
+        return any(map(native.used, indices))
 
     def current_device(self) -> int:
         return int(native.current_device())
@@ -249,8 +251,10 @@ class _Simgpu(DeviceModule):
         native.set_device(self.index(device))
 
     def index(self, device: DeviceLike = None) -> int:
-        if not isinstance(device, int | None) and _named(str(device)).type != BACKEND:
-            raise ValueError(f"Expected a {BACKEND} device, but got: {device}")
+        if isinstance(device, torch.device | str):
+            backend = _named(str(device)).type
+            if backend != BACKEND:
+                raise ValueError(f"Expected a {BACKEND} device, but got: {device}")
         return super().index(device)
 
     def current_stream(self, device: DeviceLike = None) -> torch.Stream:
@@ -264,7 +268,8 @@ class _Simgpu(DeviceModule):
 
     def memory_stats(self, device: DeviceLike = None) -> OrderedDict[str, int]:
         """Return the allocator's figures under torch.cuda's names, sorted."""
-        return OrderedDict(sorted(self.figures(self.index(device)).items()))
+        figures = self.figures(self.index(device))
+        return OrderedDict(sorted(figures.items()))
 
     def memory_snapshot(self) -> list[dict[str, Any]]:
         """Return every segment with its blocks, as torch.cuda does; a block in use has the address its tensors give."""
@@ -317,17 +322,19 @@ def load() -> ModuleType:
     Raises:
         SimgpuUnavailable: there is no compiler, no ninja or no setuptools, it does not compile, or cannot be kept.
     """
-    built, made = library(), []
+    built = library()
+    home = built.parent
+    made: list[ModuleType] = []
 
     def make() -> None:
         try:
-            made.append(_compile(built.parent))
+            made.append(_compile(home))
         except (OSError, subprocess.SubprocessError) as error:
             raise SimgpuUnavailable(
-                f"{WHAT} cannot be compiled in {built.parent.parent}: {error}"
+                f"{WHAT} cannot be compiled in {home.parent}: {error}"
             ) from error
 
-    compiled.load_folder(built.parent, WHAT, SimgpuUnavailable, built.exists, make)
+    compiled.load_folder(home, WHAT, SimgpuUnavailable, built.exists, make)
     if made:
         return made[0]
     loader = importlib.machinery.ExtensionFileLoader(NAME, str(built))
@@ -343,13 +350,16 @@ def library() -> Path:
 
     That is beside torch's own extensions where the user placed those.
     """
-    folder, torchs = compiled.cache_folder("simgpu"), os.environ.get("TORCH_EXTENSIONS_DIR")
-    folder = Path(torchs) / "gpumagic" if torchs else folder
+    folder = compiled.cache_folder("simgpu")
+    torchs_folder = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if torchs_folder:
+        folder = Path(torchs_folder) / "gpumagic"
     digest = hashlib.sha256(torch.__version__.encode())
     digest.update(str(torch.compiled_with_cxx11_abi()).encode())
     for source in (*SOURCES, *HEADERS):
         digest.update((HERE / source).read_bytes())
-    key = f"{sysconfig.get_config_var('SOABI') or sys.implementation.cache_tag}-{digest.hexdigest()[:16]}"
+    python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
+    key = f"{python}-{digest.hexdigest()[:16]}"
     return folder / key / f"{NAME}.so"
 
 
@@ -376,9 +386,9 @@ def _build_in(folder: str) -> ModuleType:
             )
     except RuntimeError as error:
         lines = str(error).splitlines()
-        told = next((line for line in lines if "error:" in line), lines[0]).strip()
+        reasons = [line for line in lines if "error:" in line] or lines
         raise SimgpuUnavailable(
-            f"{WHAT} does not compile with this torch and compiler ({told}); "
+            f"{WHAT} does not compile with this torch and compiler ({reasons[0].strip()}); "
             "it was tried with torch 2.6 and 2.13, and g++ 12"
         ) from error
     assert isinstance(built, ModuleType)
@@ -388,13 +398,13 @@ def _build_in(folder: str) -> ModuleType:
 def _check_tools() -> None:
     compiler = os.environ.get("CXX", "c++").split()[0]
     with _ninja_on_path():
-        tools = {
-            f"C++ compiler ({compiler})": (shutil.which(compiler), "apt install g++"),
-            "setuptools": (importlib.util.find_spec("setuptools"), "pip install setuptools"),
-            "ninja": (shutil.which("ninja"), "pip install ninja"),
-        }
-    for tool, (found, how) in tools.items():
-        if found is None:
+        tools = (
+            (f"C++ compiler ({compiler})", shutil.which(compiler), "apt install g++"),
+            ("setuptools", importlib.util.find_spec("setuptools"), "pip install setuptools"),
+            ("ninja", shutil.which("ninja"), "pip install ninja"),
+        )
+    for tool, place, how in tools:
+        if place is None:
             raise SimgpuUnavailable(
                 f"{WHAT} is compiled on first use and there is no {tool} here; install it, e.g. `{how}`"
             )
@@ -404,7 +414,8 @@ def _check_tools() -> None:
 def _ninja_on_path() -> Iterator[None]:
     # pip puts ninja beside python, which is on PATH only while the environment is activated.
     before = os.environ.get("PATH", "")
-    os.environ["PATH"] = os.pathsep.join([before, str(Path(sys.executable).parent)])
+    beside_python = str(Path(sys.executable).parent)
+    os.environ["PATH"] = os.pathsep.join([before, beside_python])
     try:
         yield
     finally:
