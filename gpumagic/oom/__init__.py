@@ -11,7 +11,8 @@ Start with `guard.py`: `OomGuard` has the order of things after a failure.
     evidence.py      what is read after the release: who holds memory, and what of it the cell uses
     conclusion.py    the report made of all this, of the verdict and of the advice
     trainers.py      libraries' trainers, and the code that told them how to train
-    rerun.py         running again: with what, when to stop, and what of the notebook is restored before it
+    rerun.py         running again: with what, and when to stop
+    rollback.py      what of the notebook is restored before that; `contents.py` tells what else has changed
     shell.py         shows a traceback after its report; guards all cells of a shell
     report.py        the records; `view.py` shows them
 """

@@ -41,6 +41,19 @@ class OomGuard(contextlib.ContextDecorator):
     As a cell's guard, the user sees IPython's own traceback and then the report, and the cell fails with the
     one-line `OutOfMemory`. As a `with` block or decorator it raises `OutOfMemory`. Variables of a function
     that is still running when the block ends stay alive as long as that function's frame does.
+
+    What happens, in this order; a cell's session calls the first, third and fifth, and the last:
+
+        open                  read the figures, watch what the block does, hold tracebacks back
+        the block runs
+        close                 stop watching (`restore`); after out-of-memory read the frames, while they are whole
+        restore               once more, where an interrupt has kept `close` from it
+        finish                `release_and_report`: release what the frames pin, replace the error, make the report and
+                              set it (`set_report`)
+        show_error            show the traceback that was held back
+
+    A block that is run again comes to `open` anew after each `close`, once `release_frames` was called on its error,
+    and to `finish` after the last. `forget_last_run` comes before a block that is no further run of the last one.
     """
 
     name = "oomguard"
@@ -79,9 +92,9 @@ class OomGuard(contextlib.ContextDecorator):
     """The last error that the shell was about to show, if it is out-of-memory."""
 
     def __post_init__(self) -> None:
-        names = (
-            self.namespace if self.namespace is not None else notebook.user_variables(self.shell)
-        )
+        names = self.namespace
+        if names is None:
+            names = notebook.user_variables(self.shell)
         self._state = GuardState(names, Identities({}), {}, self.shell)
 
     def open(self) -> None:
@@ -89,18 +102,19 @@ class OomGuard(contextlib.ContextDecorator):
         self._state.watch.close()  # of a decorated function that calls itself
         try:
             if not self.retries:  # a further try is measured against the state before the first
-                outside, names = frames.handled_exception_ids(), self._state.namespace
                 if self.shell is not None:
                     self._traceback = LateTraceback(
                         self.shell, self._recognises, as_text=self.keep_going
                     )
                     self._traceback.install()
-                watch, before = (
-                    CellWatch(names, is_running=self.is_running),
-                    allocator.all_device_stats(),
-                )
+                names = self._state.namespace
                 self._state = GuardState(
-                    names, Identities(names), before, self.shell, outside, watch
+                    namespace=names,
+                    bound=Identities(names),
+                    before=allocator.all_device_stats(),
+                    shell=self.shell,
+                    outside=frames.handled_exception_ids(),
+                    watch=CellWatch(names, is_running=self.is_running),
                 )
             self._state.watch.open()
         except BaseException:  # Ctrl-C: what did not open is not closed
@@ -134,7 +148,7 @@ class OomGuard(contextlib.ContextDecorator):
 
     def finish(self, result: Any = None) -> OomReport | None:
         """Release, and return the report if it is to be shown."""
-        report = self.settle(result)
+        report = self.release_and_report(result)
         return None if self.quiet else report
 
     def show_error(self) -> None:
@@ -146,8 +160,8 @@ class OomGuard(contextlib.ContextDecorator):
             late.show(keep=self.debug)
 
     @interrupts.held()
-    def settle(self, result: Any = None) -> OomReport | None:
-        """Release and report, once IPython has shown and stored the traceback.
+    def release_and_report(self, result: Any = None) -> OomReport | None:
+        """Release what the failure pins and return the report, once IPython has shown and stored the traceback.
 
         `result` is IPython's of the cell; its error is replaced by `OutOfMemory`, or by None to go on.
         """
@@ -157,13 +171,13 @@ class OomGuard(contextlib.ContextDecorator):
 
                 start_worker(self.failure.event.device or "")
             if not self.debug:
-                self.release_failure(result.error_in_exec)
+                self.release_frames(result.error_in_exec)
                 # The result would keep what the error's arguments hold; without a report the cell has failed as well.
                 result.error_in_exec = self._one_line_error()
                 release.reclaim()
             if self.keep_going:
                 result.error_in_exec = None
-        return self._conclude()
+        return self._make_report()
 
     def __call__(self, function: Function) -> Function:
         """Return the function guarded, and run again as the options say."""
@@ -173,9 +187,12 @@ class OomGuard(contextlib.ContextDecorator):
             return decorated
         return cast("Function", self.rerun(function, self))
 
-    def reset(self) -> None:
-        """Forget the last failure, before another block."""
-        self.report, self.failure, self.retries, self.elsewhere = None, None, 0, ""
+    def forget_last_run(self) -> None:
+        """Forget the last failure and its report, before another block."""
+        self.report = None
+        self.failure = None
+        self.retries = 0
+        self.elsewhere = ""
 
     def __enter__(self) -> OomGuard:  # noqa: PYI034  # typing.Self is 3.11, and this class has no heirs
         if self.rerun is not None:
@@ -183,7 +200,7 @@ class OomGuard(contextlib.ContextDecorator):
                 "a with block cannot run again: decorate a function, "
                 'such as @gpumagic.oomguard(shrink="batch_size"), or leave out shrink and fallback'
             )
-        self.reset()
+        self.forget_last_run()
         self.is_running = True
         self.open()
         return self
@@ -196,20 +213,20 @@ class OomGuard(contextlib.ContextDecorator):
         raised = None
         if error is not None and not self.debug:
             raised = self._one_line_error()
-            self.release_failure(error)
+            self.release_frames(error)
             del error
             release.reclaim()
-        self._conclude()
+        self._make_report()
         if raised is not None and not self.keep_going:
             raise_alone(raised)
         return self.keep_going
 
-    def release_failure(self, error: BaseException) -> None:
-        """Release what a run pinned; `release.reclaim` is left to the caller, who may hold the error."""
+    def release_frames(self, error: BaseException) -> None:
+        """Empty the frames of an error; `release.reclaim` is left to the caller, who may hold the error."""
         release.clear_exception(error, self.shell, self._state.outside)
 
-    def publish(self, report: OomReport) -> None:
-        """Set and store the guard's report."""
+    def set_report(self, report: OomReport) -> None:
+        """Set the guard's report, and hand it to whoever stores it."""
         self.report = report
         if self.store is not None:
             self.store(report)
@@ -232,24 +249,24 @@ class OomGuard(contextlib.ContextDecorator):
         return error
 
     @interrupts.held()
-    def _conclude(self) -> OomReport | None:
-        """Publish and return the report of the last failure, from what is alive now; forget the failure."""
+    def _make_report(self) -> OomReport | None:
+        """Make, set and return the report of the last failure, from what is alive now; forget the failure."""
         if self.failure is None:
             return None
         from gpumagic.oom.conclusion import conclude
 
-        found, self.failure = self.failure, None
-        is_kept = self.debug and not self._recovered
+        failure = self.failure
+        self.failure = None
         report = conclude(
-            found,
+            failure,
             self._state,
-            is_kept=is_kept,
+            is_kept=self.debug and not self._recovered,
             retries=self.retries,
             recovered=self._recovered,
             seconds=self.seconds,
             elsewhere=self.elsewhere,
         )
-        self.publish(report)
+        self.set_report(report)
         return report
 
 

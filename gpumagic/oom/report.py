@@ -25,6 +25,8 @@ class Try:
     """Where it failed."""
     lost: tuple[str, ...] = ()
     """What it had changed that could not be put back before the next."""
+    unseen: tuple[str, ...] = ()
+    """Variables that the cell uses in which it may have changed something without being noticed."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -211,7 +211,7 @@ def _functions_of(value: object) -> Iterator[FunctionType]:
         return
     kind = value if isinstance(value, type) else type(value)
     for base in kind.__mro__:
-        if base.__module__ == "__main__":
+        if getattr(base, "__module__", "") == "__main__":  # a class made by ctypes has none
             for member in vars(base).values():
                 if isinstance(member, FunctionType):
                     yield member

@@ -103,8 +103,25 @@ for step in range(3):
     )
     said = capsys.readouterr().out.splitlines()
     line = "%%oomguard: batch_size = 16 ran out of memory in line 6; now batch_size = 8. Cannot be undone: "
-    assert said[:4] == ["step", "step", "step", line + "changes in place of net."]
-    assert ns["report"].tries[0].lost == ("changes in place of net",)
+    changes = ("changes in place of net", "changes in place of opt")
+    assert said[:4] == ["step", "step", "step", f"{line}{', '.join(changes)}."]
+    assert ns["report"].tries[0].lost == changes
+
+
+def test_where_a_change_would_not_be_noticed_is_said_before_the_next_try(
+    guarded, ns, bare_shell, capsys
+) -> None:
+    bare_shell.run_cell(
+        "loader = torch.utils.data.DataLoader(range(4))\nhistory = {'loss': []}\nn = 16",
+        store_history=True,
+    )
+    cell = "for x in loader:\n    history['loss'].append(x)\n    big = take(n / 2)"
+    guarded(cell, "--shrink n")
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "%%oomguard: n = 16 ran out of memory in line 4; now n = 8. "
+        "Cannot be undone: changes in place of history. Changes inside loader would not be noticed."
+    )
+    assert ns["report"].tries[0].unseen == ("loader",)
 
 
 def test_another_error_ends_the_tries_and_is_the_cells(guarded, ns, bare_shell) -> None:
