@@ -27,55 +27,65 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
-    from gpumagic import cluster, simgpu
-    from gpumagic.api import devices, dry_run, free_leaks, gpuinfo, ondevice, oomguard, why
-    from gpumagic.cluster.report import ClusterReport, merge
-    from gpumagic.dryrun.report import DryRunReport
-    from gpumagic.errors import (
-        DeviceNotFound,
-        DryRunUnavailable,
-        GpuMagicError,
-        OptionError,
-        SimgpuUnavailable,
-    )
-    from gpumagic.gpus.report import GPUReport
-    from gpumagic.oom.recognition import OutOfMemory
-    from gpumagic.oom.report import OomReport
-    from gpumagic.tensors.report import DiffReport, FreedReport, LeakReport, TensorReport, WhyReport
-    from gpumagic.transfers.report import TransferReport
+    # What type checkers and editors know of the names below: `as` says that they are public.
+    from gpumagic import cluster as cluster
+    from gpumagic import simgpu as simgpu
+    from gpumagic.api import devices as devices
+    from gpumagic.api import dry_run as dry_run
+    from gpumagic.api import free_leaks as free_leaks
+    from gpumagic.api import gpuinfo as gpuinfo
+    from gpumagic.api import ondevice as ondevice
+    from gpumagic.api import oomguard as oomguard
+    from gpumagic.api import why as why
+    from gpumagic.cluster.report import ClusterReport as ClusterReport
+    from gpumagic.cluster.report import merge as merge
+    from gpumagic.dryrun.report import DryRunReport as DryRunReport
+    from gpumagic.errors import DeviceNotFound as DeviceNotFound
+    from gpumagic.errors import DryRunUnavailable as DryRunUnavailable
+    from gpumagic.errors import GpuMagicError as GpuMagicError
+    from gpumagic.errors import OptionError as OptionError
+    from gpumagic.errors import SimgpuUnavailable as SimgpuUnavailable
+    from gpumagic.gpus.report import GPUReport as GPUReport
+    from gpumagic.oom.recognition import OutOfMemory as OutOfMemory
+    from gpumagic.oom.report import OomReport as OomReport
+    from gpumagic.tensors.report import DiffReport as DiffReport
+    from gpumagic.tensors.report import FreedReport as FreedReport
+    from gpumagic.tensors.report import LeakReport as LeakReport
+    from gpumagic.tensors.report import TensorReport as TensorReport
+    from gpumagic.tensors.report import WhyReport as WhyReport
+    from gpumagic.transfers.report import TransferReport as TransferReport
 
     __version__: str
 
-__all__ = [
-    "ClusterReport", "DeviceNotFound", "DiffReport", "DryRunReport", "DryRunUnavailable", "FreedReport", "GPUReport",
-    "GpuMagicError", "LeakReport", "OomReport", "OptionError", "OutOfMemory", "SimgpuUnavailable", "TensorReport",
-    "TransferReport", "WhyReport", "cluster", "devices", "dry_run", "free_leaks", "gpuinfo", "merge", "ondevice",
-    "oomguard", "simgpu", "why",
-]  # fmt: skip
-
 _HOMES = {
-    "gpumagic.api": ("devices", "gpuinfo", "ondevice", "oomguard", "dry_run", "free_leaks", "why"),
-    "gpumagic.cluster.report": ("ClusterReport", "merge"),
-    "gpumagic.dryrun.report": ("DryRunReport",),
-    "gpumagic.errors": (
-        "DeviceNotFound",
-        "GpuMagicError",
-        "OptionError",
-        "DryRunUnavailable",
-        "SimgpuUnavailable",
-    ),
-    "gpumagic.gpus.report": ("GPUReport",),
-    "gpumagic.oom.recognition": ("OutOfMemory",),
-    "gpumagic.oom.report": ("OomReport",),
-    "gpumagic.tensors.report": (
-        "DiffReport",
-        "FreedReport",
-        "LeakReport",
-        "TensorReport",
-        "WhyReport",
-    ),
-    "gpumagic.transfers.report": ("TransferReport",),
+    "ClusterReport": "gpumagic.cluster.report",
+    "DeviceNotFound": "gpumagic.errors",
+    "DiffReport": "gpumagic.tensors.report",
+    "DryRunReport": "gpumagic.dryrun.report",
+    "DryRunUnavailable": "gpumagic.errors",
+    "FreedReport": "gpumagic.tensors.report",
+    "GPUReport": "gpumagic.gpus.report",
+    "GpuMagicError": "gpumagic.errors",
+    "LeakReport": "gpumagic.tensors.report",
+    "OomReport": "gpumagic.oom.report",
+    "OptionError": "gpumagic.errors",
+    "OutOfMemory": "gpumagic.oom.recognition",
+    "SimgpuUnavailable": "gpumagic.errors",
+    "TensorReport": "gpumagic.tensors.report",
+    "TransferReport": "gpumagic.transfers.report",
+    "WhyReport": "gpumagic.tensors.report",
+    "devices": "gpumagic.api",
+    "dry_run": "gpumagic.api",
+    "free_leaks": "gpumagic.api",
+    "gpuinfo": "gpumagic.api",
+    "merge": "gpumagic.cluster.report",
+    "ondevice": "gpumagic.api",
+    "oomguard": "gpumagic.api",
+    "why": "gpumagic.api",
 }
+"""The module of each public name, which is imported when the name is first asked for."""
+_SUBPACKAGES = ("cluster", "simgpu")
+__all__ = [*_HOMES, *_SUBPACKAGES]  # noqa: PLE0604  # names, all of them
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
@@ -108,11 +118,10 @@ def __getattr__(name: str) -> object:
         from gpumagic import _compat
 
         return _compat.installed_version()
-    if name in {"cluster", "simgpu"}:
+    if name in _SUBPACKAGES:
         return importlib.import_module(f"gpumagic.{name}")
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(home), name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'gpumagic' has no attribute {name!r}")
 
 

@@ -94,13 +94,12 @@ def _gpuinfo(options: argparse.Namespace, rest: Sequence[str]) -> int:
     report = ask()
     if options.best and report.best is None:
         raise GpuMagicError(report.cause or "no GPU here says how much memory it has free")
-    print(
-        report.best
-        if options.best
-        else json.dumps(report.to_dict(), indent=2)
-        if options.json
-        else report
-    )
+    if options.best:
+        print(report.best)
+    elif options.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        print(report)
     return 0
 
 
@@ -121,9 +120,8 @@ def _demo(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from gpumagic.memory import allocator
 
     notebook = nbformat.read(source, as_version=4)
-    if (
-        not allocator.accelerators()
-    ):  # compiled now, where it says so, rather than in a cell that seems to hang
+    if not allocator.accelerators():
+        # It is compiled now, where it says so, rather than in a cell that seems to hang.
         from gpumagic.simgpu import _module
 
         _module.load()
@@ -132,9 +130,11 @@ def _demo(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if error is not None:
         print(f"\nIt stopped at an error:\n{error}", file=sys.stderr)
     output.mkdir(parents=True, exist_ok=True)
-    executed, page = (output.resolve() / f"{source.stem}.{ending}" for ending in ("ipynb", "html"))
+    executed = output.resolve() / f"{source.stem}.ipynb"
+    page = executed.with_suffix(".html")
     nbformat.write(notebook, executed)
-    page.write_text(HTMLExporter().from_notebook_node(notebook)[0], encoding="utf-8")
+    html, _ = HTMLExporter().from_notebook_node(notebook)
+    page.write_text(html, encoding="utf-8")
     print(f"\nExecuted notebook  {executed}\nAs a web page      {page}")
     return 0 if error is None else 1
 
@@ -146,24 +146,17 @@ def execute_notebook(notebook: NotebookNode) -> str | None:
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
 
-    numbers, total = itertools.count(1), sum(cell.cell_type == "code" for cell in notebook.cells)
+    code_cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    numbers = itertools.count(1)
 
     def started(cell: Any, **_: object) -> None:
         if cell.cell_type == "code":
-            title = next(
-                (line for line in cell.source.splitlines() if not line.startswith("#")), ""
-            )
-            print(f"  {next(numbers):>2}/{total}  {title[:70]}", flush=True)
+            print(f"  {next(numbers):>2}/{len(code_cells)}  {_title(cell)[:70]}", flush=True)
 
     def executed(cell: Any, **_: object) -> None:
-        bundles = (each.get("data", {}) for each in cell.outputs)
-        reports = [
-            each["text/plain"] for each in bundles if "text/html" in each and "text/plain" in each
-        ]
-        if reports:  # what the report says first
-            first, *rest = reports[0].splitlines()
-            wrapped = itertools.takewhile(lambda line: line.startswith("  "), rest)
-            print(f"        {' '.join([first, *map(str.strip, wrapped)])}")
+        answer = _answer(cell)
+        if answer:
+            print(f"        {answer}")
 
     client = NotebookClient(
         notebook,
@@ -171,9 +164,8 @@ def execute_notebook(notebook: NotebookNode) -> str | None:
         kernel_name="python3",
         record_timing=False,
         coalesce_streams=True,  # a progress bar is then its last state, not each of them
-        extra_arguments=[
-            "--log-level=ERROR"
-        ],  # the kernel's warnings are about its server, which is this process
+        # The kernel's warnings are about its server, which is this process.
+        extra_arguments=["--log-level=ERROR"],
         on_cell_start=started,
         on_cell_executed=executed,
     )
@@ -182,12 +174,29 @@ def execute_notebook(notebook: NotebookNode) -> str | None:
     except CellExecutionError as error:
         return str(error)
     finally:
-        for cell in (
-            notebook.cells
-        ):  # what cleared displays leave, such as that of progress; nbconvert warns of it
-            if cell.cell_type == "code":
-                cell.outputs = [each for each in cell.outputs if each.get("data") != {}]
+        # What cleared displays leave, such as that of progress, is empty; nbconvert warns of it.
+        for cell in code_cells:
+            cell.outputs = [output for output in cell.outputs if output.get("data") != {}]
     return None
+
+
+def _title(cell: Any) -> str:
+    """Return the first line of a cell that is no comment."""
+    for line in cell.source.splitlines():
+        if not line.startswith("#"):
+            return str(line)
+    return ""
+
+
+def _answer(cell: Any) -> str:
+    """Return what the first report of a cell says first; empty where there is none."""
+    for output in cell.outputs:
+        data = output.get("data", {})
+        if "text/html" in data and "text/plain" in data:
+            first, *rest = data["text/plain"].splitlines()
+            wrapped = itertools.takewhile(lambda line: line.startswith("  "), rest)
+            return " ".join([first, *map(str.strip, wrapped)])
+    return ""
 
 
 def _notebook(name: str) -> Path:

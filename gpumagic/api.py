@@ -61,8 +61,9 @@ def devices(
     """
     from gpumagic.tensors import scan
 
+    if namespace is None:
+        namespace = sys._getframe(1).f_globals
     names = [resolve(device) for device in devices]
-    namespace = sys._getframe(1).f_globals if namespace is None else namespace
     return scan.scan(
         namespace,
         devices=names,
@@ -85,7 +86,8 @@ def why(name: str, *, namespace: Mapping[str, object] | None = None) -> WhyRepor
     """
     from gpumagic.tensors import why
 
-    namespace = sys._getframe(1).f_globals if namespace is None else namespace
+    if namespace is None:
+        namespace = sys._getframe(1).f_globals
     return why.find_holders(name, namespace, _shell_of(namespace))
 
 
@@ -133,7 +135,8 @@ def ondevice(
     from gpumagic.options import variable_names
     from gpumagic.transfers import run
 
-    names = variable_names(move if isinstance(move, str) else ",".join(move)) if move else []
+    listed = move if isinstance(move, str) else ",".join(move)
+    names = variable_names(listed) if move else []
     functions = trace if isinstance(trace, bool | list | tuple) else [cast("Function", trace)]
     return run.for_caller(resolve(device, fallback), names, trace=functions)
 
@@ -165,9 +168,12 @@ def oomguard(
 
     plan = Plan(shrink, fallback)
     plan.check()
-    again = functools.partial(rerun.decorate, plan) if plan != Plan() else None
+    calls_again = plan != Plan()
     return OomGuard(
-        debug=debug, keep_going=keep_going, namespace=sys._getframe(1).f_globals, rerun=again
+        debug=debug,
+        keep_going=keep_going,
+        namespace=sys._getframe(1).f_globals,
+        rerun=functools.partial(rerun.decorate, plan) if calls_again else None,
     )
 
 
@@ -213,8 +219,11 @@ def dry_run(
 
     if namespace is None:
         namespace = sys._getframe(1).f_globals
-    size = parse_size(capacity) if isinstance(capacity, str) else capacity
-    target = targets.choose(device, size, gpu, None if ranks is None else number_of_ranks(ranks))
+    if isinstance(capacity, str):
+        capacity = parse_size(capacity)
+    processes = None if ranks is None else number_of_ranks(ranks)
+    target = targets.choose(device, capacity, gpu, processes)
+    script = script_of(code)
     if fit is not None:
-        return fitting.largest(script_of(code), fit, namespace, target, time_limit)
-    return run.dry_run(script_of(code), namespace, target, time_limit=time_limit)
+        return fitting.largest(script, fit, namespace, target, time_limit)
+    return run.dry_run(script, namespace, target, time_limit=time_limit)

@@ -84,18 +84,20 @@ def unfinished(home: Path) -> Iterator[Path]:
 def _refuse_what_others_write(what: str, unavailable: type[GpuMagicError], *folders: Path) -> None:
     """Raise an error where other users could have written, or replaced, what lies in these folders: it is loaded."""
     for folder in folders:
-        seen = folder.stat()
-        modes = ((parent, parent.stat().st_mode) for parent in folder.resolve().parents)
-        replaceable = next(
-            (parent for parent, mode in modes if mode & stat.S_IWOTH and not mode & stat.S_ISVTX),
-            None,
-        )
-        if seen.st_uid not in {os.geteuid(), 0}:
+        status = folder.stat()
+        replaceable = [parent for parent in folder.resolve().parents if _others_can_replace(parent)]
+        if status.st_uid not in {os.geteuid(), 0}:
             unsafe = f"{folder} belongs to another user"
-        elif seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             unsafe = f"other users can write to {folder}; take that away with: chmod go-w {folder}"
-        elif replaceable is not None:
-            unsafe = f"other users can write to {replaceable}, and replace what is in it"
+        elif replaceable:
+            unsafe = f"other users can write to {replaceable[0]}, and replace what is in it"
         else:
             continue
         raise unavailable(f"{what} loads no code that others may have written: {unsafe}")
+
+
+def _others_can_replace(folder: Path) -> bool:
+    """Return whether other users can replace what is in a folder, which in a sticky one such as ``/tmp`` nobody can."""
+    mode = folder.stat().st_mode
+    return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX

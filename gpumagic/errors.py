@@ -38,18 +38,16 @@ class FakecudaUnavailable(GpuMagicError, RuntimeError):
 
 def nearest(word: str, valid: Iterable[str]) -> str | None:
     """Return the valid word that was most likely meant, or None if none is near; messages suggest it."""
-    words = sorted(set(valid))
-    begun = [each for each in words if each.startswith(word)]
-    if len(word.strip("-")) < 2:
+    bare = word.strip("-")
+    if len(bare) < 2:
         return None
-    if len(begun) == 1:
-        return begun[0]
-    folded = {each.casefold().strip("-"): each for each in words}
-    close = difflib.get_close_matches(
-        word.casefold().strip("-"), folded, cutoff=0.5 if len(word) < 3 else 0.65
-    )
-    return (
-        folded[min(close, key=lambda each: abs(len(each) - len(word.strip("-"))))]
-        if close
-        else None
-    )
+    words = sorted(set(valid))
+    completions = [candidate for candidate in words if candidate.startswith(word)]
+    if len(completions) == 1:
+        return completions[0]
+    by_letters = {candidate.casefold().strip("-"): candidate for candidate in words}
+    cutoff = 0.5 if len(word) < 3 else 0.65
+    close = difflib.get_close_matches(bare.casefold(), by_letters, cutoff=cutoff)
+    if not close:
+        return None
+    return by_letters[min(close, key=lambda letters: abs(len(letters) - len(bare)))]

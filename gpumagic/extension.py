@@ -98,9 +98,9 @@ def attach(
     wiring.is_whole = True
 
 
-def _remove(them: list[Any], one: object) -> None:
-    if any(each is one for each in them):
-        them.remove(one)
+def _remove(members: list[Any], unwanted: object) -> None:
+    if any(member is unwanted for member in members):
+        members.remove(unwanted)
 
 
 def _register(shell: InteractiveShell, magics: Magics, undo: list[Callable[[], object]]) -> None:
@@ -111,9 +111,9 @@ def _register(shell: InteractiveShell, magics: Magics, undo: list[Callable[[], o
     def restore() -> None:
         for kind, ours in magics.magics.items():
             table = registered.magics[kind]
-            for name in (
-                name for name, method in ours.items() if table.get(name) == method
-            ):  # else it was taken since
+            for name, method in ours.items():
+                if table.get(name) != method:
+                    continue  # somebody has taken the name since
                 if name in before[kind]:
                     table[name] = before[kind][name]
                 else:

@@ -131,17 +131,17 @@ class GPUMagic(Magics):
             shell=self.shell,
             thorough=options.leaks,
         )
-        report, last = everything.narrowed(only), self._last
+        report = everything.narrowed(only)
+        last = self._last
         # Since IPython 9.8 `execution_count` is the next cell's (ipython PR#15088).
         self._last = everything, f"%devices in cell {self.shell.displayhook.prompt_count}"
-        if options.diff and last is not None:
-            return report.since(*last)
         if options.diff:
+            if last is not None:
+                return report.since(*last)
             from gpumagic.tensors.report import DiffReport
 
-            return DiffReport(
-                (), notes=("no %devices came before this one; the next --diff compares with it",)
-            )
+            note = "no %devices came before this one; the next --diff compares with it"
+            return DiffReport((), notes=(note,))
         return report.leaks() if options.leaks else report
 
     @line_cell_magic
@@ -152,9 +152,8 @@ class GPUMagic(Magics):
         from gpumagic.transfers.run import DeviceRun
 
         if options.device is None:
-            raise OptionError(
-                f"%%ondevice needs a device; there are {', '.join(devices.available())}"
-            )
+            here = ", ".join(devices.available())
+            raise OptionError(f"%%ondevice needs a device; there are {here}")
         if options.engines is not None:
             return self._cell_of_engines("ondevice", options, cell, options.device)
         device = devices.resolve(options.device, options.fallback)
@@ -245,8 +244,12 @@ class GPUMagic(Magics):
                     "a dry run needs the whole cell: write %%dryrun on its first line, and code below it"
                 )
             body = cell[line.end() + 1 :]
-        text, whole = body.rstrip(), cell.rstrip()
-        return "\n" * whole.removesuffix(text).count("\n") * whole.endswith(text) + body
+        text = body.rstrip()
+        whole = cell.rstrip()
+        if not whole.endswith(text):
+            return body
+        above = whole.removesuffix(text)
+        return "\n" * above.count("\n") + body
 
     def _run(self, guard: Guard, cell: str | None) -> object:
         if cell is None:
@@ -273,9 +276,9 @@ class GPUMagic(Magics):
         def show(report: ClusterReport) -> None:
             if store is not None:
                 store(report)
-            if not options.quiet and (
-                magic != "oomguard" or report.reports
-            ):  # its errors are shown already
+            # What the engines raised is shown already.
+            has_more = magic != "oomguard" or bool(report.reports)
+            if has_more and not options.quiet:
                 display(report)
 
         # Engines that are to run a cell may have to import torch first, so they have three times as long.

@@ -6,6 +6,7 @@ A line that cannot be read is an `OptionError` of one line that ends in what wou
 from __future__ import annotations
 
 import argparse
+import itertools
 import keyword
 import re
 import shlex
@@ -48,22 +49,32 @@ class Ranks(NamedTuple):
     per_node: int
 
 
-PER_NODE, MOST_PER_NODE = 8, 16
+PER_NODE = 8
+"""How many GPUs a machine is taken to have."""
+MOST_PER_NODE = 16
 
 
 def number_of_ranks(text: str | int | Ranks) -> Ranks:
     """Return how many ranks ``"64"`` or ``"8x8"``, machines times GPUs, means, or raise `OptionError`."""
     if isinstance(text, Ranks):
         return text
-    found = re.fullmatch(r"(?:(\d+)x)?(\d+)", str(text), re.ASCII)
-    nodes, number = (1, 0) if found is None else (int(found[1] or 1), int(found[2]))
-    per_node = number if found is not None and found[1] else min(number, PER_NODE)
-    if number < 1 or nodes < 1 or per_node > MOST_PER_NODE:
+    ranks = _read_ranks(str(text))
+    if ranks is None or ranks.world < 1 or ranks.per_node > MOST_PER_NODE:
         raise OptionError(
             f"{text!r} is no number of ranks; write how many, 64, or machines times GPUs of each (at most "
             f"{MOST_PER_NODE}), 8x8"
         )
-    return Ranks(nodes * number, per_node)
+    return ranks
+
+
+def _read_ranks(text: str) -> Ranks | None:
+    match = re.fullmatch(r"(?:(?P<nodes>\d+)x)?(?P<number>\d+)", text, re.ASCII)
+    if match is None:
+        return None
+    number = int(match["number"])
+    if match["nodes"] is None:
+        return Ranks(number, min(number, PER_NODE))
+    return Ranks(int(match["nodes"]) * number, number)
 
 
 def positive_int(text: str) -> int:
@@ -95,7 +106,7 @@ def variable_name(text: str) -> str:
 
 def variable_names(text: str) -> list[str]:
     """Return the names of a list such as ``"model,x"``, or raise `OptionError`."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = _listed(text)
     wrong = [name for name in names or [text] if not name.isidentifier()]
     if wrong:
         raise OptionError(
@@ -106,13 +117,18 @@ def variable_names(text: str) -> list[str]:
 
 def function_names(text: str) -> bool | list[str]:
     """Return the names of a list such as ``"model.forward,step"``, True for an empty one, or raise `OptionError`."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    wrong = [name for name in names if not all(map(str.isidentifier, name.split(".")))]
-    if wrong:
-        raise OptionError(
-            f"{wrong[0]!r} is not a function name; write names such as --trace=model.forward,step"
-        )
+    names = _listed(text)
+    for name in names:
+        if not all(map(str.isidentifier, name.split("."))):
+            raise OptionError(
+                f"{name!r} is not a function name; write names such as --trace=model.forward,step"
+            )
     return names or True
+
+
+def _listed(text: str) -> list[str]:
+    """Return the words between the commas of a list."""
+    return list(filter(None, map(str.strip, text.split(","))))
 
 
 class _OneScreen(argparse.RawDescriptionHelpFormatter):
@@ -162,18 +178,20 @@ class Parser(argparse.ArgumentParser):
             formatter_class=_OneScreen,
             usage=f"%(prog)s [OPTIONS] {takes}".rstrip(),
         )
-        self.needs_body, self.forwarded, self.refused, self.valued = (
-            needs_body,
-            forwarded,
-            refused,
-            valued,
-        )
+        self.needs_body = needs_body
+        self.forwarded = forwarded
+        self.refused = refused
+        self.valued = valued
         self.hints = hints
         self.add_argument("-h", "--help", action="store_true", help=argparse.SUPPRESS)
-        for each in arguments:
-            group = self.add_mutually_exclusive_group() if isinstance(each, list) else self
-            for names, settings in each if isinstance(each, list) else [each]:
-                group.add_argument(*names, **settings)
+        for argument in arguments:
+            if isinstance(argument, list):
+                group = self.add_mutually_exclusive_group()
+                for names, settings in argument:
+                    group.add_argument(*names, **settings)
+            else:
+                names, settings = argument
+                self.add_argument(*names, **settings)
 
     def format_help(self) -> str:
         text = super().format_help()
@@ -190,8 +208,8 @@ class Parser(argparse.ArgumentParser):
         Raises:
             OptionError: an unknown option (the nearest known one is suggested), a bad value, an open quote.
         """
-        line = _COMMENT.sub(lambda found: found["quoted"] or "", line).strip().removesuffix(";")
-        line = _SPACED_COMMA.sub(lambda found: found["quoted"] or ",", line)
+        line = _COMMENT.sub(lambda match: match["quoted"] or "", line).strip().removesuffix(";")
+        line = _SPACED_COMMA.sub(lambda match: match["quoted"] or ",", line)
         line = _SPACED_UNIT.sub(r"\1", line)
         try:
             words = shlex.split(line)
@@ -199,40 +217,50 @@ class Parser(argparse.ArgumentParser):
             raise OptionError(
                 f"{self.prog}: {error} in {line!r}; close it or leave it out"
             ) from None
-        known = (*self.option_strings(), "--")
-        misspelt = [
-            word for word in words if word.startswith("--") and word.partition("=")[0] not in known
-        ]
         words = [f"{word}=" if word in self.valued else word for word in words]
-        options, unknown = (None, misspelt) if misspelt else self.parse_known_args(words)
-        if options is None or unknown:
+        known = {*self.option_strings(), "--"}
+        for word in words:
+            option, _, _ = word.partition("=")
+            if word.startswith("--") and option not in known:
+                raise OptionError(self._unknown(word, words))
+        options, unknown = self.parse_known_args(words)
+        if unknown:
             raise OptionError(self._unknown(unknown[0], words))
-        if getattr(options, "devices", None):  # 0,1
-            options.devices = [name for word in options.devices for name in word.split(",") if name]
+        if getattr(options, "devices", None):
+            options.devices = list(filter(None, ",".join(options.devices).split(",")))
         return options
 
     def option_strings(self) -> list[str]:
         """Return every option as it is typed, in the order of the help."""
-        return [string for action in self._actions for string in action.option_strings]
+        strings: list[str] = []
+        for action in self._actions:
+            strings += action.option_strings
+        return strings
 
-    def _unknown(self, word: str, words: Sequence[str] = ()) -> str:
+    def _unknown(self, word: str, words: Sequence[str]) -> str:
+        """Return what is wrong with one of the words of a line, and what would be right."""
         if not word.startswith("-"):
-            valued = [f"did you mean {each}={word}?" for each in self.valued if f"{each}=" in words]
-            hinted = [hint for pattern, hint in self.hints.items() if re.fullmatch(pattern, word)]
-            hint = next(iter([*valued, *hinted]), f"see {self.prog} --help")
-            return f"{self.prog}: {word!r} is one argument too many; {hint}"
+            return f"{self.prog}: {word!r} is one argument too many; {self._hint(word, words)}"
         option = word.partition("=")[0]
         near = nearest(option, self.option_strings())
         if near is not None:
             hint = f"did you mean {near}?"
         else:
-            last = [
-                each.option_strings[-1]
-                for each in self._actions
-                if each.option_strings and each.dest != "help"
+            longest = [
+                action.option_strings[-1:] for action in self._actions if action.dest != "help"
             ]
-            hint = f"it has {', '.join(last)}"
+            hint = f"it has {', '.join(itertools.chain(*longest))}"
         return f"{self.prog} has no option {option!r}; {hint}"
+
+    def _hint(self, word: str, words: Sequence[str]) -> str:
+        """Return what to do about a word that is no option's value."""
+        for option in self.valued:
+            if f"{option}=" in words:
+                return f"did you mean {option}={word}?"
+        for pattern, hint in self.hints.items():
+            if re.fullmatch(pattern, word):
+                return hint
+        return f"see {self.prog} --help"
 
 
 def engine_targets(text: str) -> str:
@@ -253,12 +281,13 @@ def _argument(
         assert read is not None
         try:
             return read(text)
-        except (
-            OptionError
-        ) as error:  # argparse keeps the text of this error, and drops that of a ValueError
+        except OptionError as error:
+            # argparse keeps the text of this error, and drops that of a ValueError.
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    return names, settings if read is None else {**settings, "type": typed}
+    if read is not None:
+        settings["type"] = typed
+    return names, settings
 
 
 _ENGINES = _argument(

@@ -219,6 +219,27 @@ def test_every_public_name_is_there_and_described() -> None:
     assert set(gpumagic.__all__) <= set(dir(gpumagic))
 
 
+def test_type_checkers_know_every_public_name() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    exported = {
+        f"{node.module}.{alias.name}"
+        for node in imports
+        for alias in node.names
+        if alias.asname == alias.name
+    }
+    homes = {f"{home}.{name}" for name, home in gpumagic._HOMES.items()}
+    assert exported == homes | {"gpumagic.cluster", "gpumagic.simgpu"}
+
+
+def test_every_file_that_a_package_lists_is_there() -> None:
+    for path in PACKAGE.rglob("__init__.py"):
+        listed = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        for file in re.findall(r"(?m)(?:^ {4}|`)([\w/]+\.py)\b", listed):
+            is_there = (path.parent / file).exists() or (PACKAGE / file).exists()
+            assert is_there, f"{path.relative_to(PACKAGE)} names {file}"
+
+
 def test_every_part_of_memory_has_its_colour() -> None:
     from gpumagic.memory.ledger import PARTS
     from gpumagic.report.document import PART_COLOURS
