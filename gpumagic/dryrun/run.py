@@ -315,29 +315,33 @@ def _largest_first(parts_of_peak: Mapping[str, int]) -> dict[str, int]:
 
 
 def _timeline(outcome: Outcome, target: Target) -> tuple[records.DryRunPoint, ...]:
-    return tuple([
-        records.DryRunPoint(
-            device=target.names[point.device],
-            operator=point.operator,
-            line=point.line,
-            allocated=point.allocated,
-            parts=point.parts,
+    points: list[records.DryRunPoint] = []
+    for point in outcome.timeline:
+        points.append(
+            records.DryRunPoint(
+                device=target.names[point.device],
+                operator=point.operator,
+                line=point.line,
+                allocated=point.allocated,
+                parts=point.parts,
+            )
         )
-        for point in outcome.timeline
-    ])  # fmt: skip
+    return tuple(points)
 
 
 def _lines(outcome: Outcome, target: Target) -> tuple[records.DryRunRow, ...]:
-    return tuple([
-        records.DryRunRow(
-            device=target.names[use.device],
-            line=use.line,
-            code=use.code,
-            peak=use.peak,
-            after=use.after,
+    rows: list[records.DryRunRow] = []
+    for use in sorted(outcome.lines, key=lambda use: (use.line, use.device)):
+        rows.append(
+            records.DryRunRow(
+                device=target.names[use.device],
+                line=use.line,
+                code=use.code,
+                peak=use.peak,
+                after=use.after,
+            )
         )
-        for use in sorted(outcome.lines, key=lambda use: (use.line, use.device))
-    ])  # fmt: skip
+    return tuple(rows)
 
 
 def _assumed(outcome: Outcome, packed: payload.Payload) -> Iterator[str]:

@@ -150,10 +150,14 @@ def _neighbour(search: records.Search, largest: int | None) -> Iterator[doc.Bloc
         Column("Peak", lambda row: size(row.peak), "right"),
         Column("Fits", lambda row: "yes" if row.fits else row.reason, shrinks=True),
     )
-    first, last = search.trials[0].value, search.trials[-1].value
-    values = f"from {first:,} to {last:,}; now {search.now:,}" if first < last else f"= {first:,}"
-    tried = f"{count(len(search.trials), 'dry run')}, with {search.name} {values}"
-    yield doc.Fold(tried, [Table.of(search.trials, columns, "What was run")])
+    first = search.trials[0].value
+    last = search.trials[-1].value
+    values = f"= {first:,}"
+    if first < last:
+        values = f"from {first:,} to {last:,}; now {search.now:,}"
+    runs = count(len(search.trials), "dry run")
+    table = Table.of(search.trials, columns, "What was run")
+    yield doc.Fold(f"{runs}, with {search.name} {values}", [table])
 
 
 def _peak(report: DryRunReport) -> Iterator[doc.Block]:

@@ -10,6 +10,7 @@ saves is for the dry runs to tell: no rule estimates.
     parts.py        smaller parts of what a loop goes through
     rows.py         a part of the rows of an expression at a time
     loops.py        training loops: gradients of small batches added up, what libraries' trainers are told
+    loss.py         how a loss is made of rows, and what divides it among parts of the data
     kept.py         names, old values and autograd graphs that are kept without need
     collected.py    what a loop collects without need: graphs, results, a tensor that grows
     training.py     optimizer state, precision, checkpointing, the logits of the loss

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from gpumagic.advice.facts import Facts, Memory, Stage
-from gpumagic.advice.rules import loops
+from gpumagic.advice.rules import loops, loss
 from gpumagic.advice.rules.proposal import (
     Choice,
     Edit,
@@ -307,7 +307,7 @@ def _in_parts(
     if not wrapped or not all(map(text.stands_alone, clearing)):
         return []
     assert region.backward is not None
-    scaled = loops.divided(facts, text, region.backward, region.through_backward, parts)
+    scaled = loss.divided(facts, text, region.backward, region.through_backward, parts)
     if scaled is None:
         return []
     changes: list[Change] = []

@@ -186,16 +186,23 @@ def substituted(text: CellText, node: ast.expr, inner: ast.expr, new: str) -> st
     code = text.code(node)
     start = text.offset(inner) - text.offset(node)
     end = start + len(text.code(inner))
-    return f"{code[:start]}{new}{code[end:]}"
+    before = code[:start]
+    after = code[end:]
+    return f"{before}{new}{after}"
 
 
 def loop_around(text: CellText, line: int | None) -> ast.For | ast.While | None:
     """Return the innermost loop that a line is in."""
     if line is None:
         return None
-    loops = [node for node in text.nodes() if isinstance(node, ast.For | ast.While)]
-    around = [loop for loop in loops if loop.lineno < line <= (loop.end_lineno or 0)]
-    return max(around, key=lambda loop: loop.lineno, default=None)
+    innermost = None
+    for node in text.nodes():
+        if not isinstance(node, ast.For | ast.While):
+            continue
+        is_around = node.lineno < line <= (node.end_lineno or 0)
+        if is_around and (innermost is None or node.lineno > innermost.lineno):
+            innermost = node
+    return innermost
 
 
 def called_models(facts: Facts, node: ast.AST) -> Iterator[ast.Call]:
