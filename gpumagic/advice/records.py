@@ -67,6 +67,24 @@ class EditTrial:
 
 
 @dataclass(frozen=True, slots=True)
+class NoCost:
+    """The cost of a change by which nothing is lost."""
+
+    because: str = ""
+    unless: str = ""
+    """What would be lost by it, and when."""
+
+    def __str__(self) -> str:
+        because = f": {self.because}" if self.because else ""
+        unless = f", unless {self.unless}" if self.unless else ""
+        return f"none{because}{unless}"
+
+
+FREE = NoCost()
+"""Nothing is lost, and no word is to be said of it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Advice:
     """One change that would help, with what it is worth, what it costs and why we believe it."""
 
@@ -89,6 +107,8 @@ class Advice:
     """The GPU by name that the dry run was of, where that is not the one that is here."""
     ranks: int | None = None
     """How many processes run the edited code, each on a GPU of its own."""
+    is_free: bool = False
+    """Whether nothing is lost by it; `cost` then says why, or on which condition."""
 
     @property
     def deletion(self) -> str:

@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from gpumagic.advice.facts import Facts
 from gpumagic.advice.number_choice import Chosen, choose_number
-from gpumagic.advice.records import ON_THE_CPU, Advice, EditTrial, Need
+from gpumagic.advice.records import FREE, ON_THE_CPU, Advice, EditTrial, Need
 from gpumagic.advice.rules import (
     batch,
     collected,
@@ -167,7 +167,8 @@ def _run_again(facts: Facts, need: Need) -> Advice:
         covers=True,
         edit=first,
         evidence="from where the failure has left the device, a dry run of the whole cell fits",
-        cost="none",
+        cost=str(FREE),
+        is_free=True,
         trial=EditTrial(fits=True, certain=True, needs=need.needed, available=need.available),
         first=first,
     )

@@ -163,7 +163,7 @@ def _join(facts: Facts, members: Sequence[Suggestion], trial: EditTrial) -> Sugg
     statements: dict[str, None] = {}
     for advice in (first, *others):
         changes += advice.changes
-        if advice.cost and not advice.cost.startswith("none"):
+        if advice.cost and not advice.is_free:
             costs[advice.cost] = None
         if advice.first:
             statements[advice.first] = None

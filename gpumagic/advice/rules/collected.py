@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from gpumagic.advice.facts import Collection, Facts
-from gpumagic.advice.records import Advice
+from gpumagic.advice.records import FREE, Advice
 from gpumagic.advice.rules.patterns import match_pattern
 from gpumagic.advice.rules.proposal import propose
 from gpumagic.advice.rules.regions import (
@@ -62,7 +62,7 @@ def graphs(facts: Facts) -> Iterator[Advice]:
                 f"{'their autograd graphs' if kept[1:] else 'its autograd graph'}",
                 text=text,
                 evidence=evidence,
-                cost="a sync in each pass, for the number" if is_number else "none",
+                cost="a sync in each pass, for the number" if is_number else FREE,
                 changes=[
                     text.replace(
                         value, f"{bracketed(text, value)}.{'item' if is_number else 'detach'}()"

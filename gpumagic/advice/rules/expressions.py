@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from gpumagic.advice.facts import Facts, TensorFact
-from gpumagic.advice.records import Advice
+from gpumagic.advice.records import Advice, NoCost
 from gpumagic.advice.rules.inlining import Inlined, inlined
 from gpumagic.advice.rules.patterns import match_pattern
 from gpumagic.advice.rules.proposal import propose
@@ -29,7 +29,7 @@ class Rewrite:
     new: str
     """With the names of the pattern in braces; ``{PART}`` is the expression with a part of the queries."""
     why: str
-    cost: str = "rounding differs in the last digits"
+    cost: str | NoCost = "rounding differs in the last digits"
     dimensions: Mapping[str, int] = field(default_factory=dict)
     """How many dimensions some of the names of the pattern have."""
     fused: bool = False
@@ -84,7 +84,7 @@ REWRITES = (
         "cast(one_hot(IDS, N)) @ TABLE",
         "{TABLE}[{IDS}]",
         "it makes a matrix of zeros and ones",
-        cost="none: the values are the same",
+        cost=NoCost(because="the values are the same"),
         dimensions={"TABLE": 2},
     ),
     Rewrite(

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from gpumagic.advice.records import NoCost
 from gpumagic.advice.rules.regions import in_a_row
 from gpumagic.source import text as texts
 from gpumagic.source.text import CellText, Change, apply_changes, called_name, keyword, names_in
@@ -35,7 +36,7 @@ class Inlined:
                 return value
         return None
 
-    def cost(self, other: str) -> str:
+    def cost(self, other: str | NoCost) -> str | NoCost:
         """Return what an edit costs: something `other`, and that the earlier statements make no variables."""
         if not self.statements:
             return other

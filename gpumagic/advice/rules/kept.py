@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from gpumagic.advice.facts import Facts, Ownership, Stage
-from gpumagic.advice.records import Advice
+from gpumagic.advice.records import Advice, NoCost
 from gpumagic.advice.rules.proposal import Remedy, prepare, propose
 from gpumagic.advice.rules.regions import bound_in, failed, in_a_row, loop_around
 from gpumagic.report.units import LARGE, count, size
@@ -96,7 +96,7 @@ def rebound(facts: Facts) -> Iterator[Advice]:
                 frees=frees,
                 first=f"del {name}",
                 evidence=f"the {name} of an earlier run, {size(frees)}, stays alive until the new one is bound",
-                cost="none: the cell replaces it",
+                cost=NoCost(because="the cell replaces it"),
             )
 
 
@@ -210,7 +210,7 @@ def earlier_graphs(facts: Facts) -> Iterator[Advice]:
         first=kept.code,
         evidence=f"{names} {keep} {size(kept.nbytes)} of activations for a backward; neither this cell nor what it "
         "calls uses them",
-        cost="none, unless a later cell calls backward()",
+        cost=NoCost(unless="a later cell calls backward()"),
     )
 
 
@@ -331,7 +331,7 @@ retained_graph = Remedy(
     lambda _, text, call, *__: (
         f"retain_graph=True kept the graph of {_differentiated(text, call)} while the next was made"
     ),
-    "none: backward is called once",
+    NoCost(because="backward is called once"),
     argument="retain_graph=False",
     calls=("backward",),
     by_default=True,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from gpumagic.advice.facts import Facts, Kind, Memory, Optimizer, Stage, TensorFact
-from gpumagic.advice.records import ON_THE_CPU, Advice
+from gpumagic.advice.records import ON_THE_CPU, Advice, NoCost
 from gpumagic.advice.rules import collected
 from gpumagic.advice.rules.proposal import Edit, Remedy, backend, prepare, propose
 from gpumagic.advice.rules.regions import bracketed, failed
@@ -91,7 +91,7 @@ def squeeze(facts: Facts) -> Iterator[Advice]:
             text=text,
             changes=[text.replace(found.column, f"{bracketed(text, found.column)}.squeeze(-1)")],
             evidence=f"{shape((n, 1))} with {shape((n,))} makes {shape((n, n))}, {size(found.nbytes)}",
-            cost="none: the result was not what was meant",
+            cost=NoCost(because="the result was not what was meant"),
         )
 
 
@@ -117,7 +117,7 @@ fraction = Remedy(
     "Lift the cap on this process's memory",
     lambda facts: facts.event.kind is Kind.MEMORY_FRACTION,
     "the allocator refused before it asked the driver",
-    "none, unless others share the device",
+    NoCost(unless="others share the device"),
     first=_lift_fraction,
 )
 

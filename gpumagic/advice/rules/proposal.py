@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from gpumagic.advice.facts import Facts
-from gpumagic.advice.records import Advice
+from gpumagic.advice.records import FREE, Advice, NoCost
 from gpumagic.advice.rules.regions import calls, failed
 from gpumagic.memory.devices import Device
 from gpumagic.report.units import LARGE
@@ -78,6 +78,7 @@ def propose(
     text: CellText | None = None,
     changes: Sequence[Change] = (),
     first: str | None = None,
+    cost: str | NoCost = "",
     **more: Any,
 ) -> Advice:
     """Return a suggestion, which is still to be tried: `changes` of a text, or code to run `first`.
@@ -92,7 +93,16 @@ def propose(
             # The changes overlap: a suggestion without its edit is better than no report
             changes = ()
     more = {"edit": edit, **more}
-    return Advice(title, frees, None, changes=tuple(changes), first=first, **more)
+    return Advice(
+        title,
+        frees,
+        covers=None,
+        changes=tuple(changes),
+        first=first,
+        cost=str(cost),
+        is_free=isinstance(cost, NoCost),
+        **more,
+    )
 
 
 class Edit(TypedDict, total=False):
@@ -155,7 +165,7 @@ def numbered(
     edit: Callable[[int], Edit],
     *,
     evidence: str,
-    cost: str,
+    cost: str | NoCost,
     **more: Any,
 ) -> Choice:
     """Return the choice of a smaller number, half of it where none can be tried; `more` are other fields."""
@@ -213,7 +223,7 @@ class Remedy:
     title: Text
     when: Callable[[Facts], object]
     why: Text
-    cost: str = "none"
+    cost: str | NoCost = FREE
     first: Text = ""
     """Code to run before the cell."""
     edit: str | None = None

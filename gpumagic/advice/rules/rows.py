@@ -248,7 +248,7 @@ class InParts:
     def cost(self) -> str:
         """What it costs, as a sentence."""
         time = "the line is computed again in backward" if self._is_recomputed else "a little time"
-        return self.found.whole.cost(time)
+        return str(self.found.whole.cost(time))
 
     @property
     def is_without_graph(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from gpumagic._compat import torch_frames
 from gpumagic.advice.facts import Facts, Model, Optimizer, Stage
-from gpumagic.advice.records import Advice
+from gpumagic.advice.records import FREE, Advice, NoCost
 from gpumagic.advice.rules import loops
 from gpumagic.advice.rules.proposal import (
     Edit,
@@ -57,7 +57,7 @@ def one_by_one(facts: Facts) -> Iterator[Advice]:
     is_fused = _has_fused_optimizers(facts) and "first" not in edit
     if is_fused:
         title = "Let the optimizer update in place, fused"
-        cost = "none"
+        cost: str | NoCost = FREE
     else:
         title = "Let the optimizer update one parameter at a time"
         cost = "a step of many small parameters takes longer"
