@@ -344,7 +344,10 @@ class Names:
             if inside.name and inside.name.isidentifier():
                 described += f".{inside.name}"
             return described
-        return self._extended(before, path, path.parent) or f"{before}.<...>"
+        code = self._extended(before, path, path.parent)
+        if code is None:
+            return f"{before}.<...>"
+        return code
 
     def _extended(self, before: str, path: Path, parent: Path) -> str | None:
         """Return the code of a path whose parent has this code."""
@@ -390,9 +393,10 @@ class Names:
 
     def best(self, tensor_id: int) -> str | None:
         """Return the best name of a tensor that does not lead through an optimizer's state."""
-        for path in sorted(self.paths_to.get(tensor_id, ()), key=Path.quality):
-            is_state = any(step.style == "state" for step in path.steps())
-            name = None if is_state else self.code(path)
+        paths = self.paths_to.get(tensor_id, ())
+        for path in sorted(paths, key=Path.quality):
+            styles = [step.style for step in path.steps()]
+            name = None if "state" in styles else self.code(path)
             if name is not None:
                 return name
         return None
@@ -407,9 +411,12 @@ class Names:
             return None
         path = min(paths, key=lambda path: (path.depth, path.quality()))
         owner = self._last_with_code(path)
-        kind = name_of_type(owner.kind) if owner.kind is not None else "object"
+        kind = "object"
+        if owner.kind is not None:
+            kind = name_of_type(owner.kind)
         place = self.code(owner) or self.description(owner)
-        return path.root(), f"{kind} {place}", self.description(path)
+        holder = f"{kind} {place}"
+        return path.root(), holder, self.description(path)
 
     def _last_with_code(self, path: Path) -> Path:
         """Return the last step before the first one that no expression reaches; the whole path if there is none."""
@@ -439,5 +446,6 @@ def bounded(items: list[Item], root: Callable[[Item], str]) -> list[Item]:
 
 def is_typeable(name: str) -> bool:
     """Return whether Python reads a name as it is stored: it normalises what is typed, ``ﬁ`` to ``fi`` (PEP 3131)."""
-    is_name = name.isidentifier() and not keyword.iskeyword(name)
-    return is_name and (name.isascii() or unicodedata.normalize("NFKC", name) == name)
+    if not name.isidentifier() or keyword.iskeyword(name):
+        return False
+    return name.isascii() or unicodedata.normalize("NFKC", name) == name

@@ -67,11 +67,20 @@ def running_roots() -> Iterator[Root]:
     # From the caller on: a frame that is its own variable would live on, and its callers with it.
     innermost_of[own] = sys._getframe(1)
     for ident, innermost in innermost_of.items():
-        thread = "" if ident == own else thread_names.get(ident, "a thread")
+        thread = ""
+        if ident != own:
+            thread = thread_names.get(ident, "a thread")
         for frame in frames.stack(innermost):
-            if frames.module_of(frame).partition(".")[0] not in _INFRASTRUCTURE:
+            package, _, _ = frames.module_of(frame).partition(".")
+            if package not in _INFRASTRUCTURE:
                 holder = Holder("running call", call_label(frame.f_code), thread)
-                yield holder, types.SimpleNamespace(**dict(variables_of(frame)))
+                yield holder, _namespace_of(frame)
+
+
+def _namespace_of(frame: types.FrameType) -> types.SimpleNamespace:
+    """Return the variables of a frame as the attributes of an object."""
+    variables = dict(variables_of(frame))
+    return types.SimpleNamespace(**variables)
 
 
 def read_attribute(generator: object, what: str) -> Any:
@@ -101,7 +110,8 @@ def _members(kind: Any, *names: str) -> Read:
     members = [(name, kind.__dict__[name].__get__) for name in names]
 
     def read(value: Any, _reader: Reader) -> Branches:
-        yield Branch(".", CONTAINED, [(name, get(value)) for name, get in members])
+        children = [(name, get(value)) for name, get in members]
+        yield Branch(".", CONTAINED, children)
 
     return read
 
@@ -149,7 +159,8 @@ def _frame(value: types.FrameType, _reader: Reader) -> Branches:
 
 def _cell(value: types.CellType, _reader: Reader) -> Branches:
     contents = gc.get_referents(value)  # none if it is empty
-    yield Branch(".", CONTAINED, [("cell_contents", content) for content in contents])
+    if contents:
+        yield Branch(".", CONTAINED, [("cell_contents", contents[0])])
 
 
 EXACTLY: dict[type, Read] = {
@@ -205,7 +216,8 @@ def read_array(value: Any, reader: Reader) -> Branches:
         if reader.is_indexed:
             indices = ", ".join(map(str, place)) or "()"
             code = f"[{indices}]"
-        yield Branch("in", CONTAINED, [(Inside("array", code=code), element)])
+        inside = Inside("array", code=code)
+        yield Branch("in", CONTAINED, [(inside, element)])
     yield Branch(".", CONTAINED, attributes(value, reader.fields))
 
 

@@ -180,7 +180,8 @@ class _Referrers:
         for key in reversed(cycle):
             names[_called(self.objects[key])] = None
         telling = [name for name in names if name not in _UNINFORMATIVE]
-        return ", ".join((telling or list(names))[:2])
+        shown = telling or list(names)
+        return ", ".join(shown[:2])
 
     def _is_closed(self, cycle: Iterable[int]) -> bool:
         """Return whether all references to the objects of a cycle come from among them."""

@@ -18,7 +18,7 @@ import contextlib
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from gpumagic._compat import torch_private
 from gpumagic.heap.branches import (
@@ -46,7 +46,8 @@ def modules_in(module: object) -> Iterator[tuple[str, Any]]:
         seen.add(id(inner))
         yield path, inner
         for name, child in reversed(registered(inner, torch_private.MODULES)):
-            waiting.append((f"{path}.{name}" if path else name, child))
+            path_of_child = f"{path}.{name}" if path else name
+            waiting.append((path_of_child, child))
 
 
 def registered(module: object, kind: str) -> list[tuple[str, Any]]:
@@ -56,7 +57,8 @@ def registered(module: object, kind: str) -> list[tuple[str, Any]]:
     if not issubclass(type(module), torch.nn.Module):
         return []
     # Read as torch's own class has it: no property of a subclass is called, nor are the attributes of a class searched.
-    stored: Any = vars(torch.nn.Module)["__dict__"].__get__(module).get(kind)
+    own = vars(torch.nn.Module)["__dict__"].__get__(module)
+    stored: Any = own.get(kind)
     if isinstance(stored, dict):
         entries = list(dict.items(stored))
     elif dict_of(type(stored)).get("__module__") == torch_private.SCRIPT_MODULE:  # of C++'s
@@ -78,8 +80,9 @@ def unwrapped(optimizer: Any) -> Any:
     if "param_groups" in stored:
         return optimizer
     for name in _WRAPPED:
-        if issubclass(type(stored.get(name)), torch.optim.Optimizer):
-            return unwrapped(stored[name])
+        inner = stored.get(name)
+        if issubclass(type(inner), torch.optim.Optimizer):
+            return unwrapped(inner)
     return optimizer
 
 
@@ -140,7 +143,9 @@ def is_node(kind: type) -> bool:
 
 
 def _values(mapping: Any) -> list[Any]:
-    return list(dict.values(mapping)) if isinstance(mapping, dict) else []
+    if not isinstance(mapping, dict):
+        return []
+    return list(dict.values(mapping))
 
 
 # A leaf without a gradient is its own result.
@@ -202,7 +207,8 @@ def peek_gradients(leaves: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tens
 
 def gradients_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return aliases of the gradients of some tensors; call it `undisturbed`."""
-    return [alias for _, alias in peek_gradients(leaves(tensors)) or ()]
+    found = peek_gradients(leaves(tensors)) or []
+    return [alias for _, alias in found]
 
 
 @cache
@@ -216,12 +222,15 @@ _HIDING_NODES = frozenset({"CopySlices", "CppFunction"})
 """Nodes that save tensors and show none: of an assignment to a view, of an extension in C++."""
 
 
+_Node: TypeAlias = tuple[Any, list[Any], list[Any]]
+
+
 class Graphs:
     """Walks graphs; a node that several share is read once."""
 
     def __init__(self, limit: int = MAX_NODES) -> None:
         self._left = limit
-        self._nodes: dict[int, tuple[Any, list[Any], list[Any]]] = {}
+        self._nodes: dict[int, _Node] = {}
         """By the `id` of a node: itself, so that the `id` stays its own, what it saved, and the next nodes."""
         self._handles: dict[type, list[str]] = {}
         self._fields: dict[type, Fields | None] = {}
@@ -244,7 +253,9 @@ class Graphs:
                 return None
             self._left -= 1
             node = waiting.pop()
-            _, saved, following = self._nodes.get(id(node)) or self._read(node)
+            if id(node) not in self._nodes:
+                self._nodes[id(node)] = self._read(node)
+            _, saved, following = self._nodes[id(node)]
             kept += saved
             for next_node in following:
                 if id(next_node) not in seen:
@@ -256,7 +267,7 @@ class Graphs:
         """Release every node."""
         self._nodes.clear()
 
-    def _read(self, node: Any) -> tuple[Any, list[Any], list[Any]]:
+    def _read(self, node: Any) -> _Node:
         """Return a node, what it saved, and the nodes that it leads to."""
         kind = type(node)
         saved: list[Any] = []
@@ -271,9 +282,7 @@ class Graphs:
         for _, value in attributes(node, self._fields[kind]):  # what a Function keeps in its ctx
             saved += _tensors_in(value)
         following = [next_node for next_node, _ in node.next_functions if next_node is not None]
-        entry = (node, saved, following)
-        self._nodes[id(node)] = entry
-        return entry
+        return node, saved, following
 
     def _handles_of(self, node: Any) -> Iterator[Any]:
         kind = type(node)
@@ -308,8 +317,8 @@ def _tensors_in(value: Any, depth: int = 2) -> list[Any]:
         return [value]
     if not depth or type(value) not in (tuple, list, dict):
         return []
-    items = list(dict.values(value) if type(value) is dict else value)
+    items = dict.values(value) if type(value) is dict else value
     found: list[Any] = []
-    for item in items:
+    for item in list(items):  # another thread may add to them meanwhile
         found += _tensors_in(item, depth - 1)
     return found

@@ -112,11 +112,15 @@ def is_lasting_class(kind: type) -> bool:
     if type(name) is not str:
         return True
     module = sys.modules.get(name)
-    own = _variables_of(module) if issubclass(type(module), types.ModuleType) else {}
+    own: dict[str, object] = {}
+    if issubclass(type(module), types.ModuleType):
+        own = _variables_of(module)
     if own and own.get(name_of_type(kind)) is not kind:
         return False
     file = own.get("__file__")
-    return frames.is_library(name, file if type(file) is str else "")
+    if type(file) is not str:
+        file = ""
+    return frames.is_library(name, file)
 
 
 def runs_the_session(kind: type) -> bool:
@@ -196,7 +200,8 @@ def _sequence(value: Any, reader: Reader) -> Branches:
         yield Branch(".", CONTAINED, zip(names, items, strict=False))
     else:
         for start, piece in _promising(items):
-            yield _indexed(reader, Branch("[", CONTAINED, enumerate(piece, start)))
+            branch = Branch("[", CONTAINED, enumerate(piece, start))
+            yield _indexed(reader, branch)
     yield Branch(".", CONTAINED, attributes(value, reader.fields))
 
 
@@ -223,8 +228,10 @@ def _indexed(reader: Reader, branch: Branch) -> Branch:
 
 
 def _set(value: Any, reader: Reader) -> Branches:
-    for start, piece in _promising(list(reader.container.__iter__(value))):
-        yield _indexed(reader, Branch("items", CONTAINED, enumerate(piece, start)))
+    elements = list(reader.container.__iter__(value))
+    for start, piece in _promising(elements):
+        branch = Branch("items", CONTAINED, enumerate(piece, start))
+        yield _indexed(reader, branch)
     yield Branch(".", CONTAINED, attributes(value, reader.fields))
 
 
@@ -232,9 +239,8 @@ def _dict(value: dict[Any, object], reader: Reader) -> Branches:
     # Comprehensions and `map`, since a dict may have a million items.
     items = list(dict.items(value))
     keys = [key for key, _ in items]
-    are_typed = _TYPED.issuperset(map(type, keys)) and all(
-        key_code(key) is not None for key in keys[:_PIECE]
-    )
+    first_keys = keys[:_PIECE]
+    are_typed = _TYPED.issuperset(map(type, keys)) and None not in map(key_code, first_keys)
     for start, piece in _promising([item for _, item in items]):
         part = items[start : start + len(piece)]
         if are_typed:
@@ -251,7 +257,8 @@ def _dict(value: dict[Any, object], reader: Reader) -> Branches:
         yield _indexed(reader, Branch("values", CONTAINED, odd))
     if _may_hold(keys):  # tensors hash by identity
         for start, piece in _promising(keys):
-            yield _indexed(reader, Branch("items", CONTAINED, enumerate(piece, start)))
+            branch = Branch("items", CONTAINED, enumerate(piece, start))
+            yield _indexed(reader, branch)
     yield Branch(".", CONTAINED, attributes(value, reader.fields))
 
 
@@ -278,7 +285,8 @@ def read_module(value: object, reader: Reader) -> Branches:
     for name in REGISTERED:
         children = own.pop(name, None)
         if isinstance(children, dict):
-            yield from _registered(name, list(dict.items(children)), type(value))
+            members = list(dict.items(children))
+            yield from _registered(name, members, type(value))
     yield Branch(".", CONTAINED, own.items())
 
 
@@ -312,8 +320,12 @@ def read_optimizer(value: object, reader: Reader) -> Branches:
     if isinstance(states, dict):
         for position, (parameter, state) in enumerate(list(dict.items(states))):
             if isinstance(state, dict):
-                children = list(dict.items(state))
-                yield Branch("[", OPTIMIZER, children, parameter=(id(parameter), position))
+                yield Branch(
+                    "[",
+                    OPTIMIZER,
+                    children=list(dict.items(state)),
+                    parameter=(id(parameter), position),
+                )
     yield Branch(".", OPTIMIZER, own.items())
 
 

@@ -102,7 +102,8 @@ def forget_last_error(namespace: Mapping[str, object], shell: InteractiveShell |
     graph = HeapGraph(holders.excluded_objects(namespace, shell), MAX_STEPS_OF_ALL)
     try:
         graph.explore(holders.variables(namespace, shell))
-        if any(id(part) in graph.objects for part in holders.parts_of_errors(errors)):
+        parts = set(map(id, holders.parts_of_errors(errors)))
+        if not parts.isdisjoint(graph.objects):
             return
     finally:
         graph.release()
@@ -198,6 +199,8 @@ def _forget_in_shell(shell: InteractiveShell, tracebacks: set[int]) -> None:
 def _is_in_use(debugger: object) -> bool:
     """Return whether somebody types into the debugger now."""
     for frame in frames.stack(sys._getframe()):
-        if frame.f_code.co_name == "interaction" and frame.f_locals.get("self") is debugger:
+        if frame.f_code.co_name != "interaction":
+            continue
+        if frame.f_locals.get("self") is debugger:
             return True
     return False

@@ -106,7 +106,8 @@ _LOCAL = {"DTensor": torch_private.LOCAL_TENSOR, "AsyncCollectiveTensor": "elem"
 def local_of(tensor: Any) -> Any:
     """Return what this process has of a `DTensor`; any other tensor as it is."""
     while (name := name_of_type(type(tensor))) in _LOCAL:
-        if not str(dict_of(type(tensor)).get("__module__")).startswith("torch.distributed."):
+        module = str(dict_of(type(tensor)).get("__module__"))
+        if not module.startswith("torch.distributed."):
             break
         tensor = object.__getattribute__(tensor, _LOCAL[name])
     return tensor
@@ -222,7 +223,8 @@ class StorageTable:
             requires_grad = self._requires_grad(tensor)
             from_graph = requires_grad and not self._is_leaf(tensor)
         except Exception as error:  # a subclass that computes its own metadata, and fails
-            storage = self._unknown(tensor, f"it cannot be read ({type(error).__name__})")
+            kind = type(error).__name__
+            storage = self._unknown(tensor, f"it cannot be read ({kind})")
             parts = []
             view = View((), "?", 0, 0, 0, 0)
             requires_grad = False
@@ -268,7 +270,8 @@ class StorageTable:
             nbytes = storage.nbytes()
             address = self._address(tensor)
         except Exception as error:
-            return Storage(device, None, note=f"its size cannot be read ({type(error).__name__})")
+            kind = type(error).__name__
+            return Storage(device, None, note=f"its size cannot be read ({kind})")
         if address == 0 and nbytes > 0:
             return Storage(device, 0, note=_why_nowhere(tensor, device))
         is_emptied = nbytes == 0 and prod(self._shape(tensor)) > 0
@@ -321,7 +324,12 @@ class StorageTable:
         return parts[-1], parts
 
     def _unknown(self, tensor: torch.Tensor, why: str) -> Storage:
-        entry = Storage(self._device(tensor), None, number=number_of_tensor(tensor), note=why)
+        entry = Storage(
+            device=self._device(tensor),
+            nbytes=None,
+            number=number_of_tensor(tensor),
+            note=why,
+        )
         return self.storages.setdefault(("no storage", id(tensor)), entry)
 
     def _device(self, tensor: torch.Tensor) -> str:

@@ -52,8 +52,12 @@ def release(
                     released[str(row.holder)] = None
         now = allocator.all_device_stats()
         after = scan.scan(namespace, shell=shell, thorough=True)
-    rows = tuple(_came_back(before, after, figures, now))
-    return FreedReport(rows, tuple(released), left=after.leaks(), notes=after.notes)
+    return FreedReport(
+        freed=tuple(_came_back(before, after, figures, now)),
+        released=tuple(released),
+        left=after.leaks(),
+        notes=after.notes,
+    )
 
 
 def _forget(wanted: set[int], namespace: Namespace, shell: InteractiveShell | None) -> list[Holder]:
@@ -66,10 +70,12 @@ def _forget(wanted: set[int], namespace: Namespace, shell: InteractiveShell | No
     """
     roots = holders.hidden_roots(namespace, shell)
     keeping = _holders_of(wanted, roots, holders.excluded_objects(namespace, shell))
-    forgotten = {
-        id(value) for holder, value in roots if holder in keeping and holder != LAST_TRACEBACK
-    }
-    released = dict.fromkeys(holder for holder, _ in roots if holder in keeping)
+    # Comprehensions, whose variables keep nothing alive.
+    roots = [root for root in roots if root[0] in keeping]
+    outputs = [root for root in roots if root[0] != LAST_TRACEBACK]
+    forgotten = {id(value) for _, value in outputs}
+    released = dict.fromkeys(holder for holder, _ in roots)
+    outputs.clear()
     if shell is not None:
         releasing.forget_outputs(shell, forgotten)
     roots.clear()
@@ -99,9 +105,12 @@ def _holders_of(wanted: set[int], roots: Sequence[Root], excluded: Sequence[obje
                 tensors = [graph.tensors[key]]
                 for result in non_leaves(tensors):
                     tensors += graphs.walk(result.grad_fn) or ()
-                if any(not wanted.isdisjoint(table.numbers(tensor)) for tensor in tensors):
-                    keeping.update(found)
+                numbers: set[int] = set()
+                for tensor in tensors:
+                    numbers.update(table.numbers(tensor))
                 tensors.clear()
+                if not wanted.isdisjoint(numbers):
+                    keeping.update(found)
     finally:
         graphs.release()
         graph.release()
@@ -115,7 +124,8 @@ def _came_back(
     now: Mapping[str, allocator.AllocatorStats],
 ) -> Iterator[FreedRow]:
     """Yield what was freed on each device: by its allocator's figures, or by the tensors where it has none."""
-    gone = grouped((row.device, row) for row in after.since(before) if row.change == "freed")
+    freed = [row for row in after.since(before) if row.change == "freed"]
+    gone = grouped((row.device, row) for row in freed)
     for device in {**figures, **gone}:
         rows = gone.get(device, [])
         if device in figures:

@@ -123,7 +123,8 @@ def _commands(rows: Sequence[TensorRow]) -> Iterator[Paragraph]:
     for promise in found[:_SEVERAL]:
         line = " and then ".join(promise.lines())
         amount = size(total_nbytes(promise.rows))
-        yield Paragraph(f"{line} frees {amount}: {_holders(promise.rows)}")
+        kept_by = _holders(promise.rows)
+        yield Paragraph(f"{line} frees {amount}: {kept_by}")
     rest = more(len(found) - _SEVERAL, "line")
     if rest:
         yield Paragraph(f"{rest} that free something: see .to_pandas()", muted=True)
@@ -206,7 +207,8 @@ def _holders(rows: Sequence[TensorRow]) -> str:
 def _release(report: FreedReport) -> Iterator[Block]:
     changed = [row for row in report.freed if row.freed or row.storages]
     if report.released:
-        freed = shares({row.device: row.freed for row in changed}) or "nothing"
+        by_device = {row.device: row.freed for row in changed}
+        freed = shares(by_device) or "nothing"
         yield Heading(f"Freed {freed}")
         yield Paragraph(f"Cleared: {', '.join(report.released)}")
     else:
@@ -242,10 +244,10 @@ def view_why(report: WhyReport) -> Document:
     rest = more(len(report.ways) - _MAX_PATHS, "holder")
     if rest:
         blocks.append(Paragraph(rest, muted=True))
-    others = dict.fromkeys(way.root for way in report.ways if way.command is None)
+    others = [way.root for way in report.ways if way.command is None]
     if others:
         subject = "It also" if report.lines() else "It"
-        roots = ", ".join(others)
+        roots = ", ".join(dict.fromkeys(others))
         blocks.append(Paragraph(f"{subject} has to go from {roots}"))
     blocks += [Paragraph(note, muted=True) for note in report.notes]
     return Document(tuple(blocks))
@@ -255,7 +257,8 @@ def _what(row: TensorRow) -> str:
     """Return what a tensor is."""
     name = row.name or holder_text(row.place or row.holder)
     place = f"{size(row.nbytes)} on {row.device}"
-    return f"{name}: {place}, {shape_text(row.shape)} {row.dtype}, {row.kind}"
+    form = f"{shape_text(row.shape)} {row.dtype}"
+    return f"{name}: {place}, {form}, {row.kind}"
 
 
 def _why(report: WhyReport) -> str:
@@ -294,7 +297,8 @@ def _by_variable(report: DiffReport) -> str:
         return ""
     (first, nbytes), *others = sums.items()
     grown = f"{first} {_signed(nbytes)}"
-    in_graphs = sum(row.nbytes or 0 for row in report if _is_of_item(row, first))
+    of_items = [row for row in report if _is_of_item(row, first)]
+    in_graphs = sum(row.nbytes or 0 for row in of_items)
     if in_graphs > 0:
         part = f"{size(in_graphs)} of it in autograd graphs"
         return f"{grown}: {part}; collect loss.item() or .detach()"
@@ -315,7 +319,8 @@ def _counted(report: DiffReport) -> str:
     if not report.since:
         return "Nothing to compare with yet"
     numbers = Counter(row.change for row in report)
-    parts = [f"{numbers[change]:,} {change}" for change in CHANGES if numbers[change]]
+    happened = [change for change in CHANGES if numbers[change]]
+    parts = [f"{numbers[change]:,} {change}" for change in happened]
     counted = ", ".join(parts) or "No change"
     return f"{counted} since {report.since}"
 
@@ -355,11 +360,14 @@ def _weight(line: Line[DiffRow]) -> int:
     """Return the bytes that a line's bar shows: of the change, or of what lost its name."""
     if line.nbytes:
         return abs(line.nbytes)
-    return sum(row.size or 0 for row in line.members if row.change == "unnamed")
+    unnamed = [row for row in line.members if row.change == "unnamed"]
+    return sum(row.size or 0 for row in unnamed)
 
 
 def _signed_weight(line: Line[DiffRow]) -> int:
-    return -_weight(line) if line.nbytes < 0 else _weight(line)
+    if line.nbytes < 0:
+        return -_weight(line)
+    return _weight(line)
 
 
 def _signed(nbytes: int | None) -> str:

@@ -68,7 +68,8 @@ def _sums(device: str, rows: Sequence[TensorRow]) -> DeviceMemoryRow:
 def notes_on_sums(rows: Iterable[TensorRow], summary: Iterable[DeviceMemoryRow]) -> list[str]:
     """Return what a reader of the sums has to know to believe them."""
     too_much = "tensors sum to more than its allocator handed out; some of their memory came from elsewhere"
-    notes = [f"{row.device}: {too_much}" for row in summary if (row.unexplained or 0) < 0]
+    exceeding = [row.device for row in summary if (row.unexplained or 0) < 0]
+    notes = [f"{device}: {too_much}" for device in exceeding]
     unknown = sum(row.nbytes is None for row in rows)
     if unknown:
         notes.append(f"storages of unknown size, in no sum: {unknown:,}")

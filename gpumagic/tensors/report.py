@@ -135,7 +135,12 @@ class TensorReport(Report[TensorRow]):
         changes = [row for row in changes if is_on(row.device, self.only)]
         changes.sort(key=_largest_change_first)
         by_device = tuple(_device_changes(changes, earlier, self))
-        return DiffReport(tuple(changes), by_device, since=called, limit=self.limit)
+        return DiffReport(
+            tuple(changes),
+            by_device,
+            since=called,
+            limit=self.limit,
+        )
 
     def leaks(self) -> LeakReport:
         """Return what no variable reaches, with what keeps each tensor and the line that frees it."""
@@ -148,7 +153,12 @@ class TensorReport(Report[TensorRow]):
         tensors = [row for row in self.tensors if is_on(row.device, only)]
         tensors.sort(key=_largest_first)
         by_device = tuple(row for row in self.by_device if is_on(row.device, only))
-        return replace(self, tensors=tuple(tensors), by_device=by_device, only=tuple(only))
+        return replace(
+            self,
+            tensors=tuple(tensors),
+            by_device=by_device,
+            only=tuple(only),
+        )
 
 
 def _largest_first(row: TensorRow) -> tuple[object, ...]:
@@ -242,8 +252,9 @@ class DiffReport(Report[DiffRow]):
             if name is not None:
                 variable = root_of(name)
             sums[variable] += row.nbytes or 0
-        changed = [(variable, nbytes) for variable, nbytes in sums.items() if nbytes]
-        return dict(sorted(changed, key=lambda item: -abs(item[1])))
+        changed = [variable for variable, nbytes in sums.items() if nbytes]
+        changed.sort(key=lambda variable: -abs(sums[variable]))
+        return {variable: sums[variable] for variable in changed}
 
 
 def _largest_change_first(row: DiffRow) -> tuple[object, ...]:
@@ -265,8 +276,11 @@ def _changes(earlier: TensorReport, later: TensorReport) -> Iterator[DiffRow]:
             yield _diff_row("new", row, row.nbytes)
             continue
         old = known[0]
-        if None not in (old.nbytes, row.nbytes) and old.nbytes != row.nbytes:
-            yield _diff_row("resized", row, (row.nbytes or 0) - (old.nbytes or 0), old.name)
+        grown = None
+        if row.nbytes is not None and old.nbytes is not None:
+            grown = row.nbytes - old.nbytes
+        if grown:
+            yield _diff_row("resized", row, grown, old.name)
         elif old.is_reached() and not row.is_reached():
             yield _diff_row("unnamed", row, 0, old.name)
     for row in earlier:

@@ -65,7 +65,8 @@ def scan(
         notes: tuple[str, ...] = ("torch is not imported: no tensors",)
         return TensorReport((), limit=limit, group_by=group_by, notes=notes, origin=origin)
     with gc_disabled():
-        namespace = vars(sys.modules["__main__"]) if namespace is None else namespace
+        if namespace is None:
+            namespace = vars(sys.modules["__main__"])
         found = TensorScan(namespace, shell)
         try:
             with undisturbed():
@@ -112,7 +113,10 @@ def name_keepers(
     named: list[TensorRow] = []
     for row in rows:
         keeper = keepers.get(row.numbers[0]) if row.numbers else None
-        named.append(row if keeper is None else _kept_by(row, keeper))
+        if keeper is None:
+            named.append(row)
+        else:
+            named.append(_kept_by(row, keeper))
     return named
 
 
@@ -224,7 +228,8 @@ class TensorScan:
             graph_of=graph_of,
             objects=self.graph.objects,
         )
-        if self._is_for_all or not all(block.names for block in self._rows.blocks):
+        all_have_names = all(block.names for block in self._rows.blocks)
+        if self._is_for_all or not all_have_names:
             if self.graph.gave_up:
                 self.notes.append(
                     f"names were only looked for in the first {self.graph.limit:,} objects of the variables"

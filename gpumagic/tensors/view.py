@@ -67,7 +67,8 @@ def view_tensors(report: TensorReport) -> Document:
 
 def shares(sums: Mapping[str, int]) -> str:
     """Return the bytes of each device in a sentence."""
-    return ", ".join(f"{size(nbytes)} on {device}" for device, nbytes in sums.items())
+    parts = [f"{size(nbytes)} on {device}" for device, nbytes in sums.items()]
+    return ", ".join(parts)
 
 
 def total_nbytes(rows: Iterable[TensorRow]) -> int:
@@ -116,8 +117,10 @@ def _headline(report: TensorReport) -> str:
 def _amount(report: TensorReport) -> str:
     """Return how much there is on each device, and how much more its allocator keeps for later."""
     tensors = sum(row.tensors for row in report.by_device)
+    if not tensors and report.only:
+        return f"No live tensors on {', '.join(report.only)}"
     if not tensors:
-        return f"No live tensors on {', '.join(report.only)}" if report.only else "No live tensors"
+        return "No live tensors"
     storages = sum(row.storages for row in report.by_device)
     largest = max(row.in_rows for row in report.by_device)
     told: list[str] = []
@@ -136,13 +139,18 @@ def _amount(report: TensorReport) -> str:
 def _largest(report: TensorReport) -> Iterator[Block]:
     """Yield the table of the largest storages, and the notes of those that it shows."""
     wholes = {row.device: row.in_rows for row in report.by_device}
-    lines = fold([row for row in report.tensors if row.is_reached() or row.nbytes != 0])
+    rows = [row for row in report.tensors if row.is_reached() or row.nbytes != 0]
+    lines = fold(rows)
     limit = report.limit
     small: set[int] = set()
     if limit is not None and limit <= SHOWN and len(lines) > _FEW_LINES:
         small = _small_lines(lines, wholes)
         limit = min(limit, len(lines) - len(small))
-    lines.sort(key=lambda line: (id(line) in small, line.row.device in BUILTIN_DEVICES))
+
+    def is_last(line: Line[TensorRow]) -> tuple[bool, bool]:
+        return id(line) in small, line.row.device in BUILTIN_DEVICES
+
+    lines.sort(key=is_last)
     yield Table.of(
         lines,
         NAMED_COLUMNS,
@@ -164,7 +172,9 @@ def _small_lines(lines: Sequence[Line[TensorRow]], wholes: Mapping[str, int]) ->
     for line in lines:
         if line.nbytes < _SMALL * wholes.get(line.row.device, 0):
             small.add(id(line))
-    return small if len(small) <= len(lines) - 3 else set()
+    if len(small) > len(lines) - 3:
+        return set()
+    return small
 
 
 def _holder_of(row: TensorRow) -> str:
@@ -215,9 +225,11 @@ def _totals(report: TensorReport, by: str) -> Table:
 def _allocated(row: DeviceMemoryRow) -> Cell:
     """Return what is allocated, with a bar of what has a name, what no variable reaches, and what else it is."""
     reserved = (row.allocated or 0) + (row.cached or 0)
-    rest = (row.graph or 0) + (row.workspaces or 0) + (row.unexplained or 0)
     if not reserved:
         return Cell(size(row.allocated))
+    rest = row.graph or 0
+    rest += row.workspaces or 0
+    rest += row.unexplained or 0
     bar = (
         Segment(row.named / reserved),
         Segment(row.held / reserved, "second"),
@@ -226,29 +238,41 @@ def _allocated(row: DeviceMemoryRow) -> Cell:
     return Cell(size(row.allocated), bar)
 
 
+def _has_allocator(row: DeviceMemoryRow) -> bool:
+    return row.allocated is not None
+
+
 DEVICE_COLUMNS: tuple[Column[DeviceMemoryRow], ...] = (
     Column("Device", lambda row: row.device),
     Column("Tensors", lambda row: f"{row.tensors:,}", "right", 2),
     Column("Storages", lambda row: f"{row.storages:,}", "right", 3),
     Column("Named", lambda row: size(row.named), "right"),
     Column("No variable", lambda row: size(row.held), "right"),
-    Column("In graphs", lambda row: size(row.graph), "right", when=lambda row: row.graph),
     Column(
-        "Workspaces", lambda row: size(row.workspaces), "right", when=lambda row: row.workspaces
+        "In graphs",
+        lambda row: size(row.graph),
+        "right",
+        when=lambda row: row.graph,
+    ),
+    Column(
+        "Workspaces",
+        lambda row: size(row.workspaces),
+        "right",
+        when=lambda row: row.workspaces,
     ),
     Column(
         "Unattributed",
         lambda row: size(row.unexplained),
         "right",
-        when=lambda row: row.allocated is not None,
+        when=_has_allocator,
     ),
-    Column("Allocated", _allocated, "right", when=lambda row: row.allocated is not None),
+    Column("Allocated", _allocated, "right", when=_has_allocator),
     Column(
         "Cached",
         lambda row: size(row.cached),
         "right",
         1,
-        when=lambda row: row.allocated is not None,
+        when=_has_allocator,
     ),
     Column(
         "Others",
@@ -280,24 +304,26 @@ class Line(Generic[Row]):
     @property
     def text(self) -> str:
         """The name, and how many storages share it."""
-        if len(self.members) == 1:
+        if len(self.members) <= 1:
             return self.name
         return f"{self.name} × {len(self.members):,}"
 
 
 def fold(rows: Sequence[Row]) -> list[Line[Row]]:
     """Return the rows as lines, those of most bytes first."""
-    keys = [_fold_key(row) for row in rows]
+    keys: list[object] = [_fold_key(row) for row in rows]
     alike = Counter(keys)
     lines: dict[object, Line[Row]] = {}
-    for position, (key, row) in enumerate(zip(keys, rows, strict=True)):
+    for position, row in enumerate(rows):
+        key = keys[position]
         if row.name is None:
             pattern = holder_text(holder_pattern(row))
-            line = lines.setdefault(key, Line(row, pattern))
-        elif alike[key] > _FEW_ROWS and name_pattern(row.name) != row.name:
-            line = lines.setdefault(key, Line(row, name_pattern(row.name)))
         else:
-            line = lines.setdefault(position, Line(row, row.name))
+            pattern = name_pattern(row.name)
+            if pattern == row.name or alike[key] <= _FEW_ROWS:
+                pattern = row.name
+                key = position  # a line of its own
+        line = lines.setdefault(key, Line(row, pattern))
         line.add(row)
     return sorted(lines.values(), key=lambda line: -abs(line.nbytes))
 
@@ -340,7 +366,13 @@ def more_storages(lines: Sequence[Line[Any]]) -> str:
         return ""
     storages = sum(len(line.members) for line in lines)
     nbytes = sum(line.nbytes for line in lines)
-    return f"and {count(storages, 'more storage')}, {size(nbytes)}"
+    storages_text = count(storages, "more storage")
+    return f"and {storages_text}, {size(nbytes)}"
+
+
+def _kind_cell(line: Line[Any]) -> Cell:
+    kind = line.row.kind
+    return Cell(kind, muted=kind == "plain")
 
 
 def storage_columns(nbytes: Column[Line[Any]]) -> tuple[Column[Line[Any]], ...]:
@@ -350,15 +382,18 @@ def storage_columns(nbytes: Column[Line[Any]]) -> tuple[Column[Line[Any]], ...]:
         nbytes,
         Column("Shape", lambda line: shape_text(line.row.shape), shrinks=True),
         Column("Dtype", lambda line: line.row.dtype, priority=2),
-        Column(
-            "Kind", lambda line: Cell(line.row.kind, muted=line.row.kind == "plain"), priority=1
-        ),
+        Column("Kind", _kind_cell, priority=1),
     )
+
+
+def _size_text(line: Line[Any]) -> str:
+    is_known = line.row.nbytes is not None
+    return size(line.nbytes if is_known else None)
 
 
 SIZE = Column[Line[Any]](
     "Size",
-    lambda line: size(None if line.row.nbytes is None else line.nbytes),
+    _size_text,
     "right",
     bar=lambda line: _colour_of(line.row.kind, line),
 )

@@ -69,8 +69,13 @@ def find_holders(
             search.release()
         if not found.ways and row.holder is None:
             (row,) = scan.name_keepers([row], namespace, shell)
-    notes = tuple(_notes(row, found.ways, search.graph))
-    return WhyReport(row, tuple(found.ways), notes, found.frees, found.collects)
+    return WhyReport(
+        tensor=row,
+        ways=tuple(found.ways),
+        notes=tuple(_notes(row, found.ways, search.graph)),
+        frees=found.frees,
+        collects=found.collects,
+    )
 
 
 class _Way(NamedTuple):
@@ -158,7 +163,8 @@ def _explore_keeper(
     """Follow the variables of the installed module that keeps a storage, if one does."""
     nameless = row._replace(name=None, variable=None, holder=None)
     ours = search.containers()
-    for keeper in scan.find_keepers([nameless], namespace, shell, ours=ours).values():
+    keepers = scan.find_keepers([nameless], namespace, shell, ours=ours)
+    for keeper in keepers.values():
         modules = holders.module_roots(namespace, installed=True)
         search.graph.explore(root for root in modules if root[0] == keeper)
 
@@ -235,7 +241,11 @@ def _ways_through_graphs(
         last: Any = steps[-1].value  # a tensor, or a node of its graph that somebody keeps
         if id(last) in graph.tensors:
             step = (_GRAPH, name_of_type(type(last.grad_fn)))
-            way = replace(way, expression=way.expression + _GRAPH, steps=(*way.steps, step))
+            way = replace(
+                way,
+                expression=way.expression + _GRAPH,
+                steps=(*way.steps, step),
+            )
         yield _Way(way, None if command is None else top)
 
 
