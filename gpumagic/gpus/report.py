@@ -123,7 +123,10 @@ class GpuRow:
     nvml_index: int | None = figure("NVML index", column=Column("NVML", align="right", priority=2))
     uuid: str | None = figure("UUID", read=call("UUID"), of_instance=True)
     name: str | None = figure(
-        "", read=call("Name"), column=Column("Name", shrinks=True), of_instance=True
+        "",
+        read=call("Name"),
+        column=Column("Name", shrinks=True),
+        of_instance=True,
     )
     memory_total: int | None = figure(
         "Memory, total",
@@ -134,14 +137,26 @@ class GpuRow:
         of_instance=True,
     )
     memory_used: int | None = figure(
-        "Memory, used", size, read=MEMORY, to=lambda memory: int(memory.used), of_instance=True
+        "Memory, used",
+        size,
+        read=MEMORY,
+        to=lambda memory: int(memory.used),
+        of_instance=True,
     )
     memory_free: int | None = figure(
-        "Memory, free", size, read=MEMORY, to=lambda memory: int(memory.free), of_instance=True
+        "Memory, free",
+        size,
+        read=MEMORY,
+        to=lambda memory: int(memory.free),
+        of_instance=True,
     )
     """As the driver says, never total less used: whether "used" contains "reserved" depends on the driver."""
     memory_reserved: int | None = figure(
-        "Memory, driver's own", size, read=MEMORY, to=reserved, of_instance=True
+        "Memory, driver's own",
+        size,
+        read=MEMORY,
+        to=reserved,
+        of_instance=True,
     )
     """Bytes the driver keeps for itself (NVML v2's ``reserved``); not part of torch's "reserved"."""
     kernel_allocated: int | None = figure(

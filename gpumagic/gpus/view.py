@@ -111,9 +111,12 @@ def _who_fills(row: GpuRow) -> str:
     if largest is None or not largest.memory or largest.pid is None:
         held = size(others) if others else "the rest"
         return f"other processes hold {held}, %gpuinfo -p lists them"
-    user = f" of {largest.user}" if largest.user else ""
-    name = f" ({largest.name})" if largest.name else ""
-    return f"other processes hold {size(others)}, most of it PID {largest.pid}{user}{name}"
+    sentence = f"other processes hold {size(others)}, most of it PID {largest.pid}"
+    if largest.user:
+        sentence += f" of {largest.user}"
+    if largest.name:
+        sentence += f" ({largest.name})"
+    return sentence
 
 
 def _versions(report: GPUReport) -> str:
@@ -134,11 +137,7 @@ def _versions(report: GPUReport) -> str:
 def table_blocks(rows: Sequence[GpuRow], *, explained: bool, elsewhere: str) -> list[Block]:
     """Return the table and the sentences under it; ``explained`` if the report says why torch can use no device."""
     blocks: list[Block] = [Table.of(rows, _columns(rows), "GPUs", elsewhere=elsewhere)]
-    throttled = grouped((row.throttle_reasons, row.label) for row in rows if row.throttle_reasons)
-    for reasons, names in throttled.items():
-        verb = "is" if len(names) == 1 else "are"
-        where = f"All {len(rows)}" if len(names) == len(rows) > 2 else ", ".join(names)
-        blocks.append(Paragraph(f"{where} {verb} throttled by: {', '.join(reasons)}."))
+    blocks += _throttled(rows)
     for row in rows:
         if row.ecc_errors:
             errors = count(row.ecc_errors, "uncorrected memory error")
@@ -149,6 +148,18 @@ def table_blocks(rows: Sequence[GpuRow], *, explained: bool, elsewhere: str) -> 
     if missing:
         blocks.append(Paragraph(" ".join(missing), muted=True))
     return blocks
+
+
+def _throttled(rows: Sequence[GpuRow]) -> Iterator[Paragraph]:
+    """Yield which devices are throttled, by the reasons."""
+    throttled = grouped((row.throttle_reasons, row.label) for row in rows if row.throttle_reasons)
+    for reasons, labels in throttled.items():
+        if len(labels) == len(rows) > 2:
+            where = f"All {len(rows)}"
+        else:
+            where = ", ".join(labels)
+        verb = "is" if len(labels) == 1 else "are"
+        yield Paragraph(f"{where} {verb} throttled by: {', '.join(reasons)}.")
 
 
 def _columns(rows: Sequence[GpuRow]) -> list[Column[GpuRow]]:
@@ -199,13 +210,19 @@ def _missing_figures(rows: Sequence[GpuRow]) -> list[str]:
                 by_title.setdefault(figure.title, []).append(row.label)
     sentences = []
     for reason, by_title in missing.items():
-        titles_by_labels = grouped((tuple(labels), title) for title, labels in by_title.items())
-        parts = []
-        for labels, titles in titles_by_labels.items():
-            of_some = "" if len(labels) == len(rows) else f" of {', '.join(labels)}"
-            parts.append(", ".join(titles) + of_some)
-        sentences.append(f"{'; '.join(parts)}: {not_available(reason)}.")
+        parts = "; ".join(_of_devices(by_title, rows))
+        sentences.append(f"{parts}: {not_available(reason)}.")
     return sentences
+
+
+def _of_devices(by_title: Mapping[str, Sequence[str]], rows: Sequence[GpuRow]) -> Iterator[str]:
+    """Yield the titles of figures with the devices that lack them, where these are not all."""
+    titles_by_labels = grouped((tuple(labels), title) for title, labels in by_title.items())
+    for labels, titles in titles_by_labels.items():
+        part = ", ".join(titles)
+        if len(labels) < len(rows):
+            part += f" of {', '.join(labels)}"
+        yield part
 
 
 def _is_to_be_explained(rows: Sequence[GpuRow], row: GpuRow, name: str) -> bool:

@@ -48,16 +48,14 @@ def complete(line: str, offers: Mapping[str, Names]) -> tuple[str, list[str]]:
     parser = options.PARSERS[match[1]]
     *before, fragment = line[match.end() :].split(" ")
     before = list(filter(None, before))
-    actions: dict[str, Action] = {}
-    for action in parser._actions:
-        actions.update(dict.fromkeys(action.option_strings, action))
     option, equals, value = fragment.partition("=")
-    if equals and option in actions:
-        return value, _starting(value, _values(actions[option], offers))
-    named = actions.get(before[-1]) if before else None
-    if named is not None and named.nargs != 0:
-        fragment = fragment.rpartition(",")[2]
-        return fragment, _starting(fragment, _values(named, offers))
+    assigned = _action(parser, option)
+    if equals and assigned is not None:
+        return value, _starting(value, _values(assigned, offers))
+    waiting = _action(parser, before[-1]) if before else None
+    if waiting is not None and waiting.nargs != 0:
+        _, _, fragment = fragment.rpartition(",")
+        return fragment, _starting(fragment, _values(waiting, offers))
     if fragment.startswith("-"):
         unused = [name for name in parser.option_strings() if name not in before]
         return fragment, _starting(fragment, unused)
@@ -65,10 +63,18 @@ def complete(line: str, offers: Mapping[str, Names]) -> tuple[str, list[str]]:
     names: list[str] = []
     for action in parser._actions:
         # A word such as `on` makes no sense where the magic has a cell below it.
-        is_word = action.choices is not None
-        if not action.option_strings and not (has_cell and is_word):
+        is_refused = has_cell and action.choices is not None
+        if not action.option_strings and not is_refused:
             names += _values(action, offers)
     return fragment, _starting(fragment, names)
+
+
+def _action(parser: options.Parser, option: str) -> Action | None:
+    """Return what the parser knows of an option as it is typed; None if it has no such option."""
+    for action in parser._actions:
+        if option in action.option_strings:
+            return action
+    return None
 
 
 def _values(action: Action, offers: Mapping[str, Names]) -> Collection[str]:

@@ -144,15 +144,17 @@ def frame(columns: Mapping[str, str], rows: Sequence[Sequence[object]]) -> pd.Da
     """Return a DataFrame of columns that are given with their types; None in a column of figures is NaN."""
     import pandas as pd
 
-    if not rows:
-        empty = pd.DataFrame({name: [] for name in columns}, dtype=object)
-        figures = [name for name, kind in columns.items() if kind in _FIGURES]
-        return empty.astype(dict.fromkeys(figures, "float64"))
     values: dict[str, list[object]] = {}
+    figures = []
     for place, (name, kind) in enumerate(columns.items()):
         values[name] = [row[place] for row in rows]
         if kind in _FIGURES:
-            values[name] = [math.nan if value is None else value for value in values[name]]
+            figures.append(name)
+    if not rows:
+        empty = pd.DataFrame(values, dtype=object)
+        return empty.astype(dict.fromkeys(figures, "float64"))
+    for name in figures:
+        values[name] = [math.nan if value is None else value for value in values[name]]
     return pd.DataFrame(values)
 
 

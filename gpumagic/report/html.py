@@ -257,13 +257,15 @@ def _column(width: float, height: float, spark: str, bands: Sequence[tuple[float
     percent = max(2.0, 100 * height)
     style = f"display:inline-block;vertical-align:bottom;width:{width:.4g}%;height:{percent:.4g}%"
     if not bands or not height:
-        return f'<span style="{style};background:{COLOURS["main"]}">{spark}</span>'
-    inner = []
+        colour = COLOURS["main"]
+        return f'<span style="{style};background:{colour}">{spark}</span>'
+    inner = ""
     for share, colour in reversed(bands):
         if share:
-            band = f"display:block;height:{100 * share / height:.4g}%;background:{colour}"
-            inner.append(f'<span style="{band}"></span>')
-    return f'<span style="{style}">{spark}{"".join(inner)}</span>'
+            own_percent = 100 * share / height
+            band = f"display:block;height:{own_percent:.4g}%;background:{colour}"
+            inner += f'<span style="{band}"></span>'
+    return f'<span style="{style}">{spark}{inner}</span>'
 
 
 def _colour(part: str) -> str:

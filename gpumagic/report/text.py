@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import shutil
@@ -134,32 +133,49 @@ def _broken(line: str, width: int, digits: int) -> list[str]:
 def _sparkline(block: doc.Sparkline, width: int) -> str:
     """Return a line of blocks, one for each band too, and under the marked one an arrow with its note beside it."""
     names = _changing_bands(block)
-    indent = max((_width(name) + len(GAP) for name in names), default=0)
+    indent = 0
+    if names:
+        indent = max(map(_width, names)) + len(GAP)
     count = len(block.heights)
     columns = min(count, max(8, width - indent))
     lines = []
     for name in names:
-        band = _highest_of_parts(block.bands[name], columns)
-        drawn = "".join(map(_spark_or_blank, band, sparkline(band)))
-        lines.append(_pad(name, indent, "left") + drawn)
-    total = sparkline(_highest_of_parts(block.heights, columns))
-    lines.append(" " * indent + total)
-    mark = indent + math.ceil((block.mark + 1) * columns / count) - 1
+        label = _pad(name, indent, "left")
+        lines.append(label + _band(block.bands[name], columns))
+    heights = _highest_of_parts(block.heights, columns)
+    lines.append(" " * indent + sparkline(heights))
+    marked = math.ceil((block.mark + 1) * columns / count) - 1
     middle = indent + columns // 2
-    lines.append(_under(printable(block.note), mark, width, middle))
-    return "\n".join(line.rstrip() for line in lines)
+    lines.append(_under(printable(block.note), indent + marked, width, middle))
+    return "\n".join(map(str.rstrip, lines))
+
+
+def _band(heights: Sequence[float], columns: int) -> str:
+    """Return a band of a sparkline as blocks, and blanks where it is nothing."""
+    highest = _highest_of_parts(heights, columns)
+    return "".join(map(_spark_or_blank, highest, sparkline(highest)))
 
 
 def _changing_bands(block: doc.Sparkline) -> list[str]:
     """Return the bands that change, the highest first, where more than one does: a flat line says nothing."""
-    changing = [name for name, band in block.bands.items() if max(band) - min(band) > 1 / 16]
-    return changing[::-1] if len(changing) > 1 else []
+    changing = []
+    for name, band in block.bands.items():
+        if max(band) - min(band) > 1 / 16:
+            changing.append(name)
+    if len(changing) < 2:
+        return []
+    return changing[::-1]
 
 
 def _highest_of_parts(heights: Sequence[float], parts: int) -> list[float]:
     """Return the highest of each of so many parts of some heights, one behind the other."""
-    edges = [part * len(heights) // parts for part in range(parts + 1)]
-    return [max(heights[start:end]) for start, end in itertools.pairwise(edges)]
+    highest = []
+    start = 0
+    for part in range(1, parts + 1):
+        end = part * len(heights) // parts
+        highest.append(max(heights[start:end]))
+        start = end
+    return highest
 
 
 def _spark_or_blank(height: float, spark: str) -> str:
@@ -180,8 +196,10 @@ def _under(note: str, mark: int, width: int, middle: int) -> str:
 def _tree(tree: doc.Tree, width: int) -> str:
     """Return a line for each step, the notes one under the other."""
     branches = []
+    stem = ""
     for depth, (text, _) in enumerate(tree.steps):
-        stem = f"{'   ' * (depth - 1)}└─ " if depth else ""
+        if depth:
+            stem = "   " * (depth - 1) + "└─ "
         room = max(16, width - len(stem) - 24)
         branches.append(stem + _cut_middle(printable(text), room))
     column = max(map(len, branches)) + 2
@@ -246,15 +264,22 @@ def _table(table: doc.Table, width: int) -> str:
 
 def _in_columns(table: doc.Table, grid: _Grid, widths: Sequence[int], width: int) -> list[str]:
     titles = [column.title for column in grid.columns]
-    lines = [_row(titles, grid.columns, widths), GAP.join("─" * most for most in widths)]
+    rules = ["─" * most for most in widths]
+    lines = [_row(titles, grid.columns, widths), GAP.join(rules)]
     for row, cells in zip(grid.rows, table.rows, strict=True):
         lines.append(_row(row, grid.columns, widths))
         lines += _notes(cells, width)
-    shown = {title.strip() for title in titles}
-    left_out = [column.title for column in table.columns if column.title not in shown]
+    left_out = _left_out(table, grid)
     if left_out and table.elsewhere:
-        lines.append(_wrap(f"{', '.join(left_out)}: {table.elsewhere}.", width))
+        sentence = f"{', '.join(left_out)}: {table.elsewhere}."
+        lines.append(_wrap(sentence, width))
     return lines
+
+
+def _left_out(table: doc.Table, grid: _Grid) -> list[str]:
+    """Return the titles of the columns that the width has no room for."""
+    shown = {column.title.strip() for column in grid.columns}
+    return [column.title for column in table.columns if column.title not in shown]
 
 
 def _stacked(table: doc.Table, grid: _Grid, width: int) -> list[str]:
@@ -299,17 +324,20 @@ def _column_texts(
     column: doc.Column[Any], cells: Sequence[doc.Cell | str], *, bars: bool
 ) -> list[str]:
     """Return a column's title and texts; where there are bars, each stands behind its number, all aligned."""
-    full = [cell if isinstance(cell, doc.Cell) else doc.Cell(cell) for cell in cells]
-    originals = [column.title, *(cell.text for cell in full)]
-    texts = [truncate_middle(printable(text), MAX_WORD_LENGTH) for text in originals]
-    if not bars or not any(cell.bar for cell in full):
+    texts = [column.title]
+    drawn = [""]
+    for cell in cells:
+        texts.append(cell if isinstance(cell, str) else cell.text)
+        drawn.append("" if isinstance(cell, str) else _bar(cell))
+    texts = [truncate_middle(printable(text), MAX_WORD_LENGTH) for text in texts]
+    if not bars or not any(drawn):
         return texts
     width = max(map(_width, texts))
-    drawn = ["", *map(_bar, full)]
-    return [
-        f"{_pad(text, width, column.align)} {bar:{BAR_WIDTH}}"
-        for text, bar in zip(texts, drawn, strict=True)
-    ]
+    with_bars = []
+    for text, bar in zip(texts, drawn, strict=True):
+        number = _pad(text, width, column.align)
+        with_bars.append(f"{number} {bar:{BAR_WIDTH}}")
+    return with_bars
 
 
 _GLYPHS = {"main": "█", "second": "▓", "other": "▒"}

@@ -402,8 +402,7 @@ class WatchedCode:
         text = lines_of(self.filename)
         block = _read(text, self.line)
         code = [line.rstrip() for line in text[block.first - 1 : block.last]]
-        indents = [len(line) - len(line.lstrip()) for line in code if line]
-        indent = min(indents, default=0)
+        indent = min((_indent(line) for line in code if line), default=0)
         dedented = [line[indent:] for line in code]
         return tuple(enumerate(dedented, block.first))
 
@@ -420,6 +419,10 @@ class WatchedCode:
         if is_function_frame(frame):
             bound.update(resolve_names(frame, set(names)))
         return bound
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 class _BlockOfCode(NamedTuple):

@@ -107,7 +107,11 @@ class CellText:
     source: str
     cell: str = ""
     line: int | None = None
-    tree: ast.Module = field(default_factory=lambda: ast.Module([], []), compare=False, repr=False)
+    tree: ast.Module = field(
+        default_factory=lambda: ast.Module([], []),
+        compare=False,
+        repr=False,
+    )
 
     def nodes(self) -> Iterator[ast.AST]:
         """Yield every node of the tree."""
@@ -457,7 +461,10 @@ def expression_at(
 
 
 def _only_call(
-    code: CodeType, instruction: int, lines: Sequence[str], likely: Collection[str]
+    code: CodeType,
+    instruction: int,
+    lines: Sequence[str],
+    likely: Collection[str],
 ) -> ast.expr | None:
     line = _line_of(code, instruction)
     if line is None or line > len(lines):
