@@ -217,22 +217,28 @@ class _NumberSearch:
         What a peak saves by the step becomes less, never more, where something else begins to need most.
         """
         need = self._trials.cell_need
-        missing = need.missing if need is not None else 0
-        peaks: dict[int, int] = {}
-        for value, report in self.runs.items():
-            device = self._trials.failed_device(report)
-            if device is not None:
-                peaks[value] = device.peak
-        if self.runs[number].fits or number not in peaks or missing <= 0:
+        peaks = self._peaks()
+        if self.runs[number].fits or number not in peaks or need is None or not need.missing:
             return False
         now = self._choice.now
-        between = [peak for value, peak in peaks.items() if number < value < now]
-        if peaks[number] < peaks[now] and any(peak <= peaks[number] for peak in between):
+        peak = peaks[number]
+        peak_now = peaks[now]
+        between = [peaks[value] for value in peaks if number < value < now]
+        if peak < peak_now and between and min(between) <= peak:
             return True  # something else needs most
-        if peaks[number] > peaks[now] and 4 * number > now:
+        if peak > peak_now and 4 * number > now:
             return False  # parts, nearly all of it, beside what they are put together to
-        line = PeakLine.through((number, peaks[number]), (now, peaks[now]))
-        return peaks[now] - line.peak_at(0) < missing / 2
+        line = PeakLine.through((number, peak), (now, peak_now))
+        return peak_now - line.peak_at(0) < need.missing / 2
+
+    def _peaks(self) -> dict[int, int]:
+        """Return the peaks on the device that failed, by number."""
+        peaks: dict[int, int] = {}
+        for number, report in self.runs.items():
+            device = self._trials.failed_device(report)
+            if device is not None:
+                peaks[number] = device.peak
+        return peaks
 
     def _round_for_readers(self, value: int) -> int:
         """Return the number that a reader would take in the place of a value."""

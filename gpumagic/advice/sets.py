@@ -36,9 +36,9 @@ def _named_sets(facts: Facts, tried: Sequence[Suggestion]) -> dict[str, list[Sug
     failing.sort(key=_likelihood_in_set)
     cheap = [suggestion for suggestion in failing if suggestion.tier < DRASTIC]
     sets: dict[str, list[Suggestion]] = {}
-    for suggestions in (cheap, failing):
-        for members in _sets(facts, suggestions):
-            sets["; ".join(member.advice.title for member in members)] = members
+    for members in (*_sets(facts, cheap), *_sets(facts, failing)):
+        titles = [advice.title for advice in _advice_of(members)]
+        sets["; ".join(titles)] = members
     return sets
 
 

@@ -84,24 +84,20 @@ def _fewest(dry_run: Callable[[Ranks], DryRunReport], now: Ranks, seconds: float
     """
     deadline = time.monotonic() + seconds
     runs: dict[int, DryRunReport] = {}
-    number = now.world
     reason = ""
-    fewest: int | None = None
+    number = now.world
     with progress.counted(MOST_RUNS, "dry run") as tell:
         while number not in runs and not reason:
             tell(f"{number:,} GPUs")
             runs[number] = dry_run(Ranks(number, min(now.per_node, number)))
             reason = _obstacle(runs[number], f"on {number:,} GPUs ", is_first=len(runs) == 1)
-            fewest = min((world for world, report in runs.items() if report.fits), default=None)
-            too_few = sorted(world for world, report in runs.items() if not report.fits)
-            if fewest is not None:
-                number = _between(too_few[-1] if too_few else 0, fewest, now.per_node)
-            elif _hardly_help(runs, too_few):
-                reason = reason or f"more GPUs hardly help, up to {too_few[-1]:,}"
-            else:
-                number *= 2
-            if number not in runs and time.monotonic() > deadline:
-                reason = reason or f"{count(len(runs), 'dry run')} took more than {seconds:g} s"
+            if not reason and _more_hardly_help(runs):
+                reason = f"more GPUs hardly help, up to {number:,}"
+            number = _next_number(runs, now.per_node)
+            is_late = time.monotonic() > deadline
+            if is_late and number not in runs and not reason:
+                reason = f"{count(len(runs), 'dry run')} took more than {seconds:g} s"
+    fewest = min(_enough(runs), default=None)
     shown = runs[max(runs) if fewest is None else fewest]
     return replace(
         shown,
@@ -110,17 +106,33 @@ def _fewest(dry_run: Callable[[Ranks], DryRunReport], now: Ranks, seconds: float
     )
 
 
-def _between(too_few: int, enough: int, per_node: int) -> int:
-    """Return a number of GPUs between two, whole machines beyond one; `enough` where there is none."""
-    middle = (too_few + enough) // 2
+def _enough(runs: Mapping[int, DryRunReport]) -> list[int]:
+    """Return the numbers of GPUs with which each rank fits."""
+    return [number for number, report in runs.items() if report.fits]
+
+
+def _too_few(runs: Mapping[int, DryRunReport]) -> list[int]:
+    """Return the other numbers of GPUs that were tried, the smallest first."""
+    return sorted(number for number, report in runs.items() if not report.fits)
+
+
+def _next_number(runs: Mapping[int, DryRunReport], per_node: int) -> int:
+    """Return the number of GPUs to try next, whole machines beyond one; one that was tried where there is none."""
+    enough = _enough(runs)
+    too_few = _too_few(runs)
+    if not enough:
+        return 2 * too_few[-1]
+    most_too_few = too_few[-1] if too_few else 0
+    middle = (most_too_few + min(enough)) // 2
     if middle > per_node:
         middle -= middle % per_node
-    return middle if middle > too_few else enough
+    return middle if middle > most_too_few else min(enough)
 
 
-def _hardly_help(runs: Mapping[int, DryRunReport], too_few: list[int]) -> bool:
-    """Return whether the last step to more GPUs, of which none are enough, has not made the peak much lower."""
-    if len(too_few) < 2:
+def _more_hardly_help(runs: Mapping[int, DryRunReport]) -> bool:
+    """Return whether none are enough, and the last step to more has not made the peak much lower."""
+    too_few = _too_few(runs)
+    if _enough(runs) or len(too_few) < 2:
         return False
     before, last = (peak_of(runs[number]) for number in too_few[-2:])
     return last > (1 - PRECISION) * before
@@ -145,58 +157,92 @@ def search(
         known: whole runs that were made before.
     """
     deadline = time.monotonic() + seconds
-    runs = dict(known or {})
-    whole = set(runs)
+    search = _ValueSearch(dry_run, name, now, in_scenario, dict(known or {}))
     reason = ""
     with progress.counted(MOST_RUNS, "dry run") as tell:
-        value = next_value(runs) if now in runs else now
+        value = next_value(search.runs) if now in search.runs else now
         while value is not None and not reason:
             tell(f"{name} = {value:,}")
-            if in_scenario is None or not runs or value in runs:
-                in_one = runs.get(value)
-                report = dry_run(value)
-                whole.add(value)
-                if report.open_on or (in_one is not None and in_one.fits != report.fits):
-                    in_scenario = None  # with this value another scenario needs more
-            else:
-                report = in_scenario(value, runs[now].scenario or wire.USUAL)
-            runs[value] = report
-            if not report.exceeds_host or value == 1:  # else a smaller one may take less
-                reason = _obstacle(report, f"with {name} = {value:,} ", is_first=len(runs) == 1)
-            value = next_value(runs) or _end_to_run_whole(runs, whole, now)
+            reason = search.try_value(value)
+            value = next_value(search.runs) or search.end_to_run_whole()
             if value is not None and not reason:
-                if len(runs) == MOST_RUNS:
+                tried = len(search.runs)
+                if tried == MOST_RUNS:
                     reason = f"{MOST_RUNS} dry runs did not find it"
                 elif time.monotonic() > deadline:
-                    reason = f"{count(len(runs), 'dry run')} took more than {seconds:g} s"
-    low, high = bracket(runs)
-    if high is None:
-        reason = reason or _no_change(runs, name)
-    largest_that_fits = None if reason else low or None
-    best = largest_that_fits or (1 if high == 1 else now)
-    shown = runs[best] if best in whole else dry_run(best)
-    return replace(shown, largest=largest_that_fits, search=_record(name, now, runs, reason))
+                    reason = f"{count(tried, 'dry run')} took more than {seconds:g} s"
+    return search.result(reason)
 
 
-def _end_to_run_whole(runs: Mapping[int, DryRunReport], whole: set[int], now: int) -> int | None:
-    """Return an end of the bracket that was run in one scenario only, though others may need more; None if none was."""
-    for end in bracket(runs):
-        if end is None or end not in runs or end in whole:
-            continue
-        # Where values decide nothing there is one scenario.
-        if runs[now].scenario is not None or runs[end].scenario is not None:
-            return end
-    return None
+class _ValueSearch:
+    """The dry runs of a search for the largest value of a setting; the arguments are those of `search`."""
 
+    def __init__(
+        self,
+        dry_run: Callable[[int], DryRunReport],
+        name: str,
+        now: int,
+        in_scenario: Callable[[int, wire.Scenario], DryRunReport] | None,
+        known: dict[int, DryRunReport],
+    ) -> None:
+        self.runs = known
+        self._whole = set(known)
+        self._dry_run = dry_run
+        self._in_scenario = in_scenario
+        self._name = name
+        self._now = now
 
-def _no_change(runs: Mapping[int, DryRunReport], name: str) -> str:
-    """Return the sentence for a value that needs no more however large it is."""
-    last = max(runs)
-    sentence = f"{name} changes nothing, up to {last:,}"
-    first = next(value for value in sorted(runs) if peak_of(runs[value]) == peak_of(runs[last]))
-    if first == min(runs):
+    def try_value(self, value: int) -> str:
+        """Dry-run with a value, and return why the search cannot go on, or nothing."""
+        if self._in_scenario is None or not self.runs or value in self.runs:
+            in_one = self.runs.get(value)
+            report = self._dry_run(value)
+            self._whole.add(value)
+            if report.open_on or (in_one is not None and in_one.fits != report.fits):
+                self._in_scenario = None  # with this value another scenario needs more
+        else:
+            scenario = self.runs[self._now].scenario or wire.USUAL
+            report = self._in_scenario(value, scenario)
+        self.runs[value] = report
+        if report.exceeds_host and value > 1:
+            return ""  # a smaller one may take less
+        where = f"with {self._name} = {value:,} "
+        return _obstacle(report, where, is_first=len(self.runs) == 1)
+
+    def end_to_run_whole(self) -> int | None:
+        """Return an end of the bracket that was run in one scenario only, though others may need more; None if none."""
+        for end in bracket(self.runs):
+            if end is None or end not in self.runs or end in self._whole:
+                continue
+            # Where values decide nothing there is one scenario.
+            for report in (self.runs[self._now], self.runs[end]):
+                if report.scenario is not None:
+                    return end
+        return None
+
+    def result(self, reason: str) -> DryRunReport:
+        """Return the dry run with the largest value that fits; `reason` says why it was not found, or nothing."""
+        low, high = bracket(self.runs)
+        if high is None and not reason:
+            reason = self._no_change()
+        largest_that_fits = None if reason or not low else low
+        if largest_that_fits is not None:
+            best = largest_that_fits
+        else:
+            best = 1 if high == 1 else self._now
+        shown = self.runs[best] if best in self._whole else self._dry_run(best)
+        search = _record(self._name, self._now, self.runs, reason)
+        return replace(shown, largest=largest_that_fits, search=search)
+
+    def _no_change(self) -> str:
+        """Return the sentence for a value that needs no more however large it is."""
+        last = max(self.runs)
+        highest = peak_of(self.runs[last])
+        sentence = f"{self._name} changes nothing, up to {last:,}"
+        for value in sorted(self.runs):
+            if peak_of(self.runs[value]) == highest:
+                return sentence if value == min(self.runs) else f"beyond {value:,} {sentence}"
         return sentence
-    return f"beyond {first:,} {sentence}"
 
 
 def _record(name: str, now: int, runs: Mapping[int, DryRunReport], reason: str) -> Search:

@@ -6,7 +6,6 @@ Nothing here runs a cell: `fitting` searches for `%%dryrun --fit`, and `advice.t
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -61,8 +60,11 @@ class Bracket(NamedTuple):
 
 def bracket(runs: Runs) -> Bracket:
     """Return between which values the answer is."""
-    high = min((value for value, report in runs.items() if not report.fits), default=None)
-    below = [value for value in runs if high is None or value < high]
+    failing = [value for value, report in runs.items() if not report.fits]
+    if not failing:
+        return Bracket(max(runs), None)
+    high = min(failing)
+    below = [value for value in runs if value < high]
     return Bracket(max(below, default=0), high)
 
 
@@ -79,8 +81,9 @@ def next_value(runs: Runs) -> int | None:
 
 def _next_larger(runs: Runs, low: int) -> int | None:
     """Return the value to try next where all fit so far; None where the last three have the same peak."""
-    last_peaks = [peak_of(runs[value]) for value in sorted(runs)[-3:]]
-    if len(last_peaks) == 3 and len(set(last_peaks)) == 1:
+    largest = sorted(runs)[-3:]
+    peaks = {peak_of(runs[value]) for value in largest}
+    if len(largest) == 3 and len(peaks) == 1:
         return None
     furthest = _FURTHER * low
     guess = furthest
@@ -100,8 +103,10 @@ def _next_between(runs: Runs, low: int, high: int) -> int:
     if peak_of(runs[high]) <= room:
         return middle  # what is free lies in pieces, of which no line tells
     is_wide = 2 * high > 3 * low
-    if is_wide and len(runs) > _MANY_RUNS and len(runs) % 2:
-        return max(low + 1, math.isqrt(low * high) if low else high // 4)
+    is_turn_of_halving = len(runs) > _MANY_RUNS and len(runs) % 2 == 1
+    if is_wide and is_turn_of_halving:
+        halved = math.isqrt(low * high) if low else high // 4
+        return max(low + 1, halved)
     lowest = next_worth_a_run(low)
     if next_worth_a_run(lowest) >= high:
         return middle
@@ -153,11 +158,13 @@ def _interpolated_limit(runs: Runs, low: int, high: int | None) -> float | None:
 def _nearest_to_answer(runs: Runs, low: int, high: int | None) -> list[int]:
     """Return the values nearest to the answer, in turn from below and above it, that tell of the device's memory."""
     below = sorted((value for value in runs if value <= low), reverse=True)
-    above = []
+    above: list[int] = []
     if high is not None:
         above = sorted(value for value in runs if value >= high)
-    in_turn = itertools.chain.from_iterable(itertools.zip_longest(below[:2], above[:2]))
-    nearest = [value for value in in_turn if value is not None]
+    nearest: list[int] = []
+    for rank in range(2):
+        for side in (below, above):
+            nearest += side[rank : rank + 1]
     return [value for value in nearest if not runs[value].exceeds_host]
 
 
