@@ -23,8 +23,8 @@ PYTHONS = {
     "_actions", "_format_action_invocation", "_format_args",
 }  # fmt: skip
 IPYTHONS = {"_showtraceback"}
-LIBRARIES = {"_closed", "_engines", "_mux_stream", "_streamed_errors", "_shared_state"}
-"""Of ipyparallel, and of accelerate."""
+LIBRARIES = {"_closed", "_engines", "_mux_stream", "_streamed_errors", "_shared_state", "_mgr"}
+"""Of ipyparallel, accelerate and pandas."""
 
 
 def is_private(name: str) -> bool:

@@ -23,13 +23,13 @@ OF_DRY_RUNS = (
     torch_private.IS_FUNCTIONAL,
     torch_private.BACKENDS_IN_PYTHON,
 )
-OF_OLDER_TORCH = (
-    torch_private.DEVICE_STATE,
-    torch_private.PUSH_MODE,
-    torch_private.POP_MODE,
-    torch_private.KEYS_AFTER,
-    torch_private.SKIP_CODE,
-)
+NOT_NEEDED_SINCE = {
+    torch_private.DEVICE_STATE: (2, 11),
+    torch_private.PUSH_MODE: (2, 11),
+    torch_private.POP_MODE: (2, 11),
+    torch_private.KEYS_AFTER: (2, 9),
+}
+"""The first torch with which nothing is recorded by these."""
 NAMES = [name for name in torch_private.NAMES if name.is_there()]
 
 
@@ -42,7 +42,7 @@ def forks() -> Iterator[Forks]:
 
 def told_without(forks: Forks, name: PrivateName | None) -> dict[str, Any]:
     cells = [*ALL, "oomguard"]
-    if name in OF_DRY_RUNS:
+    if name in OF_DRY_RUNS and torch_private.BACKENDS_IN_PYTHON.is_there():
         cells.append("dryrun")
     path = "" if name is None else name.path
     told: dict[str, Any] = forks.run(
@@ -79,7 +79,8 @@ def test_without_one_name_each_cell_runs_and_each_report_comes(
     check_that_all_is_told(told)
     for magic in name.reports:
         assert name.missing() in str(told["notes"][NOTED_IN[magic]])
-    is_recorded = name.without != torch_private.UNRECORDED or name in OF_OLDER_TORCH
+    is_old = name in NOT_NEEDED_SINCE and torch.__version__ >= NOT_NEEDED_SINCE[name]
+    is_recorded = is_old or name.without != torch_private.UNRECORDED
     assert bool(told["moves"]) is is_recorded
     assert told["unrecorded"] == ("" if is_recorded else name.missing())
     if not is_recorded:
