@@ -103,12 +103,15 @@ def answer(request: str, arguments: Mapping[str, Any], version: str) -> dict[str
     here = _compat.installed_version()
     if here != version:
         return {"state": "other version", "detail": f"gpumagic {here} there, {_same(version)}"}
-    origin = current_origin()
+    fields: dict[str, Any] = {"origin": current_origin()}
     try:
-        report = globals()[f"answer_{request}"](**arguments)
+        fields["report"] = globals()[f"answer_{request}"](**arguments)
     except Exception as error:  # reported by the client
-        return {"origin": origin, "state": "failed", "detail": f"{type(error).__name__}: {error}"}
-    return {"origin": origin, "report": report}
+        fields["state"] = "failed"
+        fields["detail"] = f"{type(error).__name__}: {error}"
+        if isinstance(error, DeviceNotFound):
+            fields["no_device"] = str(error)
+    return fields
 
 
 def _same(version: str) -> str:
@@ -233,8 +236,6 @@ def _check_options(magic: str, options: Namespace, alternative: str) -> None:
 
 # ---- Line magics
 
-_NO_DEVICE = "DeviceNotFound: "
-
 
 def of_line(magic: str, options: Namespace, timeout: float) -> ClusterReport:
     """Return the report of all engines that a line with `--engines` asks for; one that is late is listed as such.
@@ -250,9 +251,8 @@ def of_line(magic: str, options: Namespace, timeout: float) -> ClusterReport:
         arguments = {"processes": options.processes, "everything": options.all}
     client, engines = connect(options.engines)
     answers = ask(client, engines, timeout, magic, names=options.devices, **arguments)
-    if answers and all(answer.detail.startswith(_NO_DEVICE) for answer in answers):
-        # The line itself is wrong
-        raise DeviceNotFound(f"on the engines: {answers[0].detail.removeprefix(_NO_DEVICE)}")
+    if answers and all(answer.no_device for answer in answers):  # the line itself is wrong
+        raise DeviceNotFound(f"on the engines: {answers[0].no_device}")
     return ClusterReport(magic, tuple(answers))
 
 

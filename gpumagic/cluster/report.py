@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gpumagic.errors import OptionError
 from gpumagic.gpus.report import GPUReport, GpuRow
 from gpumagic.oom.report import OomReport
-from gpumagic.report.base import Origin, Report, columns_of, frame, grouped
+from gpumagic.report.base import Origin, Report, columns_of, frame
 from gpumagic.tensors.report import TensorReport
 from gpumagic.transfers.report import TransferReport
 
@@ -39,6 +39,8 @@ class EngineAnswer:
     after a cell also ``"out of memory"``, ``"raised"`` or ``"interrupted"``."""
     detail: str = ""
     """More about the state, with the remedy."""
+    no_device: str = ""
+    """What it answers where it has no such device, with those that it has."""
     report: Any = None
     """Its report, or the result of another request."""
 
@@ -169,11 +171,18 @@ def shared_gpus(report: ClusterReport) -> list[SharedGpu]:
 
 def engine_ranges(answers: Iterable[EngineAnswer]) -> str:
     """Return ``"0-3, 7"``, and after it the names of those that have no number."""
-    engines = [answer.engine for answer in answers]
-    numbers = sorted({engine for engine in engines if isinstance(engine, int)})
-    names = [engine for engine in engines if isinstance(engine, str)]
-    ranges: list[str] = []
-    # In a run of consecutive numbers each is as far ahead of its place
-    for span in grouped((number - place, number) for place, number in enumerate(numbers)).values():
-        ranges.append(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}")
+    numbers: set[int] = set()
+    names: list[str] = []
+    for answer in answers:
+        if isinstance(answer.engine, int):
+            numbers.add(answer.engine)
+        else:
+            names.append(answer.engine)
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    ranges = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return ", ".join([*ranges, *names])

@@ -115,15 +115,21 @@ def _tensors_headline(reporting: Sequence[Said]) -> str:
     fullest = max(reporting, key=lambda engine: engine.nbytes)
     others = len(reporting) - 1
     if others and fullest.nbytes > UNEVEN * (whole - fullest.nbytes) / others:
-        sentence = f"Engine {fullest.answer.engine} holds most: {size_of(fullest.nbytes, whole)}"
-        largest = next(iter(fold(fullest.answer.report.tensors)), None)
-        if largest is not None and largest.nbytes > fullest.nbytes / 2:
-            sentence += f", mostly {largest.text}"
-        return sentence
+        return _fullest_headline(fullest, whole)
     tensors = 0
     for engine in reporting:
         tensors += sum(row.tensors for row in engine.answer.report.by_device)
-    return f"{count(tensors, 'tensor')}, {size(whole)}" if tensors else "No live tensors"
+    if not tensors:
+        return "No live tensors"
+    return f"{count(tensors, 'tensor')}, {size(whole)}"
+
+
+def _fullest_headline(fullest: Said, whole: int) -> str:
+    sentence = f"Engine {fullest.answer.engine} holds most: {size_of(fullest.nbytes, whole)}"
+    largest = next(iter(fold(fullest.answer.report.tensors)), None)
+    if largest is not None and largest.nbytes > fullest.nbytes / 2:
+        sentence += f", mostly {largest.text}"
+    return sentence
 
 
 def _engines(report: ClusterReport) -> str:
