@@ -30,7 +30,7 @@ UNEVEN = 2
 """Times what the other engines hold on average, from which one of them holds most."""
 
 
-class Said(NamedTuple):
+class EngineLine(NamedTuple):
     """An engine with the first line of its report and the bytes in its tensors; or with its state and what to do."""
 
     answer: EngineAnswer
@@ -42,19 +42,18 @@ class Said(NamedTuple):
 def view_engines(report: ClusterReport) -> doc.Document:
     """Return what all engines say together, a row for each GPU or for engines that say the same, and their reports."""
     gpus = shared_gpus(report)
-    said = [_said(answer) for answer in report.engines]
-    reporting = [engine for engine in said if isinstance(engine.answer.report, Report)]
+    lines = [_engine_line(answer) for answer in report.engines]
+    reporting = [line for line in lines if isinstance(line.answer.report, Report)]
     blocks: list[doc.Block] = [
         doc.Heading(_headline(report, reporting, gpus)),
         doc.Paragraph(_engines(report), muted=True),
     ]
     if gpus:
         blocks.append(_gpu_table(gpus))
-        said = [
-            engine for engine in said if engine.answer.report is None or engine.answer.report.cause
-        ]
-    if said:
-        blocks.append(_table(said))
+        # An engine whose GPUs are in the table has no line of its own.
+        lines = [line for line in lines if line.answer.report is None or line.answer.report.cause]
+    if lines:
+        blocks.append(_table(lines))
     reports: list[doc.Block] = []
     for engine in reporting[:MAX_REPORTS]:
         own = to_document(engine.answer.report).blocks[1:]
@@ -71,18 +70,20 @@ def _asks_for_all(report: Any) -> bool:
     return any(getattr(report, name, None) for name in ASKED)
 
 
-def _said(answer: EngineAnswer) -> Said:
+def _engine_line(answer: EngineAnswer) -> EngineLine:
     report = answer.report
     if not isinstance(report, Report):
-        return Said(answer, answer.state)
+        return EngineLine(answer, answer.state)
     if isinstance(report, GPUReport):  # of a thousand engines, whose tables take their time
-        return Said(answer, headline(report.devices, report.cause))
+        return EngineLine(answer, headline(report.devices, report.cause))
     headings = [block for block in to_document(report).blocks if isinstance(block, doc.Heading)]
     first = headings[0].text if headings else ""
-    return Said(answer, first, sum(row.in_rows for row in getattr(report, "by_device", ())))
+    return EngineLine(answer, first, sum(row.in_rows for row in getattr(report, "by_device", ())))
 
 
-def _headline(report: ClusterReport, reporting: Sequence[Said], gpus: Sequence[SharedGpu]) -> str:
+def _headline(
+    report: ClusterReport, reporting: Sequence[EngineLine], gpus: Sequence[SharedGpu]
+) -> str:
     """Return which GPU has most room, which engine holds most in tensors, or what most engines say."""
     if not reporting:
         return "No engine ran out of memory" if report.magic == "oomguard" else "No answer"
@@ -109,7 +110,7 @@ def _named_with_host(gpus: Sequence[SharedGpu]) -> list[GpuRow]:
     return rows
 
 
-def _tensors_headline(reporting: Sequence[Said]) -> str:
+def _tensors_headline(reporting: Sequence[EngineLine]) -> str:
     """Return which engine holds most in tensors, if one does, else what all hold."""
     whole = sum(engine.nbytes for engine in reporting)
     fullest = max(reporting, key=lambda engine: engine.nbytes)
@@ -124,7 +125,7 @@ def _tensors_headline(reporting: Sequence[Said]) -> str:
     return f"{count(tensors, 'tensor')}, {size(whole)}"
 
 
-def _fullest_headline(fullest: Said, whole: int) -> str:
+def _fullest_headline(fullest: EngineLine, whole: int) -> str:
     sentence = f"Engine {fullest.answer.engine} holds most: {size_of(fullest.nbytes, whole)}"
     largest = next(iter(fold(fullest.answer.report.tensors)), None)
     if largest is not None and largest.nbytes > fullest.nbytes / 2:
@@ -143,11 +144,11 @@ def _engines(report: ClusterReport) -> str:
     return f"{number} on {where}"
 
 
-def _most(alike: Sequence[Said]) -> int:
+def _most(alike: Sequence[EngineLine]) -> int:
     return max(engine.nbytes for engine in alike)
 
 
-SAID_COLUMNS: tuple[Column[list[Said]], ...] = (
+LINE_COLUMNS: tuple[Column[list[EngineLine]], ...] = (
     Column("Engine", lambda alike: engine_ranges(engine.answer for engine in alike), shrinks=True),
     Column("In tensors", lambda alike: size(_most(alike)), "right", bar=_most, when=_most),
     Column(
@@ -161,11 +162,11 @@ SAID_COLUMNS: tuple[Column[list[Said]], ...] = (
 )
 
 
-def _table(said: Sequence[Said]) -> Table:
+def _table(lines: Sequence[EngineLine]) -> Table:
     """Return a row for the engines that say the same, those with the most in tensors first."""
-    alike = grouped(((engine.headline, engine.answer.detail), engine) for engine in said)
+    alike = grouped(((engine.headline, engine.answer.detail), engine) for engine in lines)
     rows = sorted(alike.values(), key=_most, reverse=True)
-    return Table.of(rows, SAID_COLUMNS, "Each engine", limit=MAX_ROWS, rest="row")
+    return Table.of(rows, LINE_COLUMNS, "Each engine", limit=MAX_ROWS, rest="row")
 
 
 GPU_TITLES = {"Name": "Name", "Memory": "Memory", "This kernel": "Engines' part", "Util": "Util"}

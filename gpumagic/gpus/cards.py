@@ -47,8 +47,10 @@ class NvmlSnapshot:
         return list(by_index.values())
 
 
-SPLIT, ONE_INSTANCE = "split into MIG instances", "CUDA uses one MIG instance a process"
-"""Why torch has no name for a card in MIG mode, whose instances CUDA uses, and for an instance."""
+SPLIT = "split into MIG instances"
+"""Why torch has no name for a card in MIG mode, whose instances CUDA uses."""
+ONE_INSTANCE = "CUDA uses one MIG instance a process"
+"""Why torch has no name for an instance."""
 
 
 def read_cards() -> NvmlSnapshot | NvmlFailure:
@@ -188,7 +190,8 @@ INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 """Linux's fixed number of the host's own pid namespace (PROC_PID_INIT_INO)."""
 CUDA_FILES = ("/dev/nvidia-uvm", "/dev/dxg")
 """Opened by CUDA and not by NVML; the second is WSL's."""
-HIDDEN_BY_CONTAINER, ESTIMATED = "this container hides whose they are", "estimated"
+HIDDEN_BY_CONTAINER = "this container hides whose they are"
+ESTIMATED = "estimated"
 WSL = Path("/dev/dxg")
 
 

@@ -25,7 +25,8 @@ from gpumagic.memory import allocator
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
 
-_WATCH, _CELLS = "gpumagic_watch", "gpumagic_each_cell"
+_WATCH = "gpumagic_watch"
+_CELLS = "gpumagic_each_cell"
 
 
 class GpuWatch:

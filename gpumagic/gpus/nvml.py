@@ -28,7 +28,8 @@ T = TypeVar("T")
 
 # The codes are NVML's ABI. They are written out because the binding's exceptions define __eq__ without __hash__, and
 # so can neither be put into a set nor be compared.
-UNINITIALIZED, FUNCTION_NOT_FOUND = 1, 13
+UNINITIALIZED = 1
+FUNCTION_NOT_FOUND = 13
 _PROBLEMS = {
     4: "no permission",
     9: "no driver",

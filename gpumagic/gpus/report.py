@@ -57,7 +57,10 @@ def figure(label: str, show: Callable[..., str] = str, **declared: Any) -> Any:
 
 
 # Numbers of NVML's ABI that the declarations use.
-CORE_SENSOR, SM_CLOCK, UNCORRECTED, SINCE_LOADED = 0, 1, 1, 0
+CORE_SENSOR = 0
+SM_CLOCK = 1
+UNCORRECTED = 1
+SINCE_LOADED = 0
 MEMORY = (*call("MemoryInfo", 0x2000028), *call("MemoryInfo"))
 """Version 2 of the struct has what the driver reserves apart. The old form is tried after any error: version 2 fails on
 WSL where the old one works, and gpustat replaces the getter by one that takes no version."""

@@ -35,7 +35,10 @@ class FirstBindings:
 def first_bindings(tree: ast.AST) -> FirstBindings:
     """Return the variables that code binds before it reads them."""
     uses = _Uses()
-    uses.visit(tree)
+    try:
+        uses.visit(tree)
+    except RecursionError:  # a sum of a thousand terms is nested as deep
+        return FirstBindings()
     return FirstBindings(
         frozenset(name for name, use in uses.first.items() if use is _Use.CERTAIN_BINDING),
         dict(uses.in_blocks),

@@ -249,7 +249,8 @@ def _typed(line: str, *, is_first: bool, is_last: bool) -> list[str]:
     match = _CALL.fullmatch(line)
     if match is None:
         return [line]
-    before, method = match[1], match[2]
+    before = match[1]
+    method = match[2]
     try:
         arguments: tuple[str, ...] = ast.literal_eval(f"({match[3]},)")
     except (SyntaxError, ValueError):

@@ -340,7 +340,8 @@ _MAGIC = re.compile(r"^(\s*)([\w.,\s]+=\s*)?(?:[%!].*|[%\w.*]+\?+)$")
 
 def _as_python(match: re.Match[str]) -> str:
     """Return a statement in the place of a magic, a command or a question for help; none where a block needs none."""
-    indent, target = match[1], match[2]
+    indent = match[1]
+    target = match[2]
     if target:
         return f"{indent}{target}None"
     return f"{indent}pass" if indent else ""

@@ -164,6 +164,12 @@ def test_a_magic_reads_what_its_code_names(magic: str) -> None:
     assert "model" in cell.reads
 
 
+def test_of_code_that_is_nested_too_deep_nothing_is_certain() -> None:
+    cell = cell_code.read_cell(f"model = {' + '.join(['1'] * 2000)}")
+    assert cell is not None
+    assert cell.bound_first == frozenset()
+
+
 LOOP = "n = 0\nfor x in data:\n    model = make(x)\n    model(n)\nmodel(1)"
 
 
