@@ -100,16 +100,17 @@ class _Referrers:
     """All that refers to some tensors, directly or indirectly, as far as it was followed."""
 
     def __init__(self, tensors: list[Any], ours: Iterable[object]) -> None:
-        self.objects: dict[int, object] = {id(tensor): tensor for tensor in tensors}
+        self.objects: dict[int, object] = dict(zip(map(id, tensors), tensors, strict=True))
         """By their `id`."""
         self._referrers: dict[int, list[int]] = {}
         self._open: dict[int, Holder | None] = {}
         """Objects of which it is not known what refers to them, with the installed module that they belong to."""
         # From the caller on: a frame that is its own variable would live on, with its callers.
         running = frames.stack(sys._getframe(1))
-        self._ours = {id(self.objects), id(sys._getframe())}
-        self._ours.update(map(id, ours))
+        self._ours = set(map(id, ours))
         self._ours.update(map(id, running))
+        self._ours.add(id(sys._getframe()))
+        self._ours.add(id(self.objects))
         self._follow(tensors)
 
     def _follow(self, tensors: list[Any]) -> None:

@@ -239,7 +239,8 @@ _MAX_PATHS = 8
 @document_of.register(WhyReport)
 def view_why(report: WhyReport) -> Document:
     """Return the document of one tensor's holders: what frees it, what it is, and a tree for each of them."""
-    blocks: list[Block] = [Heading(_why(report)), Paragraph(_what(report.tensor), muted=True)]
+    what = _what(report.tensor)
+    blocks: list[Block] = [Heading(_why(report)), Paragraph(what, muted=True)]
     blocks += [Tree(way.steps) for way in report.ways[:_MAX_PATHS]]
     rest = more(len(report.ways) - _MAX_PATHS, "holder")
     if rest:
@@ -255,10 +256,13 @@ def view_why(report: WhyReport) -> Document:
 
 def _what(row: TensorRow) -> str:
     """Return what a tensor is."""
-    name = row.name or holder_text(row.place or row.holder)
-    place = f"{size(row.nbytes)} on {row.device}"
-    form = f"{shape_text(row.shape)} {row.dtype}"
-    return f"{name}: {place}, {form}, {row.kind}"
+    name = row.name
+    if name is None:
+        name = holder_text(row.place or row.holder)
+    nbytes = size(row.nbytes)
+    shape = shape_text(row.shape)
+    place = f"{nbytes} on {row.device}"
+    return f"{name}: {place}, {shape} {row.dtype}, {row.kind}"
 
 
 def _why(report: WhyReport) -> str:
