@@ -327,7 +327,7 @@ LARGE_ONES = "a = torch.ones(1024, 1024)\n"
 
 def test_data_of_which_a_loop_takes_parts_stay_on_the_host() -> None:
     code = "x = x.to('cuda')\nx = x[order]\nfor i in range(0, len(x), 8):\n    net(x[i : i + 8]).sum().backward()"
-    (advice,) = collected.stays(
+    (advice,) = collected.data_taken_in_parts(
         facts(code, 1, tensors={"x": TensorFact((64, 4), "float32", 4 * MIB, "cpu")})
     )
     assert edited(code, advice) == (
@@ -458,9 +458,11 @@ def test_a_list_that_is_joined_is_collected_in_the_hosts_memory_with_or_without_
 
 
 def test_copies_of_a_model_go_to_the_host_once() -> None:
-    (advice,) = collected.listed(facts("averages = [copy.deepcopy(net) for _ in range(3)]", 1))
+    (advice,) = collected.comprehension(
+        facts("averages = [copy.deepcopy(net) for _ in range(3)]", 1)
+    )
     assert advice.edit == "averages = [copy.deepcopy(net).cpu() for _ in range(3)]"
-    assert not list(collected.listed(facts(advice.edit, 1)))
+    assert not list(collected.comprehension(facts(advice.edit, 1)))
 
 
 def test_what_helps_an_optimizers_step_comes_in_the_order_of_what_it_changes() -> None:

@@ -435,7 +435,7 @@ def test_a_list_that_fills_the_device_has_a_first_suggestion_that_fits(report_of
 
 def test_what_a_dict_is_made_of_is_collected_in_the_hosts_memory() -> None:
     code = "feats = {k: net(v.to(device)) for k, v in shots.items()}"
-    (advice,) = collected.listed(of_cell(PIECES, code, 1))
+    (advice,) = collected.comprehension(of_cell(PIECES, code, 1))
     assert advice.edit == "feats = {k: net(v.to(device)).cpu() for k, v in shots.items()}"
 
 
@@ -453,7 +453,9 @@ def test_ctrl_c_between_two_dry_runs_leaves_the_report(report_of, monkeypatch) -
         os.kill(os.getpid(), signal.SIGINT)
         yield from ()
 
-    monkeypatch.setattr(advising, "TIERS", ((interrupting, collected.listed), (), (), (), (), ()))
+    monkeypatch.setattr(
+        advising, "TIERS", ((interrupting, collected.comprehension), (), (), (), (), ())
+    )
     report = report_of(CHUNKS)
     assert report.need is not None
     assert [each.covers for each in report.advice] == [None]

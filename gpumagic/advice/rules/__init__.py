@@ -22,5 +22,6 @@ saves is for the dry runs to tell: no rule estimates.
     regions.py      where the work is in a cell's code: the forward pass, the loop around a line, calls of models
     patterns.py     expressions recognised by example: whether code computes what a pattern says
     inlining.py     what several statements compute, as one expression
+    additions.py    what loops and functions add to variables
     row_reader.py   what the rows of an expression are computed from
 """

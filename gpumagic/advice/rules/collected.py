@@ -3,162 +3,297 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from gpumagic.advice.facts import Collection, Facts
-from gpumagic.advice.records import FREE, Advice
-from gpumagic.advice.rules.patterns import match_pattern
-from gpumagic.advice.rules.proposal import propose
-from gpumagic.advice.rules.regions import (
-    bound_in,
-    bracketed,
-    called_models,
-    does,
-    failed,
-    loop_around,
+from gpumagic.advice.records import FREE, Advice, NoCost
+from gpumagic.advice.rules.additions import (
+    NOT_ON_DEVICE,
+    Addition,
+    additions,
+    innermost_blocks,
+    root,
 )
+from gpumagic.advice.rules.proposal import propose
+from gpumagic.advice.rules.regions import bracketed, does, failed, loop_around
 from gpumagic.report.units import LARGE, count, size
-from gpumagic.source.text import CellText, Change, called_name, names_in
+from gpumagic.source.text import CellText, Change, called_name, last_line, names_in
 
 
 def growing(facts: Facts) -> str:
     """Return what grows with every pass of a loop, as a sentence; empty where nothing is known to."""
-    leaks = (
-        evidence for _, target, _ in _additions(facts) if (evidence := _with_graphs(facts, target))
-    )
-    return next((f"A leak: {evidence}." for evidence in leaks), "")
+    for addition in additions(facts):
+        evidence = _graphs_of(facts, addition.target)
+        if evidence:
+            return f"A leak: {evidence}."
+    return ""
 
 
-def _with_graphs(facts: Facts, target: str) -> str:
+def _graphs_of(facts: Facts, target: str) -> str:
     """Return what is known of the graphs that a variable of a loop collects; empty where it collects none."""
-    held, total = facts.frames.collections.get(target), facts.frames.tensors.get(target)
-    if held is not None and held.graphs:
-        return f"{held.place or target} holds {count(held.graphs, 'tensor')} with a graph, one more in every pass"
-    return (
-        f"{target} has a graph that grows in every pass of the loop"
-        if total is not None and total.has_graph
-        else ""
-    )
+    collection = facts.frames.collections.get(target)
+    total = facts.frames.tensors.get(target)
+    if collection is not None and collection.graphs:
+        tensors = count(collection.graphs, "tensor")
+        return f"{collection.place or target} holds {tensors} with a graph, one more in every pass"
+    if total is not None and total.has_graph:
+        return f"{target} has a graph that grows in every pass of the loop"
+    return ""
 
 
 def graphs(facts: Facts) -> Iterator[Advice]:
     """Add up numbers, not tensors that drag their graphs along."""
-    for text, target, values in _additions(facts):
-        evidence = _with_graphs(facts, target)
-        if not evidence or _is_differentiated(facts, text, values):
+    for addition in additions(facts):
+        evidence = _graphs_of(facts, addition.target)
+        if not evidence or _is_differentiated(facts, addition):
             continue
-        held, total = facts.frames.collections.get(target), facts.frames.tensors.get(target)
-        is_number = (
-            held.is_of_numbers
-            if held is not None and held.graphs
-            else total is not None and not total.shape
+        text = addition.text
+        values = _values_with_graphs(facts, addition)
+        if not values:
+            continue
+        listed = ", ".join(map(text.code, values))
+        its = "their autograd graphs" if len(values) > 1 else "its autograd graph"
+        method = ".detach()"
+        cost: str | NoCost = FREE
+        if _is_number(facts, addition.target):
+            method = ".item()"
+            cost = "a sync in each pass, for the number"
+        yield propose(
+            f"Collect {listed} without {its}",
+            text=text,
+            evidence=evidence,
+            cost=cost,
+            changes=[text.replace(value, bracketed(text, value) + method) for value in values],
         )
-        known = [(value, facts.frames.tensors.get(text.code(value))) for value in values]
-        kept = [value for value, fact in known if not values[1:] or fact is None or fact.has_graph]
-        if kept:
-            yield propose(
-                f"Collect {', '.join(map(text.code, kept))} without "
-                f"{'their autograd graphs' if kept[1:] else 'its autograd graph'}",
-                text=text,
-                evidence=evidence,
-                cost="a sync in each pass, for the number" if is_number else FREE,
-                changes=[
-                    text.replace(
-                        value, f"{bracketed(text, value)}.{'item' if is_number else 'detach'}()"
-                    )
-                    for value in kept
-                ],
-            )
 
 
-def _is_differentiated(facts: Facts, text: CellText, values: Sequence[ast.expr]) -> bool:
+def _is_number(facts: Facts, target: str) -> bool:
+    """Return whether a variable adds up numbers, or collects them."""
+    collection = facts.frames.collections.get(target)
+    if collection is not None and collection.graphs:
+        return collection.is_of_numbers
+    total = facts.frames.tensors.get(target)
+    return total is not None and not total.shape
+
+
+def _values_with_graphs(facts: Facts, addition: Addition) -> list[ast.expr]:
+    """Return those of several values that may have a graph; a single one has."""
+    if len(addition.values) == 1:
+        return list(addition.values)
+    values = list[ast.expr]()
+    for value in addition.values:
+        tensor = facts.frames.tensors.get(addition.text.code(value))
+        if tensor is None or tensor.has_graph:
+            values.append(value)
+    return values
+
+
+def _is_differentiated(facts: Facts, addition: Addition) -> bool:
     """Return whether gradients may be computed of what is collected: below the loop, or by who calls the function."""
-    functions = [each for each in text.nodes() if isinstance(each, ast.FunctionDef)]
-    around = [each for each in functions if any(node is values[0] for node in ast.walk(each))]
-    if facts.frames.trains and around and not any(does(each, "backward") for each in around):
-        return True
-    end = (loop_around(text, values[0].lineno) or values[0]).end_lineno or 0
-    return any(
-        called_name(each) in ("backward", "grad") and each.lineno > end
-        for each in text.expressions()
-    )
+    value = addition.values[0]
+    text = addition.text
+    if facts.frames.trains:
+        around = [node for node in text.nodes() if _is_function_around(node, value)]
+        if around and not any(does(function, "backward") for function in around):
+            return True
+    end = last_line(loop_around(text, value.lineno) or value)
+    below = [node for node in text.expressions() if node.lineno > end]
+    return any(called_name(node) in ("backward", "grad") for node in below)
+
+
+def _is_function_around(node: ast.AST, inner: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef) and inner in ast.walk(node)
+
+
+@dataclass(frozen=True, slots=True)
+class Collecting:
+    """A variable that collects tensors on the device, and the code of one text that adds to it."""
+
+    target: str
+    text: CellText
+    collection: Collection
+    is_tensor: bool
+    """Whether it is one tensor, which gets longer."""
+    values: Sequence[ast.expr]
+    """What is added; nothing where the notebook has it, and the text only reads it."""
+
+    @property
+    def place(self) -> str:
+        """What to call it."""
+        return self.collection.place or self.target
 
 
 def results(facts: Facts) -> Iterator[Advice]:
     """Collect results in the host's memory."""
-    added: dict[tuple[str, str], tuple[CellText, list[ast.expr]]] = {}
-    for text, target, values in _additions(facts):
-        added.setdefault((target, text.cell), (text, []))[1].extend(values)
-    known = {target for target, _ in added}
-    others = [
-        each for each in facts.frames.collections if each not in known and _is_there(facts, each)
-    ]
-    added |= {(target, text.cell): (text, []) for target in others for text in facts.frames.texts}
-    for (target, _), (text, values) in added.items():
-        held, longer = facts.frames.collections.get(target), facts.frames.tensors.get(target)
-        held = (
-            Collection(1, longer.nbytes, longer.has_graph)
-            if longer is not None and values[1:]
-            else held
-        )
-        if (
-            held is None
-            or held.nbytes < LARGE
-            or held.member == "optimizer"
-            or (held.graphs and held.is_of_numbers)
-        ):
+    for collecting in _collecting(facts):
+        joins = Joins()
+        if not collecting.is_tensor:
+            joins = joins_of(collecting.text, root(collecting.target))
+        if not collecting.values and not joins.inside:
             continue
-        place, (inside, after) = (
-            held.place or target,
-            _joined(text, _root(target)) if longer is None else ([], []),
-        )
-        # What is made of it on the device may want the graphs
-        for joined in [[*inside, *after], inside] if after else [inside]:
-            if (not values and not inside) or (held.graphs and joined):
-                continue
-            to_host, without = (
-                (".detach().cpu()", ", without graphs") if held.graphs else (".cpu()", "")
+        if joins.after:  # what is made of it on the device may want the graphs
+            yield from _on_the_host(
+                facts, collecting, [*joins.inside, *joins.after], " until it is joined"
             )
-            yield propose(
-                f"{'Collect' if values else 'Keep'} {place} in the host's memory{without}"
-                + (" until it is joined" if joined is not inside else ""),
-                text=text,
-                frees=None
-                if values
-                else held.nbytes,  # of what grows, no more than the beginning is there
-                changes=[
-                    *(
-                        text.replace(value, f"{bracketed(text, value)}{to_host}")
-                        for value in values
-                    ),
-                    *(text.append(call, f'.to("{facts.event.device}")') for call in joined),
-                ],
-                first=_moved(place, held)
-                if _is_there(facts, target) and not (longer or held.graphs)
-                else None,
-                evidence=f"{place} holds {count(held.tensors, 'tensor')} with {size(held.nbytes)}"
-                + (", more with every pass" if values and id(values[0]) in _blocks(text) else ""),
-                cost="a copy in each pass"
-                + ("" if joined else f"; what uses {place} finds it on the CPU"),
-            )
+        yield from _on_the_host(facts, collecting, joins.inside)
 
 
-def listed(facts: Facts) -> Iterator[Advice]:
+def _collecting(facts: Facts) -> Iterator[Collecting]:
+    """Yield the variables that collect what is large, with the code of each text."""
+    frames = facts.frames
+    texts = {text.cell: text for text in frames.texts}
+    for (target, cell), values in _added_values(facts).items():
+        tensor = frames.tensors.get(target)
+        collection = frames.collections.get(target)
+        if tensor is not None and len(values) > 1:
+            collection = Collection(1, tensor.nbytes, graphs=int(tensor.has_graph))
+        if collection is not None and _may_go_to_host(collection):
+            is_tensor = tensor is not None
+            yield Collecting(target, texts[cell], collection, is_tensor, values)
+
+
+def _added_values(facts: Facts) -> dict[tuple[str, str], list[ast.expr]]:
+    """Return what is added to each variable by each cell; nothing where the notebook has it and nothing adds to it."""
+    values = dict[tuple[str, str], list[ast.expr]]()
+    added_to = set[str]()
+    for addition in additions(facts):
+        added_to.add(addition.target)
+        place = (addition.target, addition.text.cell)
+        values.setdefault(place, []).extend(addition.values)
+    for target in facts.frames.collections:
+        if target not in added_to and _has_already(facts, target):
+            for text in facts.frames.texts:
+                values[target, text.cell] = []
+    return values
+
+
+def _may_go_to_host(collection: Collection) -> bool:
+    """Return whether it is worth it to have a collection in the host's memory, and there is a method that does it."""
+    if collection.nbytes < LARGE or collection.member == "optimizer":
+        return False
+    return not (collection.graphs and collection.is_of_numbers)
+
+
+def _on_the_host(
+    facts: Facts, collecting: Collecting, joined: Sequence[ast.Call], until: str = ""
+) -> Iterator[Advice]:
+    """Suggest to collect in the host's memory, and to bring back to the device what some calls join."""
+    text = collecting.text
+    values = collecting.values
+    collection = collecting.collection
+    place = collecting.place
+    to_host = ".detach().cpu()" if collection.graphs else ".cpu()"
+    if collection.graphs and joined:
+        return
+    changes = [text.replace(value, bracketed(text, value) + to_host) for value in values]
+    changes += [text.append(call, f'.to("{facts.event.device}")') for call in joined]
+    first = None
+    if (
+        _has_already(facts, collecting.target)
+        and not collecting.is_tensor
+        and not collection.graphs
+    ):
+        first = _moved(place, collection)
+    evidence = f"{place} holds {count(collection.tensors, 'tensor')} with {size(collection.nbytes)}"
+    if values and values[0] in innermost_blocks(text):
+        evidence += ", more with every pass"
+    cost = "a copy in each pass"
+    if not joined:
+        cost += f"; what uses {place} finds it on the CPU"
+    yield propose(
+        f"{'Collect' if values else 'Keep'} {place} in the host's memory"
+        f"{', without graphs' if collection.graphs else ''}{until}",
+        text=text,
+        frees=None
+        if values
+        else collection.nbytes,  # of what grows, no more than the beginning is there
+        changes=changes,
+        first=first,
+        evidence=evidence,
+        cost=cost,
+    )
+
+
+def _has_already(facts: Facts, place: str) -> bool:
+    """Return whether the cell begins with what a variable of the notebook holds already."""
+    name = root(place)
+    cell = facts.frames.cell
+    if cell is not None and name in cell.bound_first:
+        return False
+    return any(variable.name == name for variable in facts.notebook.variables_on_device)
+
+
+_PART_ON_HOST = "part.cpu() if torch.is_tensor(part) else part"
+_ON_HOST = {
+    "tensor": "each.cpu()",
+    "module": "each.cpu()",
+    "list": f"[{_PART_ON_HOST} for part in each]",
+    "tuple": f"tuple({_PART_ON_HOST} for part in each)",
+    "named tuple": f"each._make({_PART_ON_HOST} for part in each)",
+    "dict": f"{{name: {_PART_ON_HOST} for name, part in each.items()}}",
+}
+"""Code for a member of a collection with its tensors in the host's memory, by what the member is."""
+
+
+def _moved(place: str, collection: Collection) -> str:
+    """Return the code that moves what a collection holds already to the host."""
+    members = f"{place}.items()" if collection.is_dict else f"enumerate({place})"
+    return f"for key, each in {members}:\n    {place}[key] = {_ON_HOST[collection.member]}"
+
+
+_JOINING = ("stack", "cat", "concat")
+
+
+@dataclass(frozen=True, slots=True)
+class Joins:
+    """The calls that join what comes from a collection."""
+
+    inside: list[ast.Call] = field(default_factory=list)
+    """Those in loops and functions."""
+    after: list[ast.Call] = field(default_factory=list)
+    """Those after them."""
+
+
+def joins_of(text: CellText, name: str) -> Joins:
+    """Return the calls that join what comes from a collection."""
+    blocks = innermost_blocks(text)
+    derived = _derived_from(text, name)
+    joins = Joins()
+    for node in text.nodes():
+        if not isinstance(node, ast.Call) or called_name(node) not in _JOINING:
+            continue
+        if node.args and names_in(node.args[0]) & derived:
+            calls = joins.inside if node in blocks else joins.after
+            calls.append(node)
+    return joins
+
+
+def _derived_from(text: CellText, name: str) -> set[str]:
+    """Return a variable, and those that loops and functions assign what they take from it."""
+    derived = {name}
+    blocks = innermost_blocks(text)
+    assignments = [node for node in blocks if isinstance(node, ast.Assign)]
+    for statement in sorted(assignments, key=lambda statement: statement.lineno):
+        is_joined = any(does(statement.value, joining) for joining in _JOINING)
+        if not is_joined and names_in(statement.value) & derived:
+            for target in statement.targets:
+                derived |= names_in(target)
+    return derived
+
+
+def comprehension(facts: Facts) -> Iterator[Advice]:
     """Collect in the host's memory what the failed line makes a list or a dict of."""
     for text, statement in failed(facts):
-        lists = [
-            each for each in ast.walk(statement) if isinstance(each, ast.ListComp | ast.DictComp)
-        ]
-        for node in lists[:1]:
-            part, made = (
-                (node.elt, "list") if isinstance(node, ast.ListComp) else (node.value, "dict")
-            )
-            if (
-                isinstance(part, ast.Call)
-                and called_name(part) not in _LEAVES
-                and "nn" not in names_in(part.func)
-            ):
+        for node in ast.walk(statement):
+            match node:
+                case ast.ListComp(elt=part):
+                    made = "list"
+                case ast.DictComp(value=part):
+                    made = "dict"
+                case _:
+                    continue
+            if _makes_a_tensor(part):
                 yield propose(
                     f"Collect what the {made} is made of in the host's memory",
                     text=text,
@@ -166,37 +301,33 @@ def listed(facts: Facts) -> Iterator[Advice]:
                     evidence=f"the {made} keeps every part on the device",
                     cost=f"a copy in each pass; what uses the {made} finds it on the CPU",
                 )
+            return
 
 
-def stays(facts: Facts) -> Iterator[Advice]:
+def _makes_a_tensor(node: ast.expr) -> bool:
+    """Return whether code calls what may return a tensor on the device, and no layer of `nn`."""
+    if not isinstance(node, ast.Call):
+        return False
+    return called_name(node) not in NOT_ON_DEVICE and "nn" not in names_in(node.func)
+
+
+def data_taken_in_parts(facts: Facts) -> Iterator[Advice]:
     """Leave data in the host's memory of which a loop takes a part in each pass, and copy the parts."""
-    text, changes, names = facts.frames.text, list[Change](), list[str]()
-    for node in text.nodes() if text is not None else ():
-        if (
-            text is None
-            or not isinstance(node, ast.Assign)
-            or called_name(node.value) not in ("to", "cuda")
-        ):
-            continue
-        name, call = text.code(node.targets[0]), text.code(node.value)
-        parts = [
-            each
-            for each in text.expressions()
-            if isinstance(each, ast.Subscript) and text.code(each.value) == name
-        ]
-        taken = [each for each in parts if loop_around(text, each.lineno) is not None]
-        is_large = name in facts.frames.tensors and facts.frames.tensors[name].nbytes >= LARGE
-        if taken and is_large and call.startswith((f"{name}.to(", f"{name}.cuda(")):
-            names.append(name)
-            changes.append(text.replace(node.value, f"{name}.cpu()"))
-            changes += [text.append(each, call[len(name) :]) for each in taken]
-            indices = [each.slice for each in parts if isinstance(each.slice, ast.Name)]
-            # What is on the device is no index of what is not.
-            changes += [
-                text.append(each, ".cpu()")
-                for each in indices
-                if each.id not in facts.frames.numbers
-            ]
+    text = facts.frames.text
+    if text is None:
+        return
+    changes = list[Change]()
+    names = list[str]()
+    for node in text.nodes():
+        match node:
+            case ast.Assign(targets=[target, *_], value=call) if _is_copied_to_device(
+                text, target, call
+            ):
+                name = text.code(target)
+                copied = _copied_in_parts(facts, text, name, call)
+                if copied:
+                    names.append(name)
+                    changes += copied
     if names:
         yield propose(
             f"Keep {', '.join(names)} in the host's memory and copy what each pass takes",
@@ -207,164 +338,29 @@ def stays(facts: Facts) -> Iterator[Advice]:
         )
 
 
-_LEAVES = frozenset(
-    {"cpu", "item", "numpy", "tolist", "list", "int", "float", "str", "len", "range", "checkpoint"}
-)
-"""What gives no tensor on the device."""
+def _is_copied_to_device(text: CellText, target: ast.expr, call: ast.expr) -> bool:
+    """Return whether a statement is ``x = x.to(device)`` or ``x = x.cuda()``."""
+    name = text.code(target)
+    return text.code(call).startswith((f"{name}.to(", f"{name}.cuda("))
 
 
-def _is_there(facts: Facts, name: str) -> bool:
-    """Return whether the cell begins with what a variable of the notebook holds already."""
-    root = _root(name)
-    return any(each.name == root for each in facts.notebook.variables_on_device) and root not in (
-        facts.frames.cell.bound_first if facts.frames.cell else ()
-    )
-
-
-def _root(place: str) -> str:
-    """Return the variable: ``history`` of ``history["loss"]``."""
-    return re.split(r"\W", place, maxsplit=1)[0]
-
-
-_HOST = "part.cpu() if torch.is_tensor(part) else part"
-_ON_THE_HOST = {
-    "tensor": "each.cpu()", "module": "each.cpu()",
-    "list": f"[{_HOST} for part in each]", "tuple": f"tuple({_HOST} for part in each)",
-    "named tuple": f"each._make({_HOST} for part in each)", "dict": f"{{name: {_HOST} for name, part in each.items()}}",
-}  # fmt: skip
-"""Code for a member of a collection with its tensors in the host's memory, by what the member is."""
-
-
-def _moved(place: str, held: Collection) -> str:
-    """Return the code that moves what a collection holds already to the host."""
-    members = f"{place}.items()" if held.is_dict else f"enumerate({place})"
-    return f"for key, each in {members}:\n    {place}[key] = {_ON_THE_HOST[held.member]}"
-
-
-_JOINS = ("stack", "cat", "concat")
-
-
-def _blocks(text: CellText) -> dict[int, ast.stmt]:
-    """Return the innermost loop or function that each part of a text is in, by the part's `id`."""
-    blocks = [
-        node for node in text.nodes() if isinstance(node, ast.For | ast.While | ast.FunctionDef)
-    ]
-    return {id(node): block for block in blocks for node in ast.walk(block)}
-
-
-def _joined(text: CellText, name: str) -> tuple[list[ast.Call], list[ast.Call]]:
-    """Return the calls that join what comes from a collection: those in loops and functions, and those after them."""
-    inner = _blocks(text)
-    derived = {name}
-    assigned = (node for node in text.nodes() if isinstance(node, ast.Assign) and id(node) in inner)
-    for made in sorted(assigned, key=lambda each: each.lineno):
-        is_joined = any(called_name(each) in _JOINS for each in ast.walk(made.value))
-        if not is_joined and names_in(made.value) & derived:
-            derived |= set().union(*map(names_in, made.targets))
-    calls = [
-        node for node in text.nodes() if isinstance(node, ast.Call) and called_name(node) in _JOINS
-    ]
-    of_these = [each for each in calls if each.args and names_in(each.args[0]) & derived]
-    return [each for each in of_these if id(each) in inner], [
-        each for each in of_these if id(each) not in inner
-    ]
-
-
-def _additions(facts: Facts) -> Iterator[tuple[CellText, str, list[ast.expr]]]:
-    """Yield what a loop adds to a variable: ``total += x``, ``found.append(x)``, ``found[i] = x``, ``seen.push(x, y)``.
-
-    A function that adds to what outlives its call does the same. Of a record, the values are its tensors on the device.
-    """
-    for text in facts.frames.texts:
-        places = _blocks(text)
-        alone = {id(node.value) for node in text.nodes() if isinstance(node, ast.Expr)}
-        for node in text.nodes():
-            place = places.get(id(node))
-            owner, values = _addition(node)
-            is_listed = isinstance(getattr(node, "value", None), ast.ListComp)
-            if (
-                owner is None
-                or not (place or is_listed)
-                or (isinstance(node, ast.Call) and id(node) not in alone)
-            ):
-                continue  # what returns something does not only keep
-            target = text.code(owner)
-            if isinstance(place, ast.FunctionDef) and _root(target) in bound_in(place):
-                continue
-            held, total = facts.frames.collections.get(target), facts.frames.tensors.get(target)
-            if held is not None and (held.place or held.is_of_records):
-                values = [
-                    part
-                    for value in values
-                    for part in _parts(value)
-                    if _is_there_too(facts, text, part)
-                ]
-            elif isinstance(node, ast.Call) and called_name(node) not in _ADD:
-                continue
-            if (
-                isinstance(node, ast.Assign)
-                and isinstance(node.value, ast.BinOp)
-                and total is not None
-                and total.shape
-            ):
-                continue  # what comes out of a layer, rather than a sum
-            if values and (isinstance(owner, ast.Name) or held is not None or total is not None):
-                yield text, target, values
-
-
-_ADD = ("append", "appendleft")
-
-
-def _addition(node: ast.AST) -> tuple[ast.expr | None, list[ast.expr]]:
-    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
-        return node.target, [node.value]
-    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-        return node.targets[0].value, [node.value]
-    if isinstance(node, ast.Assign) and isinstance(node.value, ast.ListComp):
-        return node.targets[0], [node.value.elt]
-    if isinstance(node, ast.Assign):
-        for pattern in ("WHOLE + PART", "cat([WHOLE, PART])", "cat([WHOLE, PART], DIM)"):
-            parts = match_pattern(pattern, node.value)
-            if parts and ast.unparse(parts["WHOLE"]) == ast.unparse(node.targets[0]):
-                return node.targets[0], [parts["PART"]] if "+" in pattern else [
-                    parts["WHOLE"],
-                    parts["PART"],
-                ]
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        of = node.func.value
-        is_of_a_dict = called_name(of) == "setdefault" and isinstance(of, ast.Call)
-        return of.func.value if is_of_a_dict else of, node.args  # type: ignore[attr-defined]
-    return None, []
-
-
-def _is_there_too(facts: Facts, text: CellText, part: ast.expr) -> bool:
-    """Return whether a part of a record is a tensor on the device, or made of one."""
-    fact = facts.frames.tensors.get(text.code(part))
-    if fact is not None:
-        return fact.device == facts.event.device
-    if not isinstance(part, ast.Call | ast.BinOp | ast.Attribute) or called_name(part) in {
-        *_LEAVES,
-        "detach",
-    }:
-        return False
-    if any(isinstance(each, ast.DictComp) and each.value is part for each in text.nodes()):
-        return True  # its own variable is not among those of the cell
-    reads = [facts.frames.tensors.get(name) for name in names_in(part)]
-    is_made = any(each is not None and each.device == facts.event.device for each in reads)
-    is_figure = isinstance(part, ast.Attribute) and part.attr in ("shape", "dtype", "device")
-    return not is_figure and (is_made or any(called_models(facts, part)))
-
-
-def _parts(value: ast.expr) -> list[ast.expr]:
-    """Return what a record is made of: ``(x, y)``, ``Record(x, y)``, ``{"x": x}``."""
-    if isinstance(value, ast.Tuple):
-        return value.elts
-    if isinstance(value, ast.Dict):
-        return value.values
-    if isinstance(value, ast.DictComp):
-        return [value.value]
-    return (
-        [*value.args, *(each.value for each in value.keywords)]
-        if isinstance(value, ast.Call)
-        else [value]
-    )
+def _copied_in_parts(facts: Facts, text: CellText, name: str, call: ast.expr) -> list[Change]:
+    """Return the changes that leave data on the host and copy the parts that loops take; none where none does."""
+    data = facts.frames.tensors.get(name)
+    if data is None or data.nbytes < LARGE:
+        return []
+    to_device = text.code(call).removeprefix(name)
+    changes = [text.replace(call, f"{name}.cpu()")]
+    of_indices = list[Change]()
+    for node in text.expressions():
+        if not isinstance(node, ast.Subscript) or text.code(node.value) != name:
+            continue
+        if loop_around(text, node.lineno) is not None:
+            changes.append(text.append(node, to_device))
+        match node.slice:
+            case ast.Name(id=index) if index not in facts.frames.numbers:
+                # What is on the device is no index of what is not
+                of_indices.append(text.append(node.slice, ".cpu()"))
+    if len(changes) == 1:
+        return []
+    return [*changes, *of_indices]

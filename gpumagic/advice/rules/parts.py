@@ -101,7 +101,10 @@ def _smaller_parts(facts: Facts, together: Sequence[Division], now: int) -> Choi
 
 
 def _more_parts(facts: Facts, together: Sequence[Division], now: int) -> Choice:
-    """Return the choice of the number of parts; as fewer need less of a choice, it is of how much larger they stay."""
+    """Return the choice of the number of parts, in divisions of what goes together.
+
+    Of a choice, smaller numbers need less memory: it is the share of its size that a part keeps, of `most`.
+    """
     division = together[0]
     variable = division.variable
     most = 1 << MOST_DOUBLINGS

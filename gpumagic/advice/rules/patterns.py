@@ -92,7 +92,8 @@ def operation(node: ast.expr) -> Operation:  # one for each kind of expression
             return Operation("mT", [tensor])
         case ast.Subscript(value=tensor):
             index = tuple(map(ast.unparse, index_of(node)))
-            return Operation(_INDEXINGS.get(index, f"[{', '.join(index)}]"), [tensor])
+            code = f"[{', '.join(index)}]"
+            return Operation(_INDEXINGS.get(index, code), [tensor])
         case ast.Call():
             return _operation_of_call(node)
         case _:
@@ -126,7 +127,9 @@ def _factors(arguments: Sequence[ast.expr]) -> list[ast.expr]:
     if indices is None:
         return []
     left, right, result = indices.groups()
-    batch, row, inner = left[:-2], left[-2:-1], left[-1:]
+    batch = left[:-2]
+    row = left[-2:-1]
+    inner = left[-1:]
     column = right[-1:]
     if right == batch + inner + column and result == batch + row + column:
         return [first, second]  # "ij,jk->ik", whatever stands before

@@ -128,15 +128,14 @@ class RowReader:
 
         Their rows stand beside each other, or all of an operand beside each row.
         """
-        known = list[Rows]()
         rows_of = dict[ast.expr, Rows | None]()
         for operand in operands:
-            rows = None if self._is_number(operand) else self.rows_of(operand)
-            rows_of[operand] = rows
-            if rows is not None:
-                known.append(rows)
-        if not known or (len(known) > 1 and not all(rows.dimensions for rows in known)):
+            rows_of[operand] = None if self._is_number(operand) else self.rows_of(operand)
+        known = [rows for rows in rows_of.values() if rows is not None]
+        if not known:
             return None
+        if len(known) > 1 and not all(rows.dimensions for rows in known):
+            return None  # it is unclear which have the most
         largest = max(known, key=lambda rows: rows.dimensions)
         aligned = list[Rows]()
         for operand, rows in rows_of.items():

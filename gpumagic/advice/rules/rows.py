@@ -71,8 +71,13 @@ def by_rows(facts: Facts) -> Iterator[Choice]:
         return
     together = [first, *_after(facts, first)]
     rows = first.rows.length
-    make = functools.partial(_suggestion, facts, together)
-    yield Choice("rows", rows, make, guess=max(1, rows // 16), least=min(LEAST_ROWS, rows // 8))
+    yield Choice(
+        "rows",
+        rows,
+        make=functools.partial(_suggestion, facts, together),
+        guess=max(1, rows // 16),
+        least=min(LEAST_ROWS, rows // 8),
+    )
 
 
 def _first(facts: Facts) -> RowWise | None:
@@ -80,14 +85,14 @@ def _first(facts: Facts) -> RowWise | None:
     places = _places(facts)
     for text, statement in places:
         for expression in _expressions(text, statement):
-            found = _total(facts, text, expression)
-            if found is not None:
-                return found
+            candidate = _total(facts, text, expression)
+            if candidate is not None:
+                return candidate
     for text, statement in places:
         for expression in reversed(_expressions(text, statement)):
-            found = _reduction(facts, text, expression)
-            if found is not None:
-                return found
+            candidate = _reduction(facts, text, expression)
+            if candidate is not None:
+                return candidate
     return None
 
 
@@ -126,14 +131,14 @@ def _after(facts: Facts, first: RowWise) -> Iterator[RowWise]:
             if expression.statements:
                 continue
             for find in (_total, _reduction):
-                found = find(facts, first.cell, expression)
-                if found is not None and _is_of_the_same_rows(found, first):
-                    yield found
+                candidate = find(facts, first.cell, expression)
+                if candidate is not None and _is_of_the_same_rows(candidate, first):
+                    yield candidate
 
 
-def _is_of_the_same_rows(found: RowWise, first: RowWise) -> bool:
-    common = found.sources.keys() & first.sources.keys()
-    return bool(common) and found.rows.length == first.rows.length
+def _is_of_the_same_rows(candidate: RowWise, first: RowWise) -> bool:
+    common = candidate.sources.keys() & first.sources.keys()
+    return bool(common) and candidate.rows.length == first.rows.length
 
 
 def _total(facts: Facts, cell: CellText, whole: Inlined) -> RowWise | None:
@@ -144,9 +149,9 @@ def _total(facts: Facts, cell: CellText, whole: Inlined) -> RowWise | None:
             total, inner = summed
             rows = _rows(facts, whole, inner)
             if rows is not None:
-                found = RowWise(cell, whole, node, rows, total)
-                if _is_worth_parts(facts, found):
-                    return found
+                candidate = RowWise(cell, whole, node, rows, total)
+                if _is_worth_parts(facts, candidate):
+                    return candidate
     return None
 
 
@@ -168,9 +173,9 @@ def _reduction(facts: Facts, cell: CellText, whole: Inlined) -> RowWise | None:
             continue
         is_result = node is whole.root and bool(whole.statements)
         if rows.reduces or is_result:
-            found = RowWise(cell, whole, node, rows, total=None)
-            if _is_worth_parts(facts, found):
-                return found
+            candidate = RowWise(cell, whole, node, rows, total=None)
+            if _is_worth_parts(facts, candidate):
+                return candidate
     return None
 
 
@@ -181,16 +186,16 @@ def _rows(facts: Facts, whole: Inlined, node: ast.expr) -> Rows | None:
     return RowReader(facts, whole.text).rows_of(node)
 
 
-def _is_worth_parts(facts: Facts, found: RowWise) -> bool:
+def _is_worth_parts(facts: Facts, candidate: RowWise) -> bool:
     """Return whether an expression needs much memory beside its tensors, and may be computed in parts."""
-    if found.rows.length <= 1:
+    if candidate.rows.length <= 1:
         return False
-    tensors = found.tensors(facts)
-    if found.rows.of_model and facts.frames.trains:
+    tensors = candidate.tensors(facts)
+    if candidate.rows.of_model and facts.frames.trains:
         # Only of the head of a model: what that is given has a graph
         has_graph = tensors[0].has_graph or tensors[0].requires_grad
-        return has_graph and found.total is Total.CROSS_ENTROPY
-    if found.rows.of_model:
+        return has_graph and candidate.total is Total.CROSS_ENTROPY
+    if candidate.rows.of_model:
         return True
     requested = facts.event.requested
     there = sum(tensor.nbytes for tensor in tensors)
@@ -199,15 +204,15 @@ def _is_worth_parts(facts: Facts, found: RowWise) -> bool:
 
 def _suggestion(facts: Facts, together: Sequence[RowWise], number: int) -> Advice:
     """Return the suggestion to compute expressions with so many rows at a time."""
-    edits = [InParts(facts, found, number) for found in together]
+    edits = [InParts(facts, target, number) for target in together]
     changes = list[Change]()
     costs = dict[str, None]()
     sources = dict[str, str]()
     for edit in edits:
         changes += edit.changes()
         costs[edit.cost] = None
-        sources |= edit.found.sources
-    lines = [str(found.line) for found in together]
+        sources |= edit.target.sources
+    lines = [str(target.line) for target in together]
     line = "line" if len(lines) == 1 else "lines"
     some_rows = count(number, "row")
     all_rows = count(together[0].rows.length, "row")
@@ -228,27 +233,26 @@ class InParts:
     """The edit that computes an expression with a number of rows at a time."""
 
     facts: Facts
-    found: RowWise
+    target: RowWise
     number: int
 
     def changes(self) -> list[Change]:
         """Return the changes of the cell's text."""
-        found = self.found
-        text = found.whole.text
-        new = self._of_all_parts(
-            f"{self._margin}    {self._part()}{self._margin}    {self._loop()}{self._margin}"
-        )
-        changes = [text.replace(found.node, new), *self._counts_of_masks()]
-        in_cell = found.whole.changes(found.cell, *changes)
-        if self.is_without_graph and found.statement is not None:
-            in_cell += found.cell.wrap([found.statement], WITHOUT_GRAPH)
+        target = self.target
+        text = target.whole.text
+        lines = ["", f"    {self._part()}", f"    {self._loop()}", ""]
+        new = self._of_all_parts(self._margin.join(lines))
+        changes = [text.replace(target.node, new), *self._counts_of_masks()]
+        in_cell = target.whole.changes(target.cell, *changes)
+        if self.is_without_graph and target.statement is not None:
+            in_cell += target.cell.wrap([target.statement], WITHOUT_GRAPH)
         return in_cell
 
     @property
     def cost(self) -> str:
         """What it costs, as a sentence."""
         time = "the line is computed again in backward" if self._is_recomputed else "a little time"
-        return str(self.found.whole.cost(time))
+        return str(self.target.whole.cost(time))
 
     @property
     def is_without_graph(self) -> bool:
@@ -256,28 +260,28 @@ class InParts:
         frames = self.facts.frames
         if frames.cell is None or frames.trains or frames.cell.switches_grad_off:
             return False
-        return self.found.rows.of_model
+        return self.target.rows.of_model
 
     @property
     def _is_recomputed(self) -> bool:
         """Whether parts are recomputed in backward, which would keep what each of them makes otherwise."""
         if self.is_without_graph:
             return False
-        if self.found.total is Total.CROSS_ENTROPY and self.facts.frames.trains:
+        if self.target.total is Total.CROSS_ENTROPY and self.facts.frames.trains:
             return True
-        tensors = self.found.tensors(self.facts)
+        tensors = self.target.tensors(self.facts)
         return any(tensor.requires_grad or tensor.has_graph for tensor in tensors)
 
     @property
     def _margin(self) -> str:
         """The end of a line and the blanks before the next."""
-        indent = self.found.cell.indent_of(self.found.whole.place)
+        indent = self.target.cell.indent_of(self.target.whole.place)
         return f"\n{indent}{INDENT if self.is_without_graph else ''}"
 
     @property
     def _names(self) -> dict[str, str]:
         """The variable for a part of the rows of each source, by the source's code."""
-        sources = self.found.sources
+        sources = self.target.sources
         if len(sources) == 1:
             return dict.fromkeys(sources, "part")
         return {code: f"{tensor}_part" for code, tensor in sources.items()}
@@ -295,9 +299,9 @@ class InParts:
         """Return the code that computes the expression of a part of the rows."""
         code = self._expression_of_part()
         names = list(self._names.values())
-        if self.found.total is Total.CROSS_ENTROPY:
+        if self.target.total is Total.CROSS_ENTROPY:
             code = f'{code.removesuffix(")")}, reduction="sum")'
-        if self.found.total is Total.MEAN:
+        if self.target.total is Total.MEAN:
             code = f"{code} * len({names[0]})"
         if not self._is_recomputed:
             return code
@@ -309,11 +313,11 @@ class InParts:
 
     def _expression_of_part(self) -> str:
         """Return the code of the expression, with the variables for parts in the places of the sources."""
-        text = self.found.whole.text
-        code = text.code(self.found.node)
-        start = text.offset(self.found.node)
+        text = self.target.whole.text
+        code = text.code(self.target.node)
+        start = text.offset(self.target.node)
         names = self._names
-        nodes = [source.node for source in self.found.rows.sources]
+        nodes = [source.node for source in self.target.rows.sources]
         for node in sorted(
             nodes, key=text.offset, reverse=True
         ):  # so that the other places still hold
@@ -325,18 +329,18 @@ class InParts:
 
     def _of_all_parts(self, parts: str) -> str:
         """Return the code that makes the result of the results of all parts."""
-        found = self.found
-        match found.statement:
+        target = self.target
+        match target.statement:
             case ast.Assign(targets=[ast.Tuple(), *_]):  # values and indices
                 code = f"map(torch.cat, zip(*[{parts}]))"
-            case _ if found.total is not None:
+            case _ if target.total is not None:
                 code = f"sum({parts})"
             case _:
                 code = f"torch.cat([{parts}])"
-        if found.total is Total.MEAN:
-            return f"({code} / {found.rows.length})"
-        if found.total is Total.CROSS_ENTROPY:
-            *_, labels = found.sources
+        if target.total is Total.MEAN:
+            return f"({code} / {target.rows.length})"
+        if target.total is Total.CROSS_ENTROPY:
+            *_, labels = target.sources
             return f"({code} / ({labels} != -100).sum())"
         return code
 
@@ -345,8 +349,8 @@ class InParts:
 
         Torch makes integers of all booleans that it adds up.
         """
-        text = self.found.whole.text
-        inside = set(ast.walk(self.found.node))
+        text = self.target.whole.text
+        inside = set(ast.walk(self.target.node))
         for node in text.expressions():
             match node:
                 case ast.Call(ast.Attribute(mask, "sum"), args=[], keywords=[]) if (
@@ -362,4 +366,4 @@ class InParts:
         tensor = self.facts.frames.tensors.get(code)
         if tensor is None or tensor.dtype != "bool":
             return False
-        return tensor.shape[:1] == (self.found.rows.length,)
+        return tensor.shape[:1] == (self.target.rows.length,)
