@@ -1,9 +1,11 @@
-"""What a namespace is sent as, on both sides: functions, classes and storages as plain parts, and shared memory.
+"""What a namespace is sent as: functions, classes and storages in plain parts, and shared memory.
 
-The worker imports this before torch, so torch is imported where it is used.
+The notebook's process names the functions here when it packs, and the worker's process calls them when it unpacks. The
+worker imports this before torch, so torch is imported where it is used.
 
 On Linux the shared memory has no name and is gone with the process that holds it, however that ends; elsewhere it is a
-temporary file, which the parent removes. The worker maps it privately, so that what a cell writes stays there.
+temporary file, which the notebook's process removes. The worker maps it privately, so that what a cell writes stays
+there.
 """
 
 from __future__ import annotations
@@ -22,19 +24,40 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any, NamedTuple, NoReturn
 
-find_code: Callable[[types.CodeType], types.CodeType] = lambda code: code  # noqa: E731  # the worker puts its own there
-"""Returns the code to run for a function's code: the same, or one whose passes of loops are counted."""
-coming: Callable[[StoragePart], contextlib.AbstractContextManager[object]]
-coming = lambda _: contextlib.nullcontext()  # noqa: E731
-"""As above: returns what a storage on a device is made in."""
+MakeRoom = Callable[["StoragePart"], contextlib.AbstractContextManager[object]]
+"""Returns what a storage on a device is made in."""
+FindCode = Callable[[types.CodeType], types.CodeType]
+"""Returns the code to run for a function's code: the same, or one in which passes of loops are counted."""
+
+
+@dataclass
+class _Unpacking:
+    """How this process unpacks a notebook, which it does once."""
+
+    make_room: MakeRoom = contextlib.nullcontext
+    find_code: FindCode = lambda code: code
+
+
+_unpacking = _Unpacking()
+
+
+def unpack_with(make_room: MakeRoom, find_code: FindCode) -> None:
+    """Set how this process unpacks a notebook.
+
+    Args:
+        make_room: returns what a storage on a device is made in.
+        find_code: returns the code to run for a function's code.
+    """
+    _unpacking.make_room = make_room
+    _unpacking.find_code = find_code
 
 
 blanks: list[Any] = []
 """The memory of fractions that were not sent, which reads as zeros until something is put there."""
 GRAPH = "graph"
-"""In a tensor's state, what its graph saved and the leaves that it leads to."""
+"""In a tensor's state, what its graph has saved and the leaves that it leads to."""
 gone_back: list[bool] = []
-"""Has something for each graph of an earlier cell that a backward pass has gone through."""
+"""Has an entry for each graph of an earlier cell that a backward pass has gone through."""
 
 
 class CannotDryRun(RuntimeError):
@@ -49,12 +72,12 @@ _QUIET = frozenset({
 
 
 class Absent:
-    """Stands for what could not be sent, and says so as soon as it is used for more than it can stand for.
+    """Stands for what could not be sent, and raises `CannotDryRun` where it is used for more than it can stand for.
 
-    A `with` over it runs its body: a lock has nobody to keep out here, and nothing is left to close.
+    A ``with`` over it runs its body: a lock has nobody to keep out here, and nothing is left to close.
 
     Args:
-        what: what it is, such as ``"an open file"``.
+        what: what it stands for, such as ``"an open file"``.
         is_quiet: whether all of its methods do nothing and return it, as for a log of a run.
     """
 
@@ -70,7 +93,9 @@ class Absent:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
-        return self._do_nothing if self.__dict__["_is_quiet"] or name in _QUIET else self._refuse()
+        if self.__dict__["_is_quiet"] or name in _QUIET:
+            return self._do_nothing
+        return self._refuse()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Absent, (self.__dict__["_what"], self.__dict__["_is_quiet"])
@@ -93,9 +118,10 @@ class StoragePart:
     device: str
     nbytes: int
     contents: Any = None
-    """Sent as a `pickle.PickleBuffer`; there it is memory that can be written to."""
+    """Sent as a `pickle.PickleBuffer`, and received as memory that can be written to."""
     address: int = 0
     made: Any = None
+    """The storage in the worker, once it is made."""
 
 
 def fill_cell(cell: types.CellType, contents: tuple[Any, ...]) -> None:
@@ -105,7 +131,7 @@ def fill_cell(cell: types.CellType, contents: tuple[Any, ...]) -> None:
 
 
 streams: dict[int, Any] = {}
-"""The streams here, by the number that each has in the notebook."""
+"""The streams of this process, by the number that each has in the notebook."""
 
 
 def make_stream(device: str, number: int, priority: int) -> Any:
@@ -132,18 +158,27 @@ def make_event(device_type: str) -> Any:
     import torch
 
     module: Any = torch.get_device_module(device_type)
-    made = module.Event(enable_timing=True)
-    made.record()
-    return made
+    event = module.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def fill_object(made: Any, state: Any) -> None:
-    """Give an object its attributes without asking it for anything: its `__getattr__` may need them already."""
-    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    """Give an object its attributes without asking it for anything: its `__getattr__` may need them already.
+
+    Args:
+        made: the object.
+        state: its attributes, or these and its slots.
+    """
+    attributes = state
+    slots = None
+    if isinstance(state, tuple):
+        attributes, slots = state
     if attributes:  # an object with slots alone has no place for them
         vars(made).update(attributes)
-    for name, value in (slots or {}).items():
-        object.__setattr__(made, name, value)
+    if slots:
+        for name, value in slots.items():
+            object.__setattr__(made, name, value)
 
 
 def dead_reference() -> weakref.ReferenceType[Any]:
@@ -159,26 +194,29 @@ def make_sharing(kind: Any) -> Any:
 
 
 def make_function(
-    code: bytes, scope: dict[str, Any], name: str, closure: Any
+    code: bytes,
+    scope: dict[str, Any],
+    name: str,
+    closure: Any,
 ) -> types.FunctionType:
     """Return a function of the notebook's."""
-    found = find_code(marshal.loads(code))  # noqa: S302  # from the same Python, over a pipe of ours
-    return types.FunctionType(found, scope, name, None, closure)
+    own = marshal.loads(code)  # noqa: S302  # from the same Python, over a pipe of ours
+    return types.FunctionType(_unpacking.find_code(own), scope, name, None, closure)
 
 
 def make_cached(function: Any, settings: dict[str, Any]) -> Any:
-    """Return a function of `functools.lru_cache` that has cached nothing yet."""
+    """Return a function under `functools.lru_cache` that has cached nothing yet."""
     return functools.lru_cache(**settings)(function)
 
 
 def make_class(meta: type, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type:
     """Return a class of the notebook's, without its methods yet."""
-    made = types.new_class(name, bases, {"metaclass": meta}, lambda scope: scope.update(body))
+    keywords = {"metaclass": meta}
+    made = types.new_class(name, bases, keywords, lambda scope: scope.update(body))
     assert isinstance(made, type)
-    if made.__module__ == "__main__" and made.__qualname__ == name:
-        vars(sys.modules["__main__"]).setdefault(
-            name, made
-        )  # where pickle looks, as when the cell saves a model
+    is_global = made.__module__ == "__main__" and made.__qualname__ == name
+    if is_global:  # pickle looks for it there, as when the cell saves a model
+        vars(sys.modules["__main__"]).setdefault(name, made)
     return made
 
 
@@ -198,14 +236,22 @@ def make_tensor(
     requires_grad: bool,
     parameter: bool,
 ) -> Any:
-    """Return a tensor over its storage."""
+    """Return a tensor over its storage.
+
+    Args:
+        storage: the storage.
+        dtype: its name in torch.
+        geometry: its size, its strides and its offset in the storage, in elements.
+        requires_grad: whether it does.
+        parameter: whether it is one.
+    """
     import torch
 
     whole = _storage(storage)
+    size, stride, offset = geometry
     made = torch.empty(0, dtype=getattr(torch, dtype), device=whole.device)
-    return _in_autograd(
-        made.set_(whole, geometry[2], geometry[0], geometry[1]), requires_grad, parameter
-    )
+    made.set_(whole, offset, size, stride)
+    return _in_autograd(made, requires_grad, parameter)
 
 
 def make_sparse(
@@ -216,7 +262,16 @@ def make_sparse(
     requires_grad: bool,
     parameter: bool,
 ) -> Any:
-    """Return a sparse tensor over its components."""
+    """Return a sparse tensor over its components.
+
+    Args:
+        layout: as torch writes it, such as ``"torch.sparse_coo"``.
+        components: its indices and its values.
+        shape: its size.
+        is_coalesced: whether each index stands there once, in order.
+        requires_grad: whether it does.
+        parameter: whether it is one.
+    """
     import torch
 
     if layout == "torch.sparse_coo":
@@ -234,14 +289,15 @@ def make_sparse(
 def _in_autograd(made: Any, requires_grad: bool, parameter: bool) -> Any:
     import torch
 
-    return (
-        torch.nn.Parameter(made, requires_grad) if parameter else made.requires_grad_(requires_grad)
-    )
+    if parameter:
+        return torch.nn.Parameter(made, requires_grad)
+    return made.requires_grad_(requires_grad)
 
 
 def fill_tensor(tensor: Any, state: dict[str, Any]) -> None:
     """Give a tensor its gradient, the end of its graph, and the attributes that the user set."""
-    graph, grad = state.pop(GRAPH, None), state.pop("grad", None)
+    graph = state.pop(GRAPH, None)
+    grad = state.pop("grad", None)
     if graph is not None:
         _lead_back(tensor, *graph)
     if grad is not None and not isinstance(grad, Absent):
@@ -250,20 +306,23 @@ def fill_tensor(tensor: Any, state: dict[str, Any]) -> None:
 
 
 def _lead_back(tensor: Any, saved: list[StoragePart], leaves: list[Any]) -> None:
-    """Put a node behind a tensor for its graph: it keeps what that saved, and gives the leaves gradients."""
+    """Put a node behind a tensor for its graph: it keeps what that has saved, and gives the leaves gradients."""
     import torch
 
-    kept = [make_tensor(each, "uint8", ((each.nbytes,), (1,), 0), False, False) for each in saved]
-    # One leaf of our own, as all of the others may be unknown.
-    known = [
-        torch.empty(0, requires_grad=True),
-        *(each for each in leaves if not isinstance(each, Absent)),
-    ]
+    kept = []
+    for part in saved:
+        whole = ((part.nbytes,), (1,), 0)
+        kept.append(make_tensor(part, "uint8", whole, requires_grad=False, parameter=False))
+    known = [torch.empty(0, requires_grad=True)]  # one of our own, as all others may be unknown
+    for leaf in leaves:
+        if not isinstance(leaf, Absent):
+            known.append(leaf)
     _earlier_graph().apply(tensor, kept, *known)
 
 
 @functools.cache
 def _earlier_graph() -> Any:
+    """Return the class of the nodes that stand for graphs of earlier cells."""
     import torch
 
     class EarlierGraph(torch.autograd.Function):  # type: ignore[misc]
@@ -289,19 +348,19 @@ def _storage(part: StoragePart) -> Any:
         if part.contents is not None:
             flat = torch.frombuffer(part.contents, dtype=torch.uint8)
         else:
-            with coming(part):
+            with _unpacking.make_room(part):
                 flat = torch.empty(part.nbytes, dtype=torch.uint8, device=part.device)
         part.made = flat.untyped_storage()
     return part.made
 
 
 SMALL = 1 << 20
-"""Bytes up to which contents go with the rest, in place of through shared memory."""
+"""Bytes up to which contents are sent with the rest, and not through shared memory."""
 ROOM = 256 << 20
-"""Bytes of all that is shared with one dry run."""
+"""Bytes at most of all that is shared with one dry run."""
 _PAGE = mmap.ALLOCATIONGRANULARITY
-_FRACTIONS = "efdgc"
-"""The ends of formats of fractions; that of a tensor's storage is ``c`` or, of whole numbers, ``b``."""
+_FRACTIONS = ("e", "f", "d", "g", "c")
+"""How the formats of fractions end; that of a tensor's storage is ``c``, or ``b`` where it has whole numbers."""
 
 
 class Slot(NamedTuple):
@@ -315,7 +374,7 @@ class Slot(NamedTuple):
 
 
 class SharedMemory:
-    """What one dry run gets.
+    """The contents of the host's memory that one dry run gets; held by the notebook's process.
 
     Attributes:
         path: what the worker opens.
@@ -324,8 +383,9 @@ class SharedMemory:
 
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):
-            self._file: IO[bytes] = open(os.memfd_create("gpumagic", os.MFD_CLOEXEC), "w+b")  # noqa: PTH123, SIM115
-            self.path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+            descriptor = os.memfd_create("gpumagic", os.MFD_CLOEXEC)
+            self._file: IO[bytes] = open(descriptor, "w+b")  # noqa: PTH123, SIM115
+            self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
         else:
             self._file = tempfile.NamedTemporaryFile(prefix="gpumagic-")  # noqa: SIM115  # until `close`
             self.path = self._file.name
@@ -333,19 +393,31 @@ class SharedMemory:
         self._used = 0
 
     def put(self, buffer: pickle.PickleBuffer) -> bool:
-        """Copy contents that are sent; return whether they are small, and go with the rest."""
-        contents, is_whole = buffer.raw(), (memoryview(buffer).format or "")[-1:] not in _FRACTIONS
+        """Copy contents that are sent; return whether they are small, and are sent with the rest."""
+        contents = buffer.raw()
         if contents.nbytes <= SMALL:
             return True
-        offset = None
-        if self._used + contents.nbytes <= ROOM:
-            with contextlib.suppress(OSError):  # no room there either
-                self._file.seek(self._used)
-                self._file.write(contents)
-                self._file.flush()
-                offset, self._used = self._used, -(-(self._used + contents.nbytes) // _PAGE) * _PAGE
+        element = memoryview(buffer).format or ""
+        is_whole = not element.endswith(_FRACTIONS)
+        offset = self._copy(contents)
         self.slots.append(Slot(offset, contents.nbytes, is_whole))
         return False
+
+    def _copy(self, contents: memoryview) -> int | None:
+        """Return where contents lie, in pages of their own; None where there is no room."""
+        end = self._used + contents.nbytes
+        if end > ROOM:
+            return None
+        offset = self._used
+        try:
+            self._file.seek(offset)
+            self._file.write(contents)
+            self._file.flush()
+        except OSError:  # the machine has no room either
+            return None
+        pages = -(-end // _PAGE)
+        self._used = pages * _PAGE
+        return offset
 
     def close(self) -> None:
         """Let go of it; what the worker has mapped stays until it ends."""
@@ -353,15 +425,15 @@ class SharedMemory:
 
 
 def mapped(descriptor: int, slot: Slot) -> Any:
-    """Return what lies there, as memory of this process alone; what is not there reads as zeros, and takes no pages.
+    """Return shared contents as memory of this process alone; what is not there reads as zeros, and takes no pages.
 
     Args:
         descriptor: of the shared memory.
-        slot: where.
+        slot: where in it they lie.
     """
     if slot.offset is not None:
-        flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
-        return mmap.mmap(descriptor, slot.nbytes, flags, access, offset=slot.offset)
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        return mmap.mmap(descriptor, slot.nbytes, mmap.MAP_PRIVATE, access, offset=slot.offset)
     memory = mmap.mmap(-1, slot.nbytes)
     if not slot.is_whole:
         blanks.append(memory)

@@ -1,4 +1,4 @@
-"""What a dry run runs: a cell's code, or a callable."""
+"""What a dry run runs: a cell's code, or a callable. It is read in the notebook's process."""
 
 from __future__ import annotations
 
@@ -31,17 +31,25 @@ class Script:
         """Return the global names it may use, also in code that `%time` and `%%capture` get as text."""
         if self.source is None:
             return []
-        found = dict.fromkeys(names_looked_up(_compiled(self.source)))
-        for each in ast.walk(ast.parse(self.source)):
-            match each:
-                case ast.Call(
-                    ast.Attribute(), [ast.Constant("time" | "capture"), *_, ast.Constant(str(text))]
-                ):
-                    with contextlib.suppress(
-                        OptionError
-                    ):  # not Python: the dry run says so where it comes there
-                        found |= dict.fromkeys(script_of(text).names())
-        return list(found)
+        names = dict.fromkeys(names_looked_up(_compiled(self.source)))
+        for node in ast.walk(ast.parse(self.source)):
+            text = _text_of_magic(node)
+            if text is not None:
+                # What is not Python is an error once the dry run comes there.
+                with contextlib.suppress(OptionError):
+                    names |= dict.fromkeys(script_of(text).names())
+        return list(names)
+
+
+def _text_of_magic(node: ast.AST) -> str | None:
+    """Return the code that `%time` or `%%capture` gets as text, by the call that IPython makes of the magic."""
+    match node:
+        case ast.Call(
+            func=ast.Attribute(),
+            args=[ast.Constant("time" | "capture"), *_, ast.Constant(str(text))],
+        ):
+            return text
+    return None
 
 
 def script_of(what: str | Callable[[], object]) -> Script:
@@ -55,15 +63,17 @@ def script_of(what: str | Callable[[], object]) -> Script:
     """
     if callable(what):
         code = getattr(what, "__code__", None)
-        return Script(None, what, getattr(code, "co_filename", CELL))
+        filename = getattr(code, "co_filename", CELL)
+        return Script(source=None, function=what, filename=filename)
     if not isinstance(what, str):
         raise OptionError(f"a dry run takes code or a callable, not {type(what).__name__}")
     from IPython.core.inputtransformer2 import TransformerManager
 
-    above = what[: len(what) - len(what.lstrip())].count("\n")  # which IPython takes away
-    source = "\n" * above + TransformerManager().transform_cell(what)
+    blank = what[: len(what) - len(what.lstrip())]
+    blank_lines = "\n" * blank.count("\n")  # which IPython takes away
+    source = blank_lines + TransformerManager().transform_cell(what)
     _compiled(source)
-    return Script(source, None, CELL)
+    return Script(source=source, function=None, filename=CELL)
 
 
 def _compiled(source: str) -> Any:
@@ -71,12 +81,10 @@ def _compiled(source: str) -> Any:
         return compile(
             source, CELL, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True
         )
+    except SyntaxError as error:
+        where = f" in line {error.lineno}" if error.lineno is not None else ""
+        raise OptionError(f"the code cannot be dry-run: {error.msg}{where}") from None
     except (
-        SyntaxError,
-        RecursionError,
-    ) as error:  # Python's own limits, as for an expression of thousands of terms
-        line = getattr(error, "lineno", None)
-        where = f" in line {line}" if line is not None else ""
-        raise OptionError(
-            f"the code cannot be dry-run: {getattr(error, 'msg', error)}{where}"
-        ) from None
+        RecursionError
+    ) as error:  # Python's own limit, as for an expression of thousands of terms
+        raise OptionError(f"the code cannot be dry-run: {error}") from None

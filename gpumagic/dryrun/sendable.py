@@ -1,4 +1,4 @@
-"""What of a notebook is sent and how: by name, by its parts, or as a word for it."""
+"""How each object of a notebook is sent: by its name, in parts, or as a word for it. Runs in the notebook's process."""
 
 from __future__ import annotations
 
@@ -19,29 +19,48 @@ from gpumagic.backends import IN_TREE
 from gpumagic.dryrun import parts
 from gpumagic.heap.storages import plain, undisturbed
 
+How = Any
+"""How an object is sent, as `pickle.Pickler.reducer_override` returns it: a function that makes it, and its arguments;
+NotImplemented for pickle's own way; None where nothing is known of such objects."""
 
-def _cell(cell: types.CellType) -> Any:
+
+def _cell(cell: types.CellType) -> How:
     try:
         contents: tuple[Any, ...] = (cell.cell_contents,)
-    except ValueError:
+    except ValueError:  # it is empty
         contents = ()
     return types.CellType, (), contents, None, None, parts.fill_cell
 
 
 def _is_general(obj: Any) -> bool:
-    """Return whether a stream or an event is torch's of any accelerator, of one that has no class of its own."""
+    """Return whether a stream or an event is of torch's class for accelerators that have none of their own."""
     return type(obj).__module__ == "torch" and obj.device.type not in IN_TREE
 
 
-def _stream(stream: Any) -> Any:
+def _stream(stream: Any) -> How:
+    device = stream.device
     if _is_general(stream):
-        return type(stream), (str(stream.device),)
-    number = getattr(stream, f"{stream.device.type}_stream", stream.stream_id)
-    return parts.make_stream, (str(stream.device), int(number), int(getattr(stream, "priority", 0)))
+        return type(stream), (str(device),)
+    number = int(getattr(stream, f"{device.type}_stream", stream.stream_id))
+    priority = int(getattr(stream, "priority", 0))
+    return parts.make_stream, (str(device), number, priority)
 
 
-def _loader_iterator(iterator: Any) -> Any:
-    """Let it begin anew: what it has of its own is a generator or its processes."""
+def _event(event: Any) -> How:
+    if _is_general(event):
+        return type(event), (str(event.device),)
+    return parts.make_event, (event.device.type,)
+
+
+def _generator(generator: Any) -> How:
+    device = generator.device
+    if device.type == "cpu":
+        return None
+    return parts.make_generator, (str(device), generator.initial_seed())
+
+
+def _loader_iterator(iterator: Any) -> How:
+    """Send it as an iterator that begins anew: what it has of its own is a generator, or its processes."""
     from torch.utils.data import DataLoader, IterableDataset
 
     loader = torch_private.loader_of(iterator)
@@ -51,46 +70,61 @@ def _loader_iterator(iterator: Any) -> Any:
     return iter, (again,)
 
 
-def _weak(reference: weakref.ReferenceType[Any]) -> Any:
-    """Return a reference to what is sent of the object, without a callback; what only it leads to is gone there too."""
+def _weak(reference: weakref.ReferenceType[Any]) -> How:
+    """Send a reference to the sent object, without a callback; what only such references lead to is gone there."""
     target = reference()
     if target is None:
         return parts.dead_reference, ()
-    key = (reference.key,) if type(reference) is weakref.KeyedRef else ()
-    return type(reference), (target, None, *key)
+    if type(reference) is weakref.KeyedRef:
+        return type(reference), (target, None, reference.key)
+    return type(reference), (target, None)
 
 
-def _as_it_is(obj: Any) -> Any:
-    """Return it with its attributes: its own way of being pickled saves tensors of the device as bytes."""
+def _by_attributes(obj: Any) -> How:
+    """Send an object by its attributes: its own way of being pickled saves tensors of the device as bytes."""
     return object.__new__, (type(obj),), dict(vars(obj)), None, None, parts.fill_object
 
 
-def _absent(obj: object) -> Any:
+def _absent(obj: object) -> How:
     return parts.Absent, (described(obj),)
 
 
-def _cached(function: Any) -> Any:
-    """Return how a function of `functools.lru_cache` is sent: without what it has cached."""
-    wrapped = (parts.make_cached, (function.__wrapped__, function.cache_parameters()))
-    return NotImplemented if is_importable(function) else wrapped
+def _cached(function: Any) -> How:
+    """Send a function under `functools.lru_cache` without what it has cached."""
+    if is_importable(function):
+        return NotImplemented
+    return parts.make_cached, (function.__wrapped__, function.cache_parameters())
 
 
-def _type_variable(variable: Any) -> Any:
-    """Return how a variable of types is sent that the notebook has made: by its name alone."""
-    return (
-        (type(variable), (variable.__name__,))
-        if variable.__module__ == "__main__"
-        else NotImplemented
-    )
+def _type_variable(variable: Any) -> How:
+    """Send a type variable that the notebook has made by its name alone."""
+    if variable.__module__ != "__main__":
+        return NotImplemented
+    return type(variable), (variable.__name__,)
 
 
-def _hook(handle: Any) -> Any:
-    """Return how a hook's handle is sent whose module is gone; None for others, which go as they are."""
-    there = [handle.hooks_dict_ref(), *(ref() for ref in handle.extra_dict_ref)]
-    return (parts.Absent, (described(handle),)) if any(each is None for each in there) else None
+def _hook(handle: Any) -> How:
+    """Send a word for a hook's handle whose module is gone; others are sent as they are."""
+    references = [handle.hooks_dict_ref, *handle.extra_dict_ref]
+    if any(reference() is None for reference in references):
+        return _absent(handle)
+    return None
 
 
-_EXACTLY: dict[type, Callable[[Any], Any]] = {
+def _property(obj: property) -> How:
+    return type(obj), (obj.fget, obj.fset, obj.fdel, obj.__doc__)
+
+
+def _method_of_class(method: Any) -> How:
+    return type(method), (method.__func__,)
+
+
+def _exception(error: BaseException) -> How:
+    make: Any = copyreg.__newobj__  # type: ignore[attr-defined]
+    return make, (type(error), *error.args), dict(vars(error)) or None
+
+
+_EXACTLY: dict[type, Callable[[Any], How]] = {
     functools._lru_cache_wrapper: _cached,
     typing.TypeVar: _type_variable,
     typing.ParamSpec: _type_variable,
@@ -104,37 +138,25 @@ _EXACTLY: dict[type, Callable[[Any], Any]] = {
     threading.local: lambda _: (threading.local, ()),
     types.MappingProxyType: lambda obj: (types.MappingProxyType, (dict(obj),)),
 }
-"""How objects are sent that go in another way than pickle's."""
-_BY_BASE: dict[str, Callable[[Any], Any]] = {
-    "builtins.property": lambda obj: (type(obj), (obj.fget, obj.fset, obj.fdel, obj.__doc__)),
-    "builtins.staticmethod": lambda obj: (type(obj), (obj.__func__,)),
-    "builtins.classmethod": lambda obj: (type(obj), (obj.__func__,)),
+"""By an object's own class what says how it is sent."""
+_BY_BASE: dict[str, Callable[[Any], How]] = {
+    "builtins.property": _property,
+    "builtins.staticmethod": _method_of_class,
+    "builtins.classmethod": _method_of_class,
     "_io._IOBase": _absent,
     "threading.Condition": _absent,  # whoever waits for it would wait for ever
     "threading.Thread": _absent,
     "logging.Handler": lambda _: (logging.NullHandler, ()),
     "concurrent.futures.thread.ThreadPoolExecutor": lambda obj: (type(obj), (obj._max_workers,)),
-    "skorch.net.NeuralNet": _as_it_is,
+    "skorch.net.NeuralNet": _by_attributes,
     "torch.utils.hooks.RemovableHandle": _hook,
-    "builtins.BaseException": lambda obj: (
-        copyreg.__newobj__,  # type: ignore[attr-defined]
-        (type(obj), *obj.args),
-        dict(vars(obj)) or None,
-    ),
+    "builtins.BaseException": _exception,
     "torch.Stream": _stream,
-    "torch.Event": lambda obj: (
-        (type(obj), (str(obj.device),))
-        if _is_general(obj)
-        else (parts.make_event, (obj.device.type,))
-    ),
-    torch_private.GENERATOR: lambda obj: (
-        None
-        if obj.device.type == "cpu"
-        else (parts.make_generator, (str(obj.device), obj.initial_seed()))
-    ),
+    "torch.Event": _event,
+    torch_private.GENERATOR: _generator,
     torch_private.LOADER_ITERATOR: _loader_iterator,
 }
-"""The same by the name of a class, for objects of classes that are made of it."""
+"""The same by the name of a class, for it and all classes that inherit from it."""
 _LOGS = (
     "wandb.",
     "comet_ml.",
@@ -146,58 +168,65 @@ _LOGS = (
 )
 """Libraries whose objects take notes of a run and decide nothing."""
 _usual: weakref.WeakSet[type] = weakref.WeakSet([io.StringIO, io.BytesIO])
-"""Classes that were looked up in vain, and files that have all in them."""
+"""Classes that pickle knows how to send: those that were looked up in vain, and files in memory."""
 
 
 _PARAMETRIZED = "torch.nn.utils.parametrize.Parametrized"
 """How the names of classes begin that torch makes for one module each; their objects refuse to be pickled."""
 
 
-def special(obj: Any) -> Any:
-    """Return how an object is sent that goes in another way than pickle's; None for others."""
+def special(obj: Any) -> How:
+    """Return how an object is sent, None where pickle knows how."""
     kind = type(obj)
     if kind in _EXACTLY:
         return _EXACTLY[kind](obj)
     if kind in _usual:
         return None
-    names = [f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__]
-    if names[0].startswith(_LOGS):
+    own_name = _full_name(kind)
+    if own_name.startswith(_LOGS):
         return parts.Absent, (described(obj), True)
-    if names[0].startswith(_PARAMETRIZED):
-        return _as_it_is(obj)
-    found = next((_BY_BASE[name] for name in names if name in _BY_BASE), None)
-    if found is None:
-        _usual.add(kind)
-    return None if found is None else found(obj)
+    if own_name.startswith(_PARAMETRIZED):
+        return _by_attributes(obj)
+    for base in kind.__mro__:
+        send = _BY_BASE.get(_full_name(base))
+        if send is not None:
+            return send(obj)
+    _usual.add(kind)
+    return None
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 IS_HEAP_TYPE = 1 << 9
+"""The flag of classes that were made while Python ran, as a ``class`` statement does."""
 
 
-def builtin_class(kind: type) -> Any:
-    """Return how to find a class of C's that has no name where it says, such as that of functions."""
-    name = next((name for name, each in vars(types).items() if each is kind), None)
-    return (
-        (parts.Absent, (f"the class {kind.__name__}",))
-        if name is None
-        else (getattr, (types, name))
-    )
+def builtin_class(kind: type) -> How:
+    """Send a class of C's that is not where its name says, such as that of functions."""
+    for name, known in vars(types).items():
+        if known is kind:
+            return getattr, (types, name)
+    return parts.Absent, (f"the class {kind.__name__}",)
 
 
 def _is_found(module: types.ModuleType | None) -> bool:
-    is_ours = module is None or module.__name__ in {"__main__", "__mp_main__"}
-    return not is_ours and bool(getattr(module, "__file__", "builtin"))
+    """Return whether a fresh process finds a module by its name, and the same one."""
+    if module is None or module.__name__ in {"__main__", "__mp_main__"}:
+        return False
+    return bool(getattr(module, "__file__", "builtin"))
 
 
 def module_of(names: Mapping[str, Any]) -> str | None:
-    """Return the module that has these global names, if a fresh process finds it; no code of the user's is asked."""
-    name = names.get("__name__") if type(names) is dict else None
+    """Return the module that has these global names, if a fresh process finds it; no code of the user's is run."""
+    if type(names) is not dict:
+        return None
+    name = names.get("__name__")
     module = sys.modules.get(name) if type(name) is str else None
-    return (
-        module.__name__
-        if module is not None and vars(module) is names and _is_found(module)
-        else None
-    )
+    if module is None or vars(module) is not names:
+        return None
+    return module.__name__ if _is_found(module) else None
 
 
 def is_importable(obj: Any) -> bool:
@@ -213,29 +242,41 @@ def is_importable(obj: Any) -> bool:
 
 def shared_state(obj: Any) -> dict[str, Any] | None:
     """Return the attributes that all objects of a class share, as those of accelerate's states do; None for others."""
-    attributes: dict[str, Any] | None = getattr(obj, "__dict__", None)
-    shares = attributes is not None and attributes is getattr(type(obj), "_shared_state", None)
-    return dict(attributes) if shares and attributes is not None else None
+    attributes: Any = getattr(obj, "__dict__", None)
+    shared: Any = getattr(type(obj), "_shared_state", None)
+    if attributes is None or attributes is not shared:
+        return None
+    return dict(attributes)
+
+
+_MOST_LOOKED_AT = 1000
+"""Items of a list or a dict that are looked at for tensors."""
 
 
 def holders(namespace: Mapping[str, Any]) -> list[str]:
-    """Return the names that hold tensors: they keep alive what the cell may let go of."""
+    """Return the names of variables that hold tensors: they keep alive what the cell may let go of."""
     torch = sys.modules.get("torch")
     if torch is None:
         return []
-    found = []
+    names = []
     for name, value in list(namespace.items()):
-        within = list(value.values()) if type(value) is dict else value
-        if any(
-            _holds(torch, each)
-            for each in (within[:1000] if type(within) in {list, tuple} else [value])
-        ):
-            found.append(name)
-    return found
+        if any(_holds(torch, item) for item in _items_of(value)):
+            names.append(name)
+    return names
+
+
+def _items_of(value: Any) -> list[Any]:
+    """Return the first items of a list, a tuple or a dict; of anything else, itself."""
+    kind = type(value)
+    if kind is dict:
+        return list(value.values())[:_MOST_LOOKED_AT]
+    if kind in {list, tuple}:
+        return list(value[:_MOST_LOOKED_AT])
+    return [value]
 
 
 def _holds(torch: Any, value: Any) -> bool:
-    """Return whether it may keep something of a device's alive, which a tensor on the CPU does not."""
+    """Return whether a value may keep something of a device alive, which a tensor on the CPU does not."""
     if issubclass(type(value), torch.Tensor):
         with undisturbed():
             return bool(plain(value, "device").type != "cpu")
@@ -245,5 +286,6 @@ def _holds(torch: Any, value: Any) -> bool:
 def described(obj: Any) -> str:
     """Return a word for an object that cannot be sent."""
     kind = type(obj)
-    article = "an" if kind.__name__[:1].lower() in "aeiou" else "a"
-    return f"{article} {kind.__module__}.{kind.__qualname__}"
+    begins_with_vowel = kind.__name__[:1].lower() in "aeiou"
+    article = "an" if begins_with_vowel else "a"
+    return f"{article} {_full_name(kind)}"

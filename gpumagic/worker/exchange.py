@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.dryrun.wire import RankOutcome
 
+Function = Callable[..., Any]
 _NO_IDENTIFIER = bytes(128)
 """What NCCL identifies a communicator by, of which the fake one has no need."""
 
@@ -51,7 +52,8 @@ class Alone(dist.Store):
     def get(self, key: str) -> bytes:
         """Return what was set here or by another rank, or else an identifier for NCCL, which asks for nothing else."""
         if key not in self._kept and _is_cells(key):
-            self._kept[key] = self._objects.receive(f"store {key}", self._other)
+            received = self._objects.receive(f"store {key}", self._other)
+            self._kept[key] = received
         return self._kept.get(key, _NO_IDENTIFIER)
 
     def add(self, key: str, amount: int) -> int:
@@ -120,7 +122,7 @@ class Objects:
 
     def install(self) -> None:
         """Answer for the rest of the process."""
-        answers: dict[str, Callable[..., Any]] = {
+        answers: dict[str, Function] = {
             "all_gather_object": self._all_gather,
             "gather_object": self._gather,
             "broadcast_object_list": self._broadcast,
@@ -150,15 +152,18 @@ class Objects:
         Raises:
             WaitsFor: it was not run before.
         """
-        pickled = next(self._heard.get(key, iter(())), None)
+        heard = self._heard.get(key, iter(()))
+        pickled = next(heard, None)
         if pickled is None:
             raise WaitsFor(source)
         return pickle.loads(base64.b64decode(pickled))  # noqa: S301  # from a run of the same cell
 
     def _share(self, what: str, value: object, group: Any, source: int) -> Any:
         """Send a value to a group if this rank is the source, and else receive it."""
-        among = dist.get_process_group_ranks(group or dist.group.WORLD)
-        key = f"{what} {source} {among[0]} {among[-1]} {len(among)}"
+        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        first = members[0]
+        last = members[-1]
+        key = f"{what} {source} {first} {last} {len(members)}"
         if source != self._rank:
             return self.receive(key, source)
         self.send(key, value)
@@ -181,9 +186,14 @@ class Objects:
         values[:] = self._share("broadcast", values, group, source)
 
     def _scatter(
-        self, group: Any, source: int, received: list[Any], values: list[Any] | None
+        self,
+        group: Any,
+        source: int,
+        received: list[Any],
+        values: list[Any] | None,
     ) -> None:
-        received[0] = self._share("scatter", values, group, source)[dist.get_rank(group)]
+        scattered = self._share("scatter", values, group, source)
+        received[0] = scattered[dist.get_rank(group)]
 
     def _send(self, _: object, target: int, values: list[Any]) -> None:
         self.send(f"{self._rank} to {target}", values)
@@ -193,7 +203,7 @@ class Objects:
         return source
 
 
-def _as_collective(signature: inspect.Signature, answer: Callable[..., Any]) -> Callable[..., Any]:
+def _as_collective(signature: inspect.Signature, answer: Function) -> Function:
     """Return a collective with torch's signature.
 
     Args:
@@ -221,6 +231,7 @@ def stages() -> list[int]:
         return []
     for obj in gc.get_objects():
         if issubclass(type(obj), module._PipelineStageBase):
-            ranks: list[int] = dist.get_process_group_ranks(obj.group or dist.group.WORLD)
+            group = obj.group or dist.group.WORLD
+            ranks: list[int] = dist.get_process_group_ranks(group)
             return ranks
     return []

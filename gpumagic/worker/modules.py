@@ -27,6 +27,7 @@ from gpumagic.heap.kinds import Graphs, modules_in
 from gpumagic.heap.storages import COMPONENTS, local_of
 from gpumagic.memory.ledger import Ledger, Place
 
+Function = Callable[..., Any]
 _SEEN = "gpumagic"
 """The key by which a node's metadata says that it has a hook of ours."""
 PARAMETERS = "parameters"
@@ -74,8 +75,8 @@ class Modules:
         register_module_forward_pre_hook(self._enter)
         register_module_forward_hook(self._leave, always_call=True)
         register_optimizer_step_post_hook(self._after_step)
-        for name in ("backward", "grad"):
-            setattr(torch.autograd, name, self._around(getattr(torch.autograd, name)))
+        torch.autograd.backward = self._around(torch.autograd.backward)
+        torch.autograd.grad = self._around(torch.autograd.grad)
 
     # ---- Modules by number
 
@@ -86,7 +87,8 @@ class Modules:
             for path, module in modules_in(root):
                 if id(module) not in named:
                     named.add(id(module))
-                    self.names[self._number(module)] = f"{name}.{path}" if path else name
+                    number = self._number(module)
+                    self.names[number] = _joined(name, path)
 
     def _number(self, module: nn.Module) -> int:
         """Return a module's number; a new one, and those in it, are named by its class for now."""
@@ -96,8 +98,9 @@ class Modules:
         class_name = name_of_type(type(module))
         for path, inner in modules_in(module):
             if self._known(inner) is None:
-                self._numbers[id(inner)] = (ref(inner), len(self.names))
-                self.names.append(f"{class_name}.{path}" if path else class_name)
+                number = len(self.names)
+                self._numbers[id(inner)] = (ref(inner), number)
+                self.names.append(_joined(class_name, path))
         _, number = self._numbers[id(module)]
         return number
 
@@ -220,12 +223,15 @@ class Modules:
                 self._label(leaf, PARAMETERS)
                 self._label_leaf(leaf)
 
-    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _around(self, function: Function) -> Function:
         """Return a function that begins a backward pass, and notes when that begins and ends."""
 
         @functools.wraps(function)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+            if args:
+                roots = args[0]
+            else:
+                roots = kwargs.get("tensors", kwargs.get("outputs"))
             leaves = list(leaves_of(roots))
             for leaf in leaves:
                 self._label_leaf(leaf)
@@ -239,6 +245,11 @@ class Modules:
                     self._label_leaf(leaf)
 
         return watched
+
+
+def _joined(name: str, path: str) -> str:
+    """Return the way to a module in another one, which may be that itself."""
+    return f"{name}.{path}" if path else name
 
 
 def _modules_of(namespace: Mapping[str, Any]) -> list[tuple[str, nn.Module]]:

@@ -36,6 +36,8 @@ _OFTEN = 4
 
 File = tuple[str, int]
 """A file name and a line in it."""
+Function = tuple[int, str]
+"""The first line of a function in its file, and its name."""
 
 
 @dataclass(eq=False)
@@ -97,9 +99,12 @@ class Passes:
         self._sources = sources
         self._loops: list[Loop] = []
         self._samples: list[Sample] = []
-        self._codes: dict[str, dict[tuple[int, str], types.CodeType]] = {}
-        """The code of each file's functions with its loops counted, by their first line and their name."""
-        vars(builtins).update({_FOR: self._iterate, _ENTER: self._enter, _AGAIN: self._again})
+        self._codes: dict[str, dict[Function, types.CodeType]] = {}
+        """The code of each file's functions with its loops counted."""
+        names = vars(builtins)
+        names[_FOR] = self._iterate
+        names[_ENTER] = self._enter
+        names[_AGAIN] = self._again
 
     def compiled(self, source: str, filename: str) -> types.CodeType:
         """Return the code of a file's text with its loops counted."""
@@ -128,7 +133,8 @@ class Passes:
                 whole = self.compiled(self._sources[name], name)
                 for inner in frames.code_objects(whole):
                     self._codes[name][inner.co_firstlineno, inner.co_name] = inner
-        counted = self._codes[name].get((code.co_firstlineno, code.co_name))
+        function = (code.co_firstlineno, code.co_name)
+        counted = self._codes[name].get(function)
         if counted is None or counted.co_freevars != code.co_freevars:
             return code
         return counted
@@ -162,7 +168,9 @@ class Passes:
         runs = since[0].runs
         flat = []
         for place, loop in enumerate(self._loops):
-            number = runs[place] + 1 if place < len(runs) else 1
+            number = 1
+            if place < len(runs):
+                number += runs[place]
             if not loop.is_over and loop.run >= _OFTEN * number:
                 flat.append(wire.Flat(loop.place, number))
         return flat
@@ -255,17 +263,19 @@ class _Counting(ast.NodeTransformer):
     def visit_While(self, node: ast.While) -> list[ast.stmt]:
         number = ast.Constant(self._number(node))
         self.generic_visit(node)
-        enter = ast.copy_location(ast.Expr(_call(_ENTER, node.test, number)), node)
+        enter = ast.Expr(_call(_ENTER, node.test, number))
+        # The count comes last: what the test does and raises is as before, and a test that is false is not a pass.
         again = _call(_AGAIN, node.test, number)
-        # The test comes last: what it does and raises is as before, and a test that is false is not a pass.
-        node.test = ast.copy_location(ast.BoolOp(ast.And(), [node.test, again]), node.test)
-        return [enter, node]
+        test = ast.BoolOp(ast.And(), [node.test, again])
+        node.test = ast.copy_location(test, node.test)
+        return [ast.copy_location(enter, node), node]
 
     def visit_Call(self, node: ast.Call) -> ast.Call:
         """Let `float(x)` and `int(x)` keep what `noted` notes; what the name stands for is looked up as ever."""
         self.generic_visit(node)
-        if isinstance(node.func, ast.Name) and node.func.id in {"float", "int"}:
-            node.func = _call(_NUMBER, node.func, node.func)
+        function = node.func
+        if isinstance(function, ast.Name) and function.id in {"float", "int"}:
+            node.func = _call(_NUMBER, function, function)
         return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:

@@ -27,6 +27,7 @@ from gpumagic.dryrun.parts import CannotDryRun
 from gpumagic.dryrun.wire import Ended, Ending, Rank, Request
 from gpumagic.worker.exchange import Alone, Objects
 
+Function = Callable[..., Any]
 Assume = Callable[[str], object]
 """Is called with a sentence for each thing that is assumed."""
 _ON_CPU = frozenset({"gloo", "mpi", "ucc"})
@@ -44,7 +45,7 @@ def take_part(request: Request, send: Callable[[Ended], None], assume: Assume) -
     if not dist.is_available():
         return None
 
-    def launch(function: Callable[..., Any], args: tuple[Any, ...], number: int) -> Any:
+    def launch(function: Function, args: tuple[Any, ...], number: int) -> Any:
         if request.rank is None and number > 1:
             sentence = f"it starts {number} processes"
             send(Ended(reason=Ending.STARTS_RANKS, sentence=sentence, ranks=number))
@@ -134,7 +135,11 @@ def _become_none() -> None:
         yield from join(url, rank, world_size, **kwargs)
 
     def tcp_store(
-        host: str, port: int, world_size: int | None = None, *args: Any, **kwargs: Any
+        host: str,
+        port: int,
+        world_size: int | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         _refuse_others(world_size or 0)
         return store(host, port, world_size, *args, **kwargs)
@@ -158,7 +163,7 @@ def _refuse_others(world: int) -> None:
     )
 
 
-Launch = Callable[[Callable[..., Any], tuple[Any, ...], int], Any]
+Launch = Callable[[Function, tuple[Any, ...], int], Any]
 """Is called with what each rank is to run, its arguments, and how many ranks there are."""
 
 
@@ -174,7 +179,11 @@ def _take_launches(launch: Launch, *, has_accelerate: bool) -> None:
         return launch(fn, (int(os.environ.get("RANK", "0")), *args), nprocs)
 
     def notebook_launcher(
-        function: Any, args: Any = (), num_processes: int | None = None, *_: Any, **__: Any
+        function: Any,
+        args: Any = (),
+        num_processes: int | None = None,
+        *_: Any,
+        **__: Any,
     ) -> Any:
         return launch(function, tuple(args), num_processes or torch.cuda.device_count())
 

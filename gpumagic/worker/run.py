@@ -107,7 +107,7 @@ class Run:
         Args:
             coming: returns what a storage on a device is made in.
         """
-        parts.coming, parts.find_code = coming, self.passes.find_code
+        parts.unpack_with(coming, self.passes.find_code)
         main: Any = types.ModuleType("__main__")
         main.__builtins__ = builtins
         sys.modules["__main__"] = main  # where pickle looks for what the notebook defines

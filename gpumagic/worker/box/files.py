@@ -257,7 +257,11 @@ def _lay_over(path: str, lower: int) -> bool:
 
 
 def _mount(
-    path: str, flags: int, kind: str = "none", options: str = "", source: str = "none"
+    path: str,
+    flags: int,
+    kind: str = "none",
+    options: str = "",
+    source: str = "none",
 ) -> None:
     _call(
         "mount",

@@ -157,9 +157,16 @@ def _multiply_backward() -> None:
     (one @ one).backward()
 
 
-_TAKE: tuple[Callable[[], object], ...] = (torch.cuda.current_blas_handle, _multiply_backward)
+def _multiply_by_lt() -> None:
+    """Let cuBLASLt take its workspace."""
+    layer = torch.nn.Linear(2, 2, device="cuda")
+    layer(torch.ones(2, 2, device="cuda"))
+
+
+Take = Callable[[], object]
+_TAKE: tuple[Take, ...] = (torch.cuda.current_blas_handle, _multiply_backward)
 """What makes torch take a workspace: the first one for the cell's thread, the second for that of backward passes."""
-_TAKE_OF_LT = (lambda: torch.nn.Linear(2, 2, device="cuda")(torch.ones(2, 2, device="cuda")),)
+_TAKE_OF_LT: tuple[Take, ...] = (_multiply_by_lt,)
 """The same for cuBLASLt, which has smaller ones of its own in torch 2.10."""
 
 
@@ -219,7 +226,8 @@ class History:
         events: list[Event] = []
         for device, trace in enumerate(traces):
             for entry in trace:
-                events.append((entry["time_us"], self._follow, (device, entry, place_of)))
+                args = (device, entry, place_of)
+                events.append((entry["time_us"], self._follow, args))
         events += self._notes
         events.sort(key=operator.itemgetter(0))
         for _, mark, args in events:
@@ -262,7 +270,11 @@ class History:
         origin = self._origins.get(key)
         if origin is None:
             calling = _without_frames_of_ours(frames)
-            origin = _Origin(place_of(calling), operator_of(calling), _kind_among_ranks(calling))
+            origin = _Origin(
+                place=place_of(calling),
+                operator=operator_of(calling),
+                kind=_kind_among_ranks(calling),
+            )
             self._origins[key] = origin
         return origin
 

@@ -57,7 +57,9 @@ def attend(
         RuntimeError: the operands' dtypes differ.
     """
     if torch.is_autocast_enabled(OURS):
-        query, key, value = [_autocast(tensor) for tensor in (query, key, value)]
+        query = _autocast(query)
+        key = _autocast(key)
+        value = _autocast(value)
     dtypes = {query.dtype, key.dtype, value.dtype}
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         dtypes.add(attn_mask.dtype)
@@ -93,15 +95,21 @@ def _takes_flash(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bo
 
 
 def _attend_flash(
-    query: Any, key: Any, value: Any, dropout_p: float, is_causal: bool, scale: float | None
+    query: Any,
+    key: Any,
+    value: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
 ) -> Any:
     """Pad the operands to a width that the kernel takes, and cut its result to their own."""
     width = query.shape[-1]
     missing = -width % 8
     if missing:
-        query, key, value = [
-            torch.nn.functional.pad(tensor, (0, missing)) for tensor in (query, key, value)
-        ]
+        pad = torch.nn.functional.pad
+        query = pad(query, (0, missing))
+        key = pad(key, (0, missing))
+        value = pad(value, (0, missing))
     if scale is None:
         scale = width**-0.5  # the default of the padded width would be another
     result = torch.ops.aten._scaled_dot_product_flash_attention(
@@ -134,7 +142,9 @@ def _attend_efficient(
     needs_gradient = query.requires_grad or key.requires_grad or value.requires_grad
     keeps_sums = torch.is_grad_enabled() and needs_gradient
     bias = None if attn_mask is None else _as_bias(attn_mask, query, key)
-    options: dict[str, Any] = {} if scale is None else {"scale": scale}
+    options: dict[str, Any] = {}
+    if scale is not None:
+        options["scale"] = scale
     result = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, keeps_sums, dropout_p, is_causal, **options
     )
@@ -215,7 +225,7 @@ def _splits(row_blocks: int, key_blocks: int, room: int) -> int:
             waves = row_blocks * splits / room
             filled[splits] = waves / math.ceil(waves)
     enough = _NEARLY_BEST * max(filled.values())
-    return next(splits for splits, share in filled.items() if share >= enough)
+    return min(splits for splits, share in filled.items() if share >= enough)
 
 
 def flash_backward(given: Given) -> list[int]:

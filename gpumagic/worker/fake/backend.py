@@ -183,6 +183,7 @@ WIDEST = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add stack cat
 """
 
+Reference = weakref.ref[torch.Tensor]
 _BELOW = DispatchKeySet(getattr(DispatchKey, "AutocastPrivateUse1"))  # noqa: B009  # missing from torch's own stubs
 
 
@@ -195,7 +196,7 @@ class Autocast:
 
     def __init__(self, device_type: str) -> None:
         self._type = device_type
-        self._cache: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        self._cache: dict[int, tuple[Reference, torch.Tensor]] = {}
         """The copies of weights, until the outermost autocast ends: by a weight's identity, the weight and its copy."""
         rest = torch.library.Library("_", "IMPL")
         listed = torch.library.Library("aten", "IMPL")
@@ -239,7 +240,9 @@ class Autocast:
         return self._in(torch.get_autocast_dtype(self._type), op, args, kwargs)
 
     def _in(self, dtype: torch.dtype, op: Any, args: Args, kwargs: Kwargs) -> Any:
-        return op(*self._cast(args, dtype), **self._cast(kwargs, dtype))
+        args = self._cast(args, dtype)
+        kwargs = self._cast(kwargs, dtype)
+        return op(*args, **kwargs)
 
     def _to_float32(self, op: Any, args: Args, kwargs: Kwargs) -> Any:
         names = [argument.name for argument in op._schema.arguments]
@@ -276,7 +279,8 @@ class Autocast:
             return {name: self._cast(item, dtype) for name, item in value.items()}
         if not self._is_eligible(value) or value.dtype == dtype:
             return value
-        if dtype != torch.float32 and value.dtype == torch.float32 and _is_weight(value):
+        is_lowered = dtype != torch.float32 and value.dtype == torch.float32
+        if is_lowered and _is_weight(value):
             return self._cast_weight(value, dtype)
         return value.to(dtype)
 

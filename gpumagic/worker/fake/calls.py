@@ -25,6 +25,8 @@ from gpumagic.worker.fake.storages import (
 
 Given = dict[str, Any]
 """A call's arguments by name."""
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""A tensor and its stand-in."""
 META = DispatchKeySet(DispatchKey.Meta)
 _TAKE_HOST_INDICES = frozenset({
     "aten::index.Tensor", "aten::index.Tensor_out", "aten::_index_put_impl_", "aten::index_put_", "aten::index_put",
@@ -60,7 +62,11 @@ class Call:
     """
 
     def __init__(
-        self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], device_type: str
+        self,
+        op: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        device_type: str,
     ) -> None:
         self.op = op
         self.name: str = op._schema.name.removeprefix("aten::").rstrip("_")
@@ -72,11 +78,12 @@ class Call:
                 value = args[place]
             else:
                 value = kwargs.get(argument.name, argument.default_value)
-            if str(argument.type) == "Tensor" and isinstance(value, int | float | complex):
+            is_number = isinstance(value, int | float | complex)
+            if is_number and str(argument.type) == "Tensor":
                 value = _as_tensor(value, args)
             self.given[argument.name] = value
         self._type = device_type
-        self._twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._twins: dict[int, Pair] = {}
         """Each tensor with its stand-in, by the tensor's identity."""
         self.by_twin: dict[int, torch.Tensor] = {}
         """What each stand-in stands for, by the stand-in's identity."""
@@ -89,7 +96,8 @@ class Call:
 
     def tensors(self) -> Iterator[tuple[Any, torch.Tensor]]:
         """Yield (schema argument, tensor) of every tensor, those in lists included."""
-        for argument, value in zip(self.op._schema.arguments, self.given.values(), strict=True):
+        for argument in self.op._schema.arguments:
+            value = self.given[argument.name]
             items = value if isinstance(value, list | tuple) else (value,)
             for item in items:
                 if isinstance(item, torch.Tensor):
@@ -105,8 +113,8 @@ class Call:
             return False
         return bool(self.given["values"].dim() == 0)
 
-    def written(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (tensor, stand-in) of every argument that the operator writes to."""
+    def written(self) -> Iterator[Pair]:
+        """Yield every argument that the operator writes to, with its stand-in."""
         for argument, tensor in self.tensors():
             if argument.is_write and id(tensor) in self._twins:
                 yield self._twins[id(tensor)]
@@ -178,7 +186,8 @@ class Call:
         stride = tensor.stride()
         offset = tensor.storage_offset()
         if offset:
-            whole = torch.empty(offset + span(size, stride), dtype=tensor.dtype, device="meta")
+            extent = offset + span(size, stride)
+            whole = torch.empty(extent, dtype=tensor.dtype, device="meta")
             twin = whole.as_strided(size, stride, offset)
         else:
             twin = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
@@ -330,7 +339,12 @@ class Plan:
     __slots__ = ("_device", "_made", "_recipe", "_scratch")
 
     def __init__(
-        self, call: Call, operands: Operands, returned: Any, device: int, scratch: Iterable[int]
+        self,
+        call: Call,
+        operands: Operands,
+        returned: Any,
+        device: int,
+        scratch: Iterable[int],
     ) -> None:
         self._device = device
         self._scratch = [form_of_bytes(nbytes, device) for nbytes in scratch]
@@ -368,9 +382,14 @@ class Plan:
         self._made[storage._cdata] = len(self._made)
         if value.storage_offset():
             raise NotImplementedError("a new tensor that begins within its storage")
-        return _new_tensor(
-            Form(value.shape, value.stride(), value.dtype, self._device, storage.nbytes())
+        form = Form(
+            size=value.shape,
+            stride=value.stride(),
+            dtype=value.dtype,
+            device=self._device,
+            nbytes=storage.nbytes(),
         )
+        return _new_tensor(form)
 
     def result(self, tensors: list[torch.Tensor], storages: Storages) -> Any:
         """Return what the call returns, in new storages."""
@@ -381,7 +400,8 @@ class Plan:
         return result
 
 
-Recipe = Callable[[list[torch.Tensor], Storages, list[torch.Tensor]], Any]
+Tensors = list[torch.Tensor]
+Recipe = Callable[[Tensors, Storages, Tensors], Any]
 """Makes a result of a call's tensors, in new storages; the third is what has been made before."""
 
 

@@ -21,6 +21,8 @@ from gpumagic.memory.devices import Device
 from gpumagic.worker.fake import attention
 from gpumagic.worker.fake.backend import OURS, Args, FakeModule, Kwargs, Stream
 
+Function = Callable[..., Any]
+
 
 class DeviceGenerator(torch.Generator):
     """A generator of the device of the dry run: it has a seed and no numbers."""
@@ -58,12 +60,13 @@ class Names(TorchFunctionMode):
         self._known = known
         self._current: Callable[[], int] = lambda: 0
         """Returns the index of the current device."""
-        is_known = getattr(torch.Tensor, f"is_{known}")  # such as `is_cuda`
+        property_of_known = getattr(torch.Tensor, f"is_{known}")  # such as `is_cuda`
+        is_known = getattr(property_of_known, "__get__", None)
         self._handlers: dict[Any, Handler | None] = {
             # What the code makes and compares keeps the name that it gave.
             torch.device: lambda device, args, kwargs: device(*args, **kwargs),
             _DEVICE: self._known_device,
-            getattr(is_known, "__get__", None): lambda _, args, __: _is_here(args[0]),
+            is_known: lambda _, args, __: _is_here(args[0]),
         }
         """By function of torch's what calls it; None for those that need other names only."""
         self._by_name: dict[str, Handler] = {
@@ -82,7 +85,8 @@ class Names(TorchFunctionMode):
         kwargs: Kwargs | None = None,
     ) -> Any:
         if func not in self._handlers:
-            self._handlers[func] = self._by_name.get(getattr(func, "__name__", ""))
+            name = getattr(func, "__name__", "")
+            self._handlers[func] = self._by_name.get(name)
         handler = self._handlers[func]
         if handler is not None:
             result = handler(func, args, kwargs or {})
@@ -169,9 +173,10 @@ class Names(TorchFunctionMode):
             "set_autocast_dtype",
             "set_autocast_enabled",
         ):
-            setattr(torch, name, functools.partial(self._called_ours, getattr(torch, name)))
+            function = getattr(torch, name)
+            setattr(torch, name, functools.partial(self._called_ours, function))
 
-    def _called_ours(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _called_ours(self, function: Function, *args: Any) -> Any:
         return function(*[OURS if value == self._known else value for value in args])
 
     def _hold_within_torch(self) -> None:
@@ -185,14 +190,14 @@ class Names(TorchFunctionMode):
         hooks = torch.autograd.graph.saved_tensors_hooks
         begin = hooks.__init__
 
-        def hooked(context: Any, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+        def hooked(context: Any, pack: Function, unpack: Function) -> None:
             begin(context, self._under(pack), self._under(unpack))
 
         hooks.__init__ = hooked
         threads: Any = threading.Thread
         threads._bootstrap_inner = self._under(threads._bootstrap_inner)
 
-    def _under(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _under(self, function: Function) -> Function:
         def under(*args: Any, **kwargs: Any) -> Any:
             with self:
                 return function(*args, **kwargs)
@@ -214,14 +219,14 @@ def _take_attention() -> None:
     )
 
 
-def _attend(composite: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+def _attend(composite: Function, args: Args, kwargs: Kwargs) -> Any:
     query = args[0] if args else kwargs.get("query")
     if _is_here(query):
         return attention.attend(composite, *args, **kwargs)
     return composite(*args, **kwargs)
 
 
-def _norm_groups(norm: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+def _norm_groups(norm: Function, args: Args, kwargs: Kwargs) -> Any:
     """Copy an image whose channels lie last before its groups are normalised, as CUDA does."""
     if not args or not _is_here(args[0]):
         return NotImplemented
@@ -280,6 +285,7 @@ class _Refused:
     """What a dry run does not have; libraries may name it in their annotations."""
 
     def __init__(self, *_: object, **__: object) -> None:
+        refused = type(self)
         raise CannotDryRun(
-            f"it uses {type(self).__module__}.{type(self).__name__}, which is not part of a dry run"
+            f"it uses {refused.__module__}.{refused.__name__}, which is not part of a dry run"
         )

@@ -24,6 +24,8 @@ from gpumagic.worker.fake.scratch import as_left, is_unknown, scratch
 from gpumagic.worker.fake.storages import CPU, Form, Storages, form_of_bytes
 from gpumagic.worker.reading import FakeReading
 
+Kernel = Callable[..., Any]
+"""Answers an operator."""
 aten = torch.ops.aten
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
@@ -69,7 +71,7 @@ class Operators:
         self._name = torch._C._get_privateuse1_backend_name()
         self._convolve = self._kernel_by_shape(Operator(aten.convolution.default))
         self._convolve_back = self._kernel_by_shape(Operator(aten.convolution_backward.default))
-        self._special: dict[str, Callable[..., Any]] = {
+        self._special: dict[str, Kernel] = {
             "aten::empty.memory_format": self._empty,
             "aten::empty_strided": self._empty_strided,
             "aten::_copy_from": self._copy_from,
@@ -126,11 +128,11 @@ class Operators:
         kernel = self._register(Operator(op))
         return kernel(*args, **kwargs)
 
-    def _register(self, operator: Operator) -> Callable[..., Any]:
+    def _register(self, operator: Operator) -> Kernel:
         """Register the kernel of an operator, and return it."""
         op = operator.op
         if operator.name in VIEWS:
-            answer: Callable[..., Any] = functools.partial(op.redispatch, CPU)
+            answer: Kernel = functools.partial(op.redispatch, CPU)
         else:
             answer = self._special.get(op._name) or self._kernel_by_shape(operator)
         kernel = functools.partial(self._answer, operator.name, answer)
@@ -138,10 +140,10 @@ class Operators:
             self._by_name.m.impl(operator.name, "PrivateUse1", kernel, False)
         return kernel
 
-    def _kernel_by_shape(self, operator: Operator) -> Callable[..., Any]:
+    def _kernel_by_shape(self, operator: Operator) -> Kernel:
         return functools.partial(self._by_shape, operator)
 
-    def _answer(self, name: str, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _answer(self, name: str, kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
         with self._one_at_a_time, torch._C.DisableTorchFunction():
             self.is_running = True
             self.seen.add(name)
@@ -164,12 +166,22 @@ class Operators:
         return index
 
     def _empty(
-        self, size: Any, dtype: Any = None, device: Any = None, memory_format: Any = None, **_: Any
+        self,
+        size: Any,
+        dtype: Any = None,
+        device: Any = None,
+        memory_format: Any = None,
+        **_: Any,
     ) -> Any:
         return self._new(tuple(size), memory_format or torch.contiguous_format, dtype, device)
 
     def _empty_strided(
-        self, size: Any, stride: Any, dtype: Any = None, device: Any = None, **_: Any
+        self,
+        size: Any,
+        stride: Any,
+        dtype: Any = None,
+        device: Any = None,
+        **_: Any,
     ) -> Any:
         return self._new(tuple(size), tuple(stride), dtype, device)
 
@@ -180,11 +192,14 @@ class Operators:
         dtype: torch.dtype | None,
         device: torch.device | None,
     ) -> Any:
-        form = _form(size, how, dtype or torch.get_default_dtype(), self._device(device))
+        if dtype is None:
+            dtype = torch.get_default_dtype()
+        form = _form(size, how, dtype, self._device(device))
         return self._storages.make(form)
 
     def _resize(self, tensor: torch.Tensor, size: Any, memory_format: Any = None) -> torch.Tensor:
-        self._fit(tensor, torch.empty(size, dtype=tensor.dtype, device="meta"))
+        shape = torch.empty(size, dtype=tensor.dtype, device="meta")
+        self._fit(tensor, shape)
         return tensor
 
     def _fit(self, tensor: torch.Tensor, shape: torch.Tensor) -> None:
@@ -205,7 +220,10 @@ class Operators:
     # ---- Copies
 
     def _copy_from(
-        self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        non_blocking: bool = False,
     ) -> torch.Tensor:
         if target.device.type == self._name:
             self._contents.copy(source, target)
@@ -232,7 +250,11 @@ class Operators:
         return result
 
     def _by_meta_kernel(
-        self, operator: Operator, operands: Operands, args: Args, kwargs: Kwargs
+        self,
+        operator: Operator,
+        operands: Operands,
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         """Answer a call of metadata that was not seen yet, and keep how for the next one where it will be alike."""
         op = operator.op
@@ -253,7 +275,8 @@ class Operators:
             if self._is_cuda:
                 returned = as_left(call, returned)
             for tensor, twin in call.written():
-                if twin.shape != tensor.shape or twin.stride() != tensor.stride():
+                is_same = twin.shape == tensor.shape and twin.stride() == tensor.stride()
+                if not is_same:
                     self._fit(tensor, twin)
                     is_repeatable = False
         allocated = scratch(call) if self._is_cuda else ()
@@ -269,7 +292,8 @@ class Operators:
     def _take_indices(self, call: Call) -> bool:
         """Give a call its indices on the device, masks as positions; return whether they are those that it had."""
         before = call.given["indices"]
-        indices = self._contents.indices(call, torch.device(self._name, call.device))
+        device = torch.device(self._name, call.device)
+        indices = self._contents.indices(call, device)
         call.given["indices"] = indices
         if len(indices) != len(before):
             return False
@@ -331,10 +355,11 @@ def gru_cell(_input_gates: Any, _hidden_gates: Any, hx: Any, *_: Any) -> tuple[A
 def gru_cell_backward(grad: Any, _workspace: Any, has_bias: bool) -> tuple[Any, ...]:
     """Return the gradients of gates, state and biases."""
     rows, columns = grad.shape
-    gates = [grad.new_empty(rows, 3 * columns) for _ in range(2)]
+    width = 3 * columns
+    gates = [grad.new_empty(rows, width) for _ in range(2)]
     biases = [None, None]
     if has_bias:
-        biases = [grad.new_empty(3 * columns) for _ in range(2)]
+        biases = [grad.new_empty(width) for _ in range(2)]
     return (*gates, torch.empty_like(grad), *biases)
 
 

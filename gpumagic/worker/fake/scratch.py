@@ -106,7 +106,10 @@ def _copied_for_cublas(given: Given) -> list[int]:
     has_summand = "beta" in given  # which is `self` then
     copied = []
     for name, matrix in given.items():
-        is_factor = name.startswith(("mat", "batch")) or (name == "self" and not has_summand)
+        if name == "self":
+            is_factor = not has_summand
+        else:
+            is_factor = name.startswith(("mat", "batch"))
         if is_factor and not _is_taken_by_cublas(matrix):
             copied.append(matrix.nbytes)
     return copied
@@ -164,7 +167,8 @@ def _elementwise_loss(given: Given) -> torch.Tensor:
     whole = given["self"]
     target = given["target"]
     shape = torch.broadcast_shapes(whole.shape, target.shape)
-    return torch.empty(shape, dtype=torch.result_type(whole, target), device="meta")
+    dtype = torch.result_type(whole, target)
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _batch_norm_backward(given: Given) -> list[int]:
@@ -275,7 +279,8 @@ def _cudnn_workspace(images: Any, weight: Any, result: Any, *, of_weight: bool =
     is_depthwise = weight.shape[1] == 1
     if weight.itemsize > 4 or not has_tensor_cores or is_depthwise:
         return 0
-    is_pointwise = weight.numel() == weight.shape[0] * weight.shape[1]
+    filters, channels = weight.shape[:2]
+    is_pointwise = weight.numel() == filters * channels
     if is_pointwise:
         return 1 << 20 if of_weight else 0
     multiple = 16 // weight.itemsize
@@ -318,8 +323,8 @@ def _distances_backward(given: Given) -> list[int]:
         others = points.shape[-2] - 1
     *batch, number, width = points.shape
     gradients = points.new_empty((*batch, others, number, width), device="meta")
-    sums = reductions.allocated_by("sum", {"self": gradients, "dim": points.dim() - 2})
-    return [gradients.nbytes, *sums]
+    added = {"self": gradients, "dim": points.dim() - 2}
+    return [gradients.nbytes, *reductions.allocated_by("sum", added)]
 
 
 def _sorting(count: int) -> int:
@@ -391,13 +396,18 @@ def _index_put(given: Given) -> list[int]:
         if index is not None:
             dims.append(dim)
             indices.append(index)
-    are_neighbours = dims[-1] - dims[0] == len(dims) - 1
-    is_transposed = not are_neighbours  # the indexed dimensions then come first
-    copied = [whole.nbytes] if is_transposed or not whole.is_contiguous() else []
+    first = dims[0]
+    last = dims[-1]
+    are_neighbours = last - first == len(dims) - 1
+    copied = []
+    if not are_neighbours or not whole.is_contiguous():  # apart, they are made to come first
+        copied.append(whole.nbytes)
     copied += _copied(given["values"])
     count = torch.broadcast_tensors(*indices)[0].numel()
     places = 8 * count
-    sorting = 2 * places + _sorting(count) if count > _COPIED_TO_SORT else 512
+    sorting = 512
+    if count > _COPIED_TO_SORT:
+        sorting = 2 * places + _sorting(count)
     return [*copied, places, places, places, places, sorting]
 
 
@@ -417,8 +427,7 @@ def _cumulative(given: Given) -> list[int]:
         allocated.append(whole)
     if not values.is_contiguous():
         allocated.append(whole)
-    has_one_row = values.dim() > 0 and values.shape[given["dim"]] == values.numel()
-    if has_one_row:
+    if values.dim() and values.shape[given["dim"]] == values.numel():  # it is one row
         allocated.append(whole * dtype.itemsize // 3584 + 1280)
     return allocated
 

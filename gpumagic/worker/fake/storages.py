@@ -154,7 +154,9 @@ class Storages:
     """
 
     def __init__(
-        self, on_begin: Callable[[int, int, int], None], on_end: Callable[[int], None]
+        self,
+        on_begin: Callable[[int, int, int], None],
+        on_end: Callable[[int], None],
     ) -> None:
         self._on_begin = on_begin
         self._on_end = on_end
@@ -228,7 +230,11 @@ class _Page:
 
 
 def as_view(
-    owner: torch.Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
+    owner: torch.Tensor,
+    dtype: torch.dtype,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
 ) -> torch.Tensor:
     """Return another tensor over a tensor's storage."""
     aten = torch.ops.aten
