@@ -120,7 +120,7 @@ class StoragePart:
     contents: Any = None
     """Sent as a `pickle.PickleBuffer`, and received as memory that can be written to."""
     address: int = 0
-    made: Any = None
+    storage: Any = None
     """The storage in the worker, once it is made."""
 
 
@@ -163,11 +163,11 @@ def make_event(device_type: str) -> Any:
     return event
 
 
-def fill_object(made: Any, state: Any) -> None:
+def fill_object(obj: Any, state: Any) -> None:
     """Give an object its attributes without asking it for anything: its `__getattr__` may need them already.
 
     Args:
-        made: the object.
+        obj: the object.
         state: its attributes, or these and its slots.
     """
     attributes = state
@@ -175,10 +175,10 @@ def fill_object(made: Any, state: Any) -> None:
     if isinstance(state, tuple):
         attributes, slots = state
     if attributes:  # an object with slots alone has no place for them
-        vars(made).update(attributes)
+        vars(obj).update(attributes)
     if slots:
         for name, value in slots.items():
-            object.__setattr__(made, name, value)
+            object.__setattr__(obj, name, value)
 
 
 def dead_reference() -> weakref.ReferenceType[Any]:
@@ -188,9 +188,9 @@ def dead_reference() -> weakref.ReferenceType[Any]:
 
 def make_sharing(kind: Any) -> Any:
     """Return an object that shares its attributes with all others of its class."""
-    made = kind.__new__(kind)
-    made.__dict__ = kind._shared_state
-    return made
+    obj = kind.__new__(kind)
+    obj.__dict__ = kind._shared_state
+    return obj
 
 
 def make_function(
@@ -212,21 +212,21 @@ def make_cached(function: Any, settings: dict[str, Any]) -> Any:
 def make_class(meta: type, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type:
     """Return a class of the notebook's, without its methods yet."""
     keywords = {"metaclass": meta}
-    made = types.new_class(name, bases, keywords, lambda scope: scope.update(body))
-    assert isinstance(made, type)
-    is_global = made.__module__ == "__main__" and made.__qualname__ == name
+    kind = types.new_class(name, bases, keywords, lambda scope: scope.update(body))
+    assert isinstance(kind, type)
+    is_global = kind.__module__ == "__main__" and kind.__qualname__ == name
     if is_global:  # pickle looks for it there, as when the cell saves a model
-        vars(sys.modules["__main__"]).setdefault(name, made)
-    return made
+        vars(sys.modules["__main__"]).setdefault(name, kind)
+    return kind
 
 
-def fill_attributes(made: Any, attributes: dict[str, Any]) -> None:
+def fill_attributes(owner: Any, attributes: dict[str, Any]) -> None:
     """Give a function its defaults and attributes, a class its methods and attributes."""
     for name, value in attributes.items():
         if name == "__dict__":
-            made.__dict__.update(value)
+            owner.__dict__.update(value)
         else:
-            setattr(made, name, value)
+            setattr(owner, name, value)
 
 
 def make_tensor(
@@ -249,9 +249,9 @@ def make_tensor(
 
     whole = _storage(storage)
     size, stride, offset = geometry
-    made = torch.empty(0, dtype=getattr(torch, dtype), device=whole.device)
-    made.set_(whole, offset, size, stride)
-    return _in_autograd(made, requires_grad, parameter)
+    tensor = torch.empty(0, dtype=getattr(torch, dtype), device=whole.device)
+    tensor.set_(whole, offset, size, stride)
+    return _in_autograd(tensor, requires_grad, parameter)
 
 
 def make_sparse(
@@ -275,23 +275,23 @@ def make_sparse(
     import torch
 
     if layout == "torch.sparse_coo":
-        made = torch.sparse_coo_tensor(
+        tensor = torch.sparse_coo_tensor(
             *components, shape, is_coalesced=is_coalesced, check_invariants=False
         )
     else:
         kind = getattr(torch, layout.removeprefix("torch."))
-        made = torch.sparse_compressed_tensor(
+        tensor = torch.sparse_compressed_tensor(
             *components, shape, layout=kind, check_invariants=False
         )
-    return _in_autograd(made, requires_grad, parameter)
+    return _in_autograd(tensor, requires_grad, parameter)
 
 
-def _in_autograd(made: Any, requires_grad: bool, parameter: bool) -> Any:
+def _in_autograd(tensor: Any, requires_grad: bool, parameter: bool) -> Any:
     import torch
 
     if parameter:
-        return torch.nn.Parameter(made, requires_grad)
-    return made.requires_grad_(requires_grad)
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
 
 
 def fill_tensor(tensor: Any, state: dict[str, Any]) -> None:
@@ -327,10 +327,11 @@ def _earlier_graph() -> Any:
 
     class EarlierGraph(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
-        def forward(ctx: Any, made: Any, kept: list[Any], *leaves: Any) -> Any:
-            ctx.mark_dirty(made)
-            ctx.kept, ctx.leaves = kept, leaves
-            return made
+        def forward(ctx: Any, tensor: Any, kept: list[Any], *leaves: Any) -> Any:
+            ctx.mark_dirty(tensor)
+            ctx.kept = kept
+            ctx.leaves = leaves
+            return tensor
 
         @staticmethod
         def backward(ctx: Any, *_: Any) -> Any:
@@ -344,14 +345,14 @@ def _earlier_graph() -> Any:
 def _storage(part: StoragePart) -> Any:
     import torch
 
-    if part.made is None:
+    if part.storage is None:
         if part.contents is not None:
             flat = torch.frombuffer(part.contents, dtype=torch.uint8)
         else:
             with _unpacking.make_room(part):
                 flat = torch.empty(part.nbytes, dtype=torch.uint8, device=part.device)
-        part.made = flat.untyped_storage()
-    return part.made
+        part.storage = flat.untyped_storage()
+    return part.storage
 
 
 SMALL = 1 << 20

@@ -234,10 +234,10 @@ def is_importable(obj: Any) -> bool:
     module = sys.modules.get(getattr(obj, "__module__", None) or "")
     if not _is_found(module):
         return False
-    found: Any = module
+    value: Any = module
     for part in obj.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is obj
+        value = getattr(value, part, None)
+    return value is obj
 
 
 def shared_state(obj: Any) -> dict[str, Any] | None:

@@ -134,8 +134,8 @@ class Layout:
     def _on(self, stream: int) -> OnStream:
         if not stream:
             return contextlib.nullcontext()
-        made = parts.make_stream(f"cuda:{self._device}", stream, 0)
-        on: OnStream = torch.cuda.stream(made)
+        here = parts.make_stream(f"cuda:{self._device}", stream, 0)
+        on: OnStream = torch.cuda.stream(here)
         return on
 
     def _allocate(self, size: int, stream: Any) -> int:

@@ -212,9 +212,9 @@ class Operators:
             aten.as_strided_.default.redispatch(CPU, tensor, size, stride, offset)
             return
         self._ledger.operator = "resize_"
-        made = self._storages.make(form_of_bytes(needed, tensor.device.index))
+        larger = self._storages.make(form_of_bytes(needed, tensor.device.index))
         aten.set_.source_Storage_storage_offset.redispatch(
-            CPU, tensor, made.untyped_storage(), offset, size, stride
+            CPU, tensor, larger.untyped_storage(), offset, size, stride
         )
 
     # ---- Copies
@@ -381,5 +381,5 @@ def _like_on_host(value: Any) -> Any:
         return value
     size = value.shape
     stride = value.stride()
-    made = torch.empty_strided(size, stride, dtype=value.dtype, device="cpu")
-    return made.requires_grad_(value.requires_grad)
+    like = torch.empty_strided(size, stride, dtype=value.dtype, device="cpu")
+    return like.requires_grad_(value.requires_grad)

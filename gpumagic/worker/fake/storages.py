@@ -179,10 +179,10 @@ class Storages:
         else:
             page = _Page()
             self._pages.append(page)
-        made = page.make(key, form.rest)
+        tensor = page.make(key, form.rest)
         if form.view is None:
-            return made
-        return as_view(made, *form.view, 0)
+            return tensor
+        return as_view(tensor, *form.view, 0)
 
     def nbytes_of(self, tensor: torch.Tensor) -> int:
         """Return the bytes of the whole storage of a tensor of the dry run's."""
@@ -217,9 +217,9 @@ class _Page:
         offset = place * _SIZE
         self.memory[offset : offset + _SIZE] = _ADDRESS.pack(key * SPACING) + rest
         capsule = _capsule(self._start + offset, b"dltensor", None)
-        made: torch.Tensor = torch._C._from_dlpack(capsule)
+        tensor: torch.Tensor = torch._C._from_dlpack(capsule)
         self.memory[offset : offset + _ADDRESS.size] = _NOWHERE
-        return made
+        return tensor
 
     def end(self, place: int) -> int:
         """Return the key of the storage there, which has ended, and free its place."""
