@@ -29,12 +29,28 @@ def main(wheel: Path) -> int:
     with tempfile.TemporaryDirectory() as folder:
         colab = make_environment(python, Path(folder) / "colab")
         report = subprocess.check_output(
-            [colab, "-m", "pip", "install", "-q", "--dry-run", "--report", "-", str(wheel)],
+            [
+                colab,
+                "-m",
+                "pip",
+                "install",
+                "-q",
+                "--dry-run",
+                "--report",
+                "-",
+                str(wheel),
+            ],
             text=True,
         )
-        changes = sorted(item["metadata"]["name"] for item in json.loads(report)["install"])
-        subprocess.check_call([colab, "-m", "pip", "install", "-q", "--no-deps", str(wheel)])
-        loaded = subprocess.check_output([colab, "-W", "error", "-c", LOAD], text=True).strip()
+        changes = sorted(
+            item["metadata"]["name"] for item in json.loads(report)["install"]
+        )
+        subprocess.check_call(
+            [colab, "-m", "pip", "install", "-q", "--no-deps", str(wheel)]
+        )
+        loaded = subprocess.check_output(
+            [colab, "-W", "error", "-c", LOAD], text=True
+        ).strip()
     print(f"colab ({python}): pip would install {changes}; {loaded}")
     return 0 if changes == ["gpumagic"] and loaded == "loaded" else 1
 
@@ -56,7 +72,9 @@ def find_python() -> str | None:
     """Return a Python of Colab's version, current or the one before."""
     roots = [Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"]
     for version in ("3.13", "3.12"):
-        pyenv = [str(path) for root in roots for path in root.glob(f"{version}.*/bin/python")]
+        pyenv = [
+            str(path) for root in roots for path in root.glob(f"{version}.*/bin/python")
+        ]
         for candidate in (shutil.which(f"python{version}"), *pyenv):
             if (
                 candidate
@@ -75,11 +93,14 @@ def make_environment(python: str, folder: Path) -> str:
     inside = str(folder / "bin" / "python")
     subprocess.check_call([inside, "-m", "pip", "install", "-q", *COLAB])
     purelib = subprocess.check_output(
-        [inside, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"], text=True
+        [inside, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
+        text=True,
     ).strip()
     metadata = Path(purelib) / f"torch-{TORCH}.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {TORCH}\n")
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: torch\nVersion: {TORCH}\n"
+    )
     (metadata / "INSTALLER").write_text("gpumagic's CI\n")
     (metadata / "RECORD").write_text("")
     return inside

@@ -47,7 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo", help="run a demo notebook on this machine's GPU, or on a simulated one"
     )
-    demo.add_argument("name", nargs="?", default="tour", metavar="NAME", help="which one (tour)")
+    demo.add_argument(
+        "name", nargs="?", default="tour", metavar="NAME", help="which one (tour)"
+    )
     demo.add_argument(
         "--output",
         type=Path,
@@ -64,9 +66,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     instead = info.add_mutually_exclusive_group()
     instead.add_argument(
-        "--best", action="store_true", help="print only the device with most free memory"
+        "--best",
+        action="store_true",
+        help="print only the device with most free memory",
     )
-    instead.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    instead.add_argument(
+        "--json", action="store_true", help="print JSON instead of the table"
+    )
     info.set_defaults(run=_gpuinfo)
     return parser
 
@@ -93,7 +99,9 @@ def _gpuinfo(options: argparse.Namespace, rest: Sequence[str]) -> int:
         return 0
     report = ask()
     if options.best and report.best is None:
-        raise GpuMagicError(report.cause or "no GPU here says how much memory it has free")
+        raise GpuMagicError(
+            report.cause or "no GPU here says how much memory it has free"
+        )
     if options.best:
         print(report.best)
     elif options.json:
@@ -106,10 +114,14 @@ def _gpuinfo(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def _demo(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Execute a demo notebook and write it and its HTML; return 0 if every cell did what it should."""
     if rest:
-        raise OptionError(f"there is no {rest[0]!r} here; there are NAME and --output DIR")
+        raise OptionError(
+            f"there is no {rest[0]!r} here; there are NAME and --output DIR"
+        )
     output: Path = options.output
     source = _notebook(options.name)
-    missing = [name for name in _DEMO_PACKAGES if importlib.util.find_spec(name) is None]
+    missing = [
+        name for name in _DEMO_PACKAGES if importlib.util.find_spec(name) is None
+    ]
     if missing:
         raise GpuMagicError(
             f"the demo needs {', '.join(missing)}; install them with: {sys.executable} -m pip install 'gpumagic[demo]'"
@@ -151,7 +163,10 @@ def execute_notebook(notebook: NotebookNode) -> str | None:
 
     def started(cell: Any, **_: object) -> None:
         if cell.cell_type == "code":
-            print(f"  {next(numbers):>2}/{len(code_cells)}  {_title(cell)[:70]}", flush=True)
+            print(
+                f"  {next(numbers):>2}/{len(code_cells)}  {_title(cell)[:70]}",
+                flush=True,
+            )
 
     def executed(cell: Any, **_: object) -> None:
         answer = _answer(cell)
@@ -176,7 +191,9 @@ def execute_notebook(notebook: NotebookNode) -> str | None:
     finally:
         # What cleared displays leave, such as that of progress, is empty; nbconvert warns of it.
         for cell in code_cells:
-            cell.outputs = [output for output in cell.outputs if output.get("data") != {}]
+            cell.outputs = [
+                output for output in cell.outputs if output.get("data") != {}
+            ]
     return None
 
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from gpumagic.transfers.run import DeviceRun
 
 
-def gpuinfo(*devices: str, processes: bool = False, everything: bool = False) -> GPUReport:
+def gpuinfo(
+    *devices: str, processes: bool = False, everything: bool = False
+) -> GPUReport:
     """Return the state of the GPUs joined with this process's use of them; never initialises CUDA.
 
     Args:
@@ -137,7 +139,9 @@ def ondevice(
 
     listed = move if isinstance(move, str) else ",".join(move)
     names = variable_names(listed) if move else []
-    functions = trace if isinstance(trace, bool | list | tuple) else [cast("Function", trace)]
+    functions = (
+        trace if isinstance(trace, bool | list | tuple) else [cast("Function", trace)]
+    )
     return run.for_caller(resolve(device, fallback), names, trace=functions)
 
 

@@ -15,7 +15,11 @@ from gpumagic.errors import GpuMagicError
 
 def cache_folder(name: str) -> Path:
     """Return where the user's cache keeps what is compiled for a part of gpumagic."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpumagic" / name
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "gpumagic"
+        / name
+    )
 
 
 def load_folder(
@@ -38,14 +42,18 @@ def load_folder(
 
 
 @contextlib.contextmanager
-def only_process(home: Path, what: str, unavailable: type[GpuMagicError]) -> Iterator[None]:
+def only_process(
+    home: Path, what: str, unavailable: type[GpuMagicError]
+) -> Iterator[None]:
     """Let one process at a time make a folder; the folder above it is made for the user alone."""
     # The kernel drops this lock with its process, so an interrupted compile leaves none behind, unlike the file
     # that torch.utils.cpp_extension waits for.
     try:
         import fcntl
     except ImportError:
-        raise unavailable(f"{what} runs on Linux and macOS; on Windows, use it in WSL") from None
+        raise unavailable(
+            f"{what} runs on Linux and macOS; on Windows, use it in WSL"
+        ) from None
     try:
         home.parent.parent.mkdir(parents=True, exist_ok=True)
         home.parent.mkdir(mode=0o700, exist_ok=True)
@@ -81,20 +89,28 @@ def unfinished(home: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _refuse_what_others_write(what: str, unavailable: type[GpuMagicError], *folders: Path) -> None:
+def _refuse_what_others_write(
+    what: str, unavailable: type[GpuMagicError], *folders: Path
+) -> None:
     """Raise an error where other users could have written, or replaced, what lies in these folders: it is loaded."""
     for folder in folders:
         status = folder.stat()
-        replaceable = [parent for parent in folder.resolve().parents if _others_can_replace(parent)]
+        replaceable = [
+            parent for parent in folder.resolve().parents if _others_can_replace(parent)
+        ]
         if status.st_uid not in {os.geteuid(), 0}:
             unsafe = f"{folder} belongs to another user"
         elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             unsafe = f"other users can write to {folder}; take that away with: chmod go-w {folder}"
         elif replaceable:
-            unsafe = f"other users can write to {replaceable[0]}, and replace what is in it"
+            unsafe = (
+                f"other users can write to {replaceable[0]}, and replace what is in it"
+            )
         else:
             continue
-        raise unavailable(f"{what} loads no code that others may have written: {unsafe}")
+        raise unavailable(
+            f"{what} loads no code that others may have written: {unsafe}"
+        )
 
 
 def _others_can_replace(folder: Path) -> bool:

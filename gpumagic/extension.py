@@ -93,7 +93,9 @@ def attach(
         sessions.install()
     except BaseException:
         unload(shell)
-        del shell.configurables[configurables:]  # magics enter themselves when they are made
+        del shell.configurables[
+            configurables:
+        ]  # magics enter themselves when they are made
         raise
     wiring.is_whole = True
 
@@ -103,7 +105,9 @@ def _remove(members: list[Any], unwanted: object) -> None:
         members.remove(unwanted)
 
 
-def _register(shell: InteractiveShell, magics: Magics, undo: list[Callable[[], object]]) -> None:
+def _register(
+    shell: InteractiveShell, magics: Magics, undo: list[Callable[[], object]]
+) -> None:
     """Register magics; undone, those are back that had their names before."""
     registered = shell.magics_manager
     before = {kind: dict(registered.magics[kind]) for kind in magics.magics}

@@ -64,11 +64,13 @@ def _magic(method: Callable[..., object]) -> Callable[..., object]:
 class GPUMagic(Magics):
     """What the magics do where their line does not say."""
 
-    keep_going = Bool(help="Let Run All go on after out-of-memory in a guarded cell.").tag(
-        config=True
-    )
+    keep_going = Bool(
+        help="Let Run All go on after out-of-memory in a guarded cell."
+    ).tag(config=True)
     advice_seconds = Float(
-        8.0, min=0, help="How long dry runs may try the advice of %%oomguard; 0 tries nothing."
+        8.0,
+        min=0,
+        help="How long dry runs may try the advice of %%oomguard; 0 tries nothing.",
     ).tag(config=True)
     engine_timeout = Float(
         ENGINE_TIMEOUT,
@@ -89,7 +91,10 @@ class GPUMagic(Magics):
         if options.engines is not None:
             return self._on_engines("gpuinfo", options)
         ask = functools.partial(
-            api.gpuinfo, *options.devices, processes=options.processes, everything=options.all
+            api.gpuinfo,
+            *options.devices,
+            processes=options.processes,
+            everything=options.all,
         )
         if not options.each_cell and options.watch is None:
             return ask()
@@ -121,7 +126,9 @@ class GPUMagic(Magics):
             options.devices.append(words.pop())
         only = [devices.resolve(name) for name in options.devices]
         if words:
-            return why.find_holders(" ".join(words), self.shell.user_ns, self.shell, only)
+            return why.find_holders(
+                " ".join(words), self.shell.user_ns, self.shell, only
+            )
         if options.free:
             return free.release(self.shell.user_ns, self.shell, only)
         everything = scan.scan(
@@ -134,7 +141,10 @@ class GPUMagic(Magics):
         report = everything.narrowed(only)
         last = self._last
         # Since IPython 9.8 `execution_count` is the next cell's (ipython PR#15088).
-        self._last = everything, f"%devices in cell {self.shell.displayhook.prompt_count}"
+        self._last = (
+            everything,
+            f"%devices in cell {self.shell.displayhook.prompt_count}",
+        )
         if options.diff:
             if last is not None:
                 return report.since(*last)
@@ -178,7 +188,9 @@ class GPUMagic(Magics):
 
         if options.engines is not None:
             options.keep_going = options.keep_going or self.keep_going
-            return self._cell_of_engines("oomguard", options, None if options.state else cell)
+            return self._cell_of_engines(
+                "oomguard", options, None if options.state else cell
+            )
         plan = Plan(options.shrink, options.fallback)
         runs_again = plan != Plan()
         if runs_again and cell is None:
@@ -200,7 +212,9 @@ class GPUMagic(Magics):
 
             if cell is not None:
                 alone = f"write %oomguard {options.state} in a cell of its own"
-                raise OptionError(f"{options.state} is for every cell, not for this one: {alone}")
+                raise OptionError(
+                    f"{options.state} is for every cell, not for this one: {alone}"
+                )
             print(shell.switch(self.shell, options.state, self._sessions, guard))  # noqa: T201  # how it stands
             return None
         if not runs_again:
@@ -208,7 +222,9 @@ class GPUMagic(Magics):
         from gpumagic.oom.rerun import Rerun
 
         assert cell is not None
-        return self._sessions.ready_body(Rerun(plan, guard(), self.shell.user_ns, self.shell), cell)
+        return self._sessions.ready_body(
+            Rerun(plan, guard(), self.shell.user_ns, self.shell), cell
+        )
 
     @line_cell_magic
     @_magic
@@ -230,7 +246,9 @@ class GPUMagic(Magics):
             return lambda: report
         display(report)
         if not report.fits:
-            raise GpuMagicError(f"not run: {report.verdict[:1].lower()}{report.verdict[1:]}")
+            raise GpuMagicError(
+                f"not run: {report.verdict[:1].lower()}{report.verdict[1:]}"
+            )
         return None if cell is None else self._sessions.ready_body(BodyRuns(), cell)
 
     def _code(self, body: str | None) -> str:
@@ -264,7 +282,11 @@ class GPUMagic(Magics):
         return engines.of_line(magic, options, self.engine_timeout)
 
     def _cell_of_engines(
-        self, magic: str, options: Namespace, cell: str | None, device: str | None = None
+        self,
+        magic: str,
+        options: Namespace,
+        cell: str | None,
+        device: str | None = None,
     ) -> Callable[[], None]:
         """Return what runs a cell on the engines and shows their report."""
         from IPython.display import display
@@ -282,7 +304,13 @@ class GPUMagic(Magics):
                 display(report)
 
         # Engines that are to run a cell may have to import torch first, so they have three times as long.
-        return engines.of_cell(magic, options, cell, 3 * self.engine_timeout, show, device)
+        return engines.of_cell(
+            magic, options, cell, 3 * self.engine_timeout, show, device
+        )
 
     def _store(self, name: str | None) -> Callable[[object], None] | None:
-        return None if name is None else functools.partial(self.shell.user_ns.__setitem__, name)
+        return (
+            None
+            if name is None
+            else functools.partial(self.shell.user_ns.__setitem__, name)
+        )

@@ -29,7 +29,9 @@ _SPACED_UNIT = re.compile(r"(?<!\S)(--capacity[\s=]+[\d.]+)\s+(?=[a-z])", re.IGN
 
 def device_memory(text: str) -> int:
     """Return the bytes of a device's memory, or raise `OptionError` for less than any device has."""
-    from gpumagic.report.units import parse_size  # loading the extension imports no report
+    from gpumagic.report.units import (
+        parse_size,
+    )  # loading the extension imports no report
 
     nbytes = parse_size(text)
     if nbytes < 1024**2:
@@ -195,7 +197,9 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         text = super().format_help()
-        for option in self.valued:  # argparse does not know that their value may be left out
+        for (
+            option
+        ) in self.valued:  # argparse does not know that their value may be left out
             text = re.sub(rf"{option} ([A-Z]+)  ", rf"{option}[=\1]", text)
         return text
 
@@ -208,7 +212,11 @@ class Parser(argparse.ArgumentParser):
         Raises:
             OptionError: an unknown option (the nearest known one is suggested), a bad value, an open quote.
         """
-        line = _COMMENT.sub(lambda match: match["quoted"] or "", line).strip().removesuffix(";")
+        line = (
+            _COMMENT.sub(lambda match: match["quoted"] or "", line)
+            .strip()
+            .removesuffix(";")
+        )
         line = _SPACED_COMMA.sub(lambda match: match["quoted"] or ",", line)
         line = _SPACED_UNIT.sub(r"\1", line)
         try:
@@ -247,7 +255,9 @@ class Parser(argparse.ArgumentParser):
             hint = f"did you mean {near}?"
         else:
             longest = [
-                action.option_strings[-1:] for action in self._actions if action.dest != "help"
+                action.option_strings[-1:]
+                for action in self._actions
+                if action.dest != "help"
             ]
             hint = f"it has {', '.join(itertools.chain(*longest))}"
         return f"{self.prog} has no option {option!r}; {hint}"
@@ -299,7 +309,11 @@ _ENGINES = _argument(
     help="on ipyparallel's engines: of %%px, all, 0,2, 1:3",
 )
 _OUT = _argument(
-    "-o", "--out", metavar="NAME", read=variable_name, help="store the report in this variable"
+    "-o",
+    "--out",
+    metavar="NAME",
+    read=variable_name,
+    help="store the report in this variable",
 )
 _QUIET = _argument("-q", "--quiet", action="store_true", help="show no report")
 
@@ -313,9 +327,17 @@ PARSERS = {
         "    r = %gpuinfo                keep the report: r.to_pandas(), r.cause\n"
         "    r.best                      the device with most free memory",
         _argument(
-            "devices", nargs="*", metavar="DEVICE", help="only these, such as cuda:1 or 1; else all"
+            "devices",
+            nargs="*",
+            metavar="DEVICE",
+            help="only these, such as cuda:1 or 1; else all",
         ),
-        _argument("-p", "--processes", action="store_true", help="list the processes on each GPU"),
+        _argument(
+            "-p",
+            "--processes",
+            action="store_true",
+            help="list the processes on each GPU",
+        ),
         _argument("-a", "--all", action="store_true", help="show every field"),
         _argument(
             "-w",
@@ -352,7 +374,13 @@ PARSERS = {
             metavar="DEVICE",
             help="only these, such as cuda:1 or cpu; else all",
         ),
-        _argument("-n", metavar="N", read=positive_int, default=20, help="show the largest N (20)"),
+        _argument(
+            "-n",
+            metavar="N",
+            read=positive_int,
+            default=20,
+            help="show the largest N (20)",
+        ),
         [
             _argument(
                 "--by",
@@ -371,7 +399,9 @@ PARSERS = {
                 help="what no variable reaches, and the line that frees it",
             ),
             _argument(
-                "--free", action="store_true", help="free what only outputs or the last error keep"
+                "--free",
+                action="store_true",
+                help="free what only outputs or the last error keep",
             ),
             _argument(
                 "--why",
@@ -407,7 +437,9 @@ PARSERS = {
             help="first move these variables there; all or none",
         ),
         _argument(
-            "--fallback", metavar="DEVICE", help="the device to use where DEVICE is not there"
+            "--fallback",
+            metavar="DEVICE",
+            help="the device to use where DEVICE is not there",
         ),
         _argument(
             "--trace",
@@ -446,9 +478,15 @@ PARSERS = {
             read=variable_name,
             help="halve this int and run again, until it fits",
         ),
-        _argument("--fallback", metavar="DEVICE", help="run it again on this device, or auto"),
-        _argument("--debug", action="store_true", help="keep the failed frames for %%debug"),
-        _argument("--keep-going", action="store_true", help="do not fail: Run All goes on"),
+        _argument(
+            "--fallback", metavar="DEVICE", help="run it again on this device, or auto"
+        ),
+        _argument(
+            "--debug", action="store_true", help="keep the failed frames for %%debug"
+        ),
+        _argument(
+            "--keep-going", action="store_true", help="do not fail: Run All goes on"
+        ),
         _QUIET,
         _OUT,
         _ENGINES,
@@ -492,13 +530,19 @@ PARSERS = {
             read=number_of_ranks,
             help="as each of N GPUs runs it: 64, or 8x8",
         ),
-        _argument("--run", action="store_true", help="then run the cell if it fits; else fail"),
+        _argument(
+            "--run", action="store_true", help="then run the cell if it fits; else fail"
+        ),
         _OUT,
-        hints={r"(cuda|gpu|mps|xpu|simgpu)(:\d+)?": "each device that the cell uses is looked at"},
+        hints={
+            r"(cuda|gpu|mps|xpu|simgpu)(:\d+)?": "each device that the cell uses is looked at"
+        },
     ),
 }
 MAGICS: Sequence[str] = tuple(PARSERS)
-NEEDING_BODY = {magic: parser.needs_body for magic, parser in PARSERS.items() if parser.needs_body}
+NEEDING_BODY = {
+    magic: parser.needs_body for magic, parser in PARSERS.items() if parser.needs_body
+}
 """The options of each cell magic with which it needs the cell's text."""
 LETTING_RUN = {"dryrun": ("--run",)}
 """The options with which a cell runs whose magic does not run it otherwise."""

@@ -44,7 +44,13 @@ Complete = Callable[[str, str], "tuple[str, list[str]]"]
 
 FRAMES_KEEP_SNAPSHOTS = sys.version_info < (3, 13)
 """Whether a function's frame keeps what `f_locals` returned, and so its variables, until it ends (gh-113939)."""
-_NO_CODE = {tokenize.ENDMARKER, tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.DEDENT}
+_NO_CODE = {
+    tokenize.ENDMARKER,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.COMMENT,
+    tokenize.DEDENT,
+}
 
 
 def referrers(objects: Iterable[object]) -> list[Any]:
@@ -69,7 +75,11 @@ def skip_in_compilers(code: CodeType) -> None:
     if torch_private.SKIP_CODE.is_there():
         torch_private.SKIP_CODE.get()(code)
         return
-    strategy = (torch_private.SET_STRATEGY, torch_private.STRATEGY, torch_private.FRAME_ACTION)
+    strategy = (
+        torch_private.SET_STRATEGY,
+        torch_private.STRATEGY,
+        torch_private.FRAME_ACTION,
+    )
     if all(name.is_there() for name in strategy):
         set_strategy, make_strategy, action = (name.get() for name in strategy)
         set_strategy(code, make_strategy(action.SKIP, action.DEFAULT))
@@ -112,7 +122,9 @@ def add_completer(
             cut = len(fragment) - len(event.symbol)
             return [name[cut:] for name in names]
 
-        undo.append(lambda: shell.strdispatchers["complete_command"].regexs.pop(pattern, None))
+        undo.append(
+            lambda: shell.strdispatchers["complete_command"].regexs.pop(pattern, None)
+        )
         shell.set_hook("complete_command", hook, re_key=pattern)
         return
 

@@ -435,7 +435,9 @@ def containers() -> Containers:
     return Containers(lambda value, *_: ([value], None), lambda leaves, _: leaves[0])
 
 
-NAMES = tuple(name for name in list(globals().values()) if isinstance(name, PrivateName))
+NAMES = tuple(
+    name for name in list(globals().values()) if isinstance(name, PrivateName)
+)
 """All names that can be looked up."""
 
 

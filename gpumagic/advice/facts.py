@@ -162,7 +162,9 @@ class TensorFact:
     """Whether an autograd graph made it."""
 
 
-Member = Literal["tensor", "module", "optimizer", "list", "tuple", "named tuple", "dict"]
+Member = Literal[
+    "tensor", "module", "optimizer", "list", "tuple", "named tuple", "dict"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +309,9 @@ class Frames:
     @property
     def stage(self) -> Stage:
         """What was going on, by the functions on the stack."""
-        if any(name.startswith(torch_frames.IN_OPTIMIZER_STEP) for name in self.functions):
+        if any(
+            name.startswith(torch_frames.IN_OPTIMIZER_STEP) for name in self.functions
+        ):
             return Stage.STEP
         for stage, functions in _STAGE_FUNCTIONS.items():
             if self.functions & functions:
@@ -325,7 +329,9 @@ class Frames:
     def graph_names(self) -> list[str]:
         """The variables that carry an autograd graph."""
         return [
-            name for name, fact in self.tensors.items() if fact.has_graph and name.isidentifier()
+            name
+            for name, fact in self.tensors.items()
+            if fact.has_graph and name.isidentifier()
         ]
 
 

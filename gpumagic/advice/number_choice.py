@@ -52,7 +52,9 @@ def choose_number(
         at = max(1, min(choice.now - 1, int(room * choice.now)))
     first = 1 << (at.bit_length() - 1)
     if choice.finish is not None and choice.finish(at) is not None:
-        finished = _NumberSearch(trials, choice, others, trials.as_is, finishes=True, known=known)
+        finished = _NumberSearch(
+            trials, choice, others, trials.as_is, finishes=True, known=known
+        )
         finished.search(at)
         if finished.has_fitting:
             return finished.chosen()
@@ -205,7 +207,12 @@ class _NumberSearch:
         self.runs[number] = report
         if had_fitting:
             return report
-        if report.fits and report.certain and self._known is not None and not self._others:
+        if (
+            report.fits
+            and report.certain
+            and self._known is not None
+            and not self._others
+        ):
             self._known(Chosen(advice, self._trials.trial_of(report), is_finished=True))
         if number < choice.now and self._saves_too_little(number):
             raise DryRunUnavailable(f"{choice.name} changes too little")
@@ -218,7 +225,12 @@ class _NumberSearch:
         """
         need = self._trials.cell_need
         peaks = self._peaks()
-        if self.runs[number].fits or number not in peaks or need is None or not need.missing:
+        if (
+            self.runs[number].fits
+            or number not in peaks
+            or need is None
+            or not need.missing
+        ):
             return False
         now = self._choice.now
         peak = peaks[number]
@@ -227,7 +239,9 @@ class _NumberSearch:
         if peak < peak_now and between and min(between) <= peak:
             return True  # something else needs most
         if peak > peak_now and 4 * number > now:
-            return False  # parts, nearly all of it, beside what they are put together to
+            return (
+                False  # parts, nearly all of it, beside what they are put together to
+            )
         line = PeakLine.through((number, peak), (now, peak_now))
         return peak_now - line.peak_at(0) < need.missing / 2
 

@@ -135,4 +135,6 @@ def _only_deletes(line: str) -> bool:
     if _DELETES_OUTPUT.fullmatch(line):
         return True
     tree = parse_tree(line)
-    return tree is not None and all(isinstance(statement, ast.Delete) for statement in tree.body)
+    return tree is not None and all(
+        isinstance(statement, ast.Delete) for statement in tree.body
+    )

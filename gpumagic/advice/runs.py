@@ -38,7 +38,9 @@ _ONDEVICE = re.compile(r"\A%%ondevice (\w+)(:(\d+))?\n")
 def start_worker(device: str) -> None:
     """Start the process that makes dry runs, which imports torch while a failure is looked into."""
     with contextlib.suppress(Exception):  # the first dry run says why not
-        client.start(targets.with_engine(targets.choose(device, None, None, None)).engine)
+        client.start(
+            targets.with_engine(targets.choose(device, None, None, None)).engine
+        )
 
 
 class EditedRuns:
@@ -57,7 +59,11 @@ class EditedRuns:
     """
 
     def __init__(
-        self, facts: Facts, namespace: Mapping[str, object], seconds: float, elsewhere: str = ""
+        self,
+        facts: Facts,
+        namespace: Mapping[str, object],
+        seconds: float,
+        elsewhere: str = "",
     ) -> None:
         self.took = 0.0
         self._facts = facts
@@ -86,7 +92,9 @@ class EditedRuns:
         if key in self._reports:
             return self._reports[key]
         names = dict(self._namespace)
-        if ranks is not None:  # other processes, which have nothing of what the failed cell left
+        if (
+            ranks is not None
+        ):  # other processes, which have nothing of what the failed cell left
             for name in self._facts.notebook.left_by_failed_run:
                 names.pop(name, None)
         target = targets.choose(
@@ -178,11 +186,15 @@ def _without_setup_lines(report: DryRunReport, lines: int) -> DryRunReport:
             begins, points = _points_of_cell(report, device, lines)
             peaks = [begins, *(point.allocated for point in points)]
             peaks += (
-                row.peak for row in report.lines if row.device == device.device and row.line > lines
+                row.peak
+                for row in report.lines
+                if row.device == device.device and row.line > lines
             )
             device = device._replace(peak=max(peaks))  # noqa: PLW2901
             if device.device == report.device:
-                at_peak = (point.parts for point in points if point.allocated == device.peak)
+                at_peak = (
+                    point.parts for point in points if point.allocated == device.peak
+                )
                 breakdown = next(at_peak, {})
         devices.append(device)
     return replace(

@@ -148,12 +148,17 @@ def advise(facts: Facts, trials: Trials) -> tuple[Advice, ...]:
         tried += _Tries(facts, trials).try_all(elsewhere)
     shown = []
     for suggestion in tried:
-        is_cheap_and_tried = suggestion.tier < DRASTIC and suggestion.trial.needs is not None
+        is_cheap_and_tried = (
+            suggestion.tier < DRASTIC and suggestion.trial.needs is not None
+        )
         if something_fits and not suggestion.fits_here and not is_cheap_and_tried:
             continue
         if _is_worth_showing(suggestion, facts):
             shown.append(suggestion)
-    most = max((suggestion.worth for suggestion in shown if suggestion.tier < DRASTIC), default=0)
+    most = max(
+        (suggestion.worth for suggestion in shown if suggestion.tier < DRASTIC),
+        default=0,
+    )
     shown.sort(key=lambda suggestion: _rank(suggestion, most))
     return tuple(suggestion.to_advice(facts) for suggestion in shown)
 
@@ -169,7 +174,9 @@ def _run_again(facts: Facts, need: Need) -> Advice:
         evidence="from where the failure has left the device, a dry run of the whole cell fits",
         cost=str(FREE),
         is_free=True,
-        trial=EditTrial(fits=True, certain=True, needs=need.needed, available=need.available),
+        trial=EditTrial(
+            fits=True, certain=True, needs=need.needed, available=need.available
+        ),
         first=first,
     )
 
@@ -244,7 +251,9 @@ class _Tries:
 
     def _best(self) -> Suggestion | None:
         """Return the cheapest suggestion that certainly fits so far."""
-        fitting = [tried for tried in self._tried if tried.fits_here and tried.trial.certain]
+        fitting = [
+            tried for tried in self._tried if tried.fits_here and tried.trial.certain
+        ]
         return min(fitting, key=lambda tried: (tried.tier, tried.place), default=None)
 
     def _show(self, suggestion: Suggestion) -> None:
@@ -254,7 +263,11 @@ class _Tries:
 
     def _is_enough(self, coming: Suggestion) -> bool:
         """Return whether nobody needs what is to be tried next: another method, a larger GPU, what helps a little."""
-        fitting = [tried for tried in self._tried if tried.trial.fits and not tried.is_exhausted]
+        fitting = [
+            tried
+            for tried in self._tried
+            if tried.trial.fits and not tried.is_exhausted
+        ]
         if fitting and self._trials.stop_if_slow():
             return True
         if coming.tier < DRASTIC and not coming.is_too_little:
@@ -295,7 +308,9 @@ class _Tries:
         def show_early(chosen: Chosen) -> None:
             self._show(suggestion.with_number(chosen))
 
-        return suggestion.with_number(choose_number(self._trials, choice, known=show_early))
+        return suggestion.with_number(
+            choose_number(self._trials, choice, known=show_early)
+        )
 
 
 def _is_for_later(suggestion: Suggestion) -> tuple[bool, bool]:
@@ -313,7 +328,10 @@ def _is_worth_showing(suggestion: Suggestion, facts: Facts) -> bool:
     if facts.need is None:
         return True
     if trial.fits is False:
-        return suggestion.saves > 0 and suggestion.saves >= LEAST_SHARE * facts.need.missing
+        return (
+            suggestion.saves > 0
+            and suggestion.saves >= LEAST_SHARE * facts.need.missing
+        )
     if trial.fits is None and trial.needs is not None and not suggestion.saves:
         return False
     return trial.ending is not Ending.CELL_FAILS  # as of an edit that breaks the cell

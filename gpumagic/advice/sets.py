@@ -16,7 +16,9 @@ from gpumagic.source import text as texts
 from gpumagic.source.text import CellText, Change, apply_changes
 
 
-def cheapest_set(facts: Facts, tried: Sequence[Suggestion], trials: Trials) -> Suggestion | None:
+def cheapest_set(
+    facts: Facts, tried: Sequence[Suggestion], trials: Trials
+) -> Suggestion | None:
     """Return the suggestions that fit together, as one: the first that do, without those that are not needed."""
     sets = _named_sets(facts, tried)
     with progress.counted(len(sets), "trying together") as tell:
@@ -29,7 +31,9 @@ def cheapest_set(facts: Facts, tried: Sequence[Suggestion], trials: Trials) -> S
     return None
 
 
-def _named_sets(facts: Facts, tried: Sequence[Suggestion]) -> dict[str, list[Suggestion]]:
+def _named_sets(
+    facts: Facts, tried: Sequence[Suggestion]
+) -> dict[str, list[Suggestion]]:
     """Return the sets that may fit, the cheap ones first, by what is said while they are tried."""
     here = [suggestion for suggestion in tried if suggestion.tier < MONEY]
     failing = [suggestion for suggestion in here if suggestion.trial.fits is False]
@@ -52,10 +56,14 @@ def _likelihood_in_set(suggestion: Suggestion) -> tuple[bool, bool, int]:
     return not suggestion.saves, is_drastic, -suggestion.saves if is_drastic else 0
 
 
-def _sets(facts: Facts, suggestions: Sequence[Suggestion]) -> Iterator[list[Suggestion]]:
+def _sets(
+    facts: Facts, suggestions: Sequence[Suggestion]
+) -> Iterator[list[Suggestion]]:
     """Yield what may fit together, the likeliest first; of what has a number, with a small one and at the front."""
     missing = facts.need.missing if facts.need is not None else 0
-    without_number = [suggestion for suggestion in suggestions if suggestion.choice is None]
+    without_number = [
+        suggestion for suggestion in suggestions if suggestion.choice is None
+    ]
     plain = _compatible(facts, without_number)
     useful = sum(member.saves > 0 for member in plain)
     for number in range(2, useful + 1):
@@ -68,7 +76,9 @@ def _sets(facts: Facts, suggestions: Sequence[Suggestion]) -> Iterator[list[Sugg
     for suggestion in suggestions:
         if suggestion.choice is None:
             continue
-        low = replace(suggestion, advice=suggestion.choice.make(suggestion.choice.small))
+        low = replace(
+            suggestion, advice=suggestion.choice.make(suggestion.choice.small)
+        )
         others = _compatible(facts, [suggestion, *plain])[1:]
         # Two that save enough together, then any two: each may lower another of two peaks.
         still_missing = missing - suggestion.saves
@@ -121,7 +131,9 @@ def _best_of_set(
     needed, trial = _minimal_subset(members, trial, trials)
     first, *others = needed
     if first.choice is not None:
-        chosen = choose_number(trials, first.choice, *_advice_of(others), at=first.choice.small)
+        chosen = choose_number(
+            trials, first.choice, *_advice_of(others), at=first.choice.small
+        )
         if chosen.trial.fits:
             first = replace(first, advice=chosen.advice)
             trial = chosen.trial
@@ -168,7 +180,9 @@ def _join(facts: Facts, members: Sequence[Suggestion], trial: EditTrial) -> Sugg
         if advice.first:
             statements[advice.first] = None
     changed_cells = {change.cell for change in changes}
-    new_lines = [text.after(changes) for text in facts.frames.texts if text.cell in changed_cells]
+    new_lines = [
+        text.after(changes) for text in facts.frames.texts if text.cell in changed_cells
+    ]
     joined = Advice(
         title="; ".join(titles),
         frees=None,

@@ -87,8 +87,14 @@ class Trials:
         event = facts.event
         if facts.frames.source is None or not is_cell:
             self._stop(Obstacle.NOT_A_CELL, "only a cell of a notebook can be tried")
-        elif event.memory is not Memory.DEVICE or not event.device or event.kind is Kind.SIZE_BUG:
-            self._stop(Obstacle.NOT_OF_A_DEVICE, "a dry run knows only of the devices' memory")
+        elif (
+            event.memory is not Memory.DEVICE
+            or not event.device
+            or event.kind is Kind.SIZE_BUG
+        ):
+            self._stop(
+                Obstacle.NOT_OF_A_DEVICE, "a dry run knows only of the devices' memory"
+            )
         elif seconds <= 0:
             self._stop(Obstacle.TURNED_OFF, "dry runs of advice are turned off")
         elif outside:
@@ -107,12 +113,18 @@ class Trials:
                 self._stop(Obstacle.UNTOLD, why)
             return None
         self.as_is = report
-        if report.reaching:  # by C code or a process of its own, which only the kernel sees
+        if (
+            report.reaching
+        ):  # by C code or a process of its own, which only the kernel sees
             effect = report.reaching[0]
-            self._stop(Obstacle.HAS_EFFECTS, f"the cell {effect} and is not run again unasked")
+            self._stop(
+                Obstacle.HAS_EFFECTS, f"the cell {effect} and is not run again unasked"
+            )
         device = self.failed_device(report)
         if report.error is not None or device is None or device.capacity is None:
-            self._stop(Obstacle.UNTOLD, report.error or "the memory of the device is not known")
+            self._stop(
+                Obstacle.UNTOLD, report.error or "the memory of the device is not known"
+            )
             return None
         self.cell_need = self._read_need(report, device)
         rebound = self._facts.notebook.about_to_be_rebound
@@ -153,7 +165,9 @@ class Trials:
             # Those are of an edit
             self._stop(Obstacle.FAULT, frames.summary_line(error))
         elif self.runs.seconds_left() <= 0:
-            sentence = f"there was no time: dry runs of advice may take {self._seconds:g} s"
+            sentence = (
+                f"there was no time: dry runs of advice may take {self._seconds:g} s"
+            )
             self._stop(Obstacle.OUT_OF_TIME, sentence)
         return str(error) if self.stop is None else self.stop.sentence
 
@@ -193,7 +207,11 @@ class Trials:
         if report.fits is None:
             # The lines are those of the edited text, which nobody sees
             reason = shortcoming(report, with_lines=False)
-        elif report.fits is False and needs is not None and needs <= (report.capacity or 0):
+        elif (
+            report.fits is False
+            and needs is not None
+            and needs <= (report.capacity or 0)
+        ):
             reason = _IN_PIECES
         elif not report.certain:
             reason = "; ".join(report.assumed)
@@ -219,4 +237,6 @@ class Trials:
     def failed_device(self, report: DryRunReport) -> DeviceNeed | None:
         """Return what a dry run takes of the device that failed; of ranks, of the one that decides."""
         name = self._device if report.world is None else report.device
-        return next((device for device in report.devices if device.device == name), None)
+        return next(
+            (device for device in report.devices if device.device == name), None
+        )

@@ -45,7 +45,9 @@ def _lines_of_edit(advice: Advice) -> list[Line]:
         if start.new.startswith("\n"):
             number += 1
         cell = f"{start.cell} " if start.cell else ""
-        return [(f"{cell}{place}", line, "") for place, line in enumerate(lines, number)]
+        return [
+            (f"{cell}{place}", line, "") for place, line in enumerate(lines, number)
+        ]
     if advice.first:
         return []  # that is all of the edit
     return [("use", line, "") for line in lines]

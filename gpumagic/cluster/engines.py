@@ -59,7 +59,9 @@ def connect(targets: str = PX) -> tuple[Any, list[int]]:
         )
     of_px = getattr(source, "targets", "all")
     if targets == PX and of_px not in (None, "all"):
-        return client, [of_px] if isinstance(of_px, int) else list(of_px)  # those that are gone too
+        return client, [of_px] if isinstance(of_px, int) else list(
+            of_px
+        )  # those that are gone too
     wanted = _chosen(targets, known)
     missing = [str(engine) for engine in wanted if engine not in known]
     if missing or not wanted:
@@ -102,7 +104,10 @@ def answer(request: str, arguments: Mapping[str, Any], version: str) -> dict[str
     """
     here = _compat.installed_version()
     if here != version:
-        return {"state": "other version", "detail": f"gpumagic {here} there, {_same(version)}"}
+        return {
+            "state": "other version",
+            "detail": f"gpumagic {here} there, {_same(version)}",
+        }
     fields: dict[str, Any] = {"origin": current_origin()}
     try:
         fields["report"] = globals()[f"answer_{request}"](**arguments)
@@ -115,10 +120,14 @@ def answer(request: str, arguments: Mapping[str, Any], version: str) -> dict[str
 
 
 def _same(version: str) -> str:
-    return f"{version} here: install the same in its environment, and restart the engine"
+    return (
+        f"{version} here: install the same in its environment, and restart the engine"
+    )
 
 
-def answer_gpuinfo(names: Sequence[str], *, processes: bool, everything: bool) -> object:
+def answer_gpuinfo(
+    names: Sequence[str], *, processes: bool, everything: bool
+) -> object:
     """Return the GPUs of this engine; simulated ones too, where its environment asks for them."""
     from gpumagic.gpus import probe
 
@@ -126,7 +135,9 @@ def answer_gpuinfo(names: Sequence[str], *, processes: bool, everything: bool) -
     return probe.read_gpus(names, processes=processes, everything=everything)
 
 
-def answer_devices(names: Sequence[str], *, by: str | None, limit: int | None) -> object:
+def answer_devices(
+    names: Sequence[str], *, by: str | None, limit: int | None
+) -> object:
     """Return the live tensors of this engine, under the names of its notebook."""
     from gpumagic.tensors import scan
 
@@ -134,7 +145,11 @@ def answer_devices(names: Sequence[str], *, by: str | None, limit: int | None) -
     shell = notebook.shell()
     only = [resolve(name) for name in names]
     return scan.scan(
-        notebook.user_variables(shell), devices=only, group_by=by, limit=limit, shell=shell
+        notebook.user_variables(shell),
+        devices=only,
+        group_by=by,
+        limit=limit,
+        shell=shell,
     )
 
 
@@ -168,14 +183,20 @@ def answer_collect() -> object:
 
 # ---- Asking them
 
-_ENGINE_CODE = "__import__('gpumagic.cluster.engines', fromlist=['answer']).answer(*request)"
+_ENGINE_CODE = (
+    "__import__('gpumagic.cluster.engines', fromlist=['answer']).answer(*request)"
+)
 """Run by `eval` in the engine, with names of its own: functions travel as bytecode, which another Python has not."""
 _REPLY_TIMEOUT = 1.0
 """Seconds to wait for the engines' threads that cancel requests."""
 
 
 def ask(
-    client: Any, engines: Sequence[int], timeout: float, request: str, **arguments: object
+    client: Any,
+    engines: Sequence[int],
+    timeout: float,
+    request: str,
+    **arguments: object,
 ) -> list[EngineAnswer]:
     """Return what each engine answered to a request, in their order; ``timeout`` is in seconds, for the slowest."""
     names = {"request": (request, arguments, _compat.installed_version())}
@@ -195,13 +216,18 @@ def ask(
         alive = [engine for engine in late if engine in client.ids]
         if alive:  # a thread of each engine takes the requests back
             messages = [asked[engine].msg_id for engine in late]
-            wait([client.abort(messages, targets=alive, block=False)], timeout=_REPLY_TIMEOUT)
+            wait(
+                [client.abort(messages, targets=alive, block=False)],
+                timeout=_REPLY_TIMEOUT,
+            )
     answers: list[EngineAnswer] = []
     for engine in engines:
         if engine not in asked:
             answers.append(EngineAnswer(engine, state="dead", detail="it is gone"))
         elif engine in late:
-            detail = f"no answer within {timeout:g} s: it is in a cell, or cannot be reached"
+            detail = (
+                f"no answer within {timeout:g} s: it is in a cell, or cannot be reached"
+            )
             answers.append(EngineAnswer(engine, state="busy", detail=detail))
         else:
             answers.append(_read_answer(engine, asked[engine].result()))
@@ -251,7 +277,9 @@ def of_line(magic: str, options: Namespace, timeout: float) -> ClusterReport:
         arguments = {"processes": options.processes, "everything": options.all}
     client, engines = connect(options.engines)
     answers = ask(client, engines, timeout, magic, names=options.devices, **arguments)
-    if answers and all(answer.no_device for answer in answers):  # the line itself is wrong
+    if answers and all(
+        answer.no_device for answer in answers
+    ):  # the line itself is wrong
         raise DeviceNotFound(f"on the engines: {answers[0].no_device}")
     return ClusterReport(magic, tuple(answers))
 
@@ -288,7 +316,9 @@ def of_cell(
             device. Then it runs on no engine.
     """
     if body is None:
-        raise OptionError(f"--engines takes all of a cell: write %%{magic} on its first line")
+        raise OptionError(
+            f"--engines takes all of a cell: write %%{magic} on its first line"
+        )
     _check_options(magic, options, "%%px, and below it %%")
     client, engines = connect(options.engines)
     ready = ask(
@@ -321,7 +351,9 @@ def of_cell(
         ended = [engine for engine, cell in sent.items() if cell.done()]
         collected = ask(client, ended, timeout, "collect")
         answers = {int(answer.engine): answer for answer in collected}
-        outcomes = [_outcome(engine, cell, answers.get(engine)) for engine, cell in sent.items()]
+        outcomes = [
+            _outcome(engine, cell, answers.get(engine)) for engine, cell in sent.items()
+        ]
         report = ClusterReport(magic, tuple(outcomes))
         show(report)
         if is_interrupted:
@@ -367,7 +399,9 @@ def _run(client: Any, code: Mapping[int, str]) -> tuple[dict[int, Any], bool]:
                 sent[engine] = client[engine].execute(text, silent=False, block=False)
                 streams.enter_context(sent[engine].stream_output())
             for cell in sent.values():
-                while not (cell.wait(_CHECK_INTERVAL) and cell.wait_for_output(_CHECK_INTERVAL)):
+                while not (
+                    cell.wait(_CHECK_INTERVAL) and cell.wait_for_output(_CHECK_INTERVAL)
+                ):
                     pass
         except KeyboardInterrupt:
             if not sent:
@@ -397,7 +431,9 @@ def _interrupt(client: Any, sent: Mapping[int, Any]) -> None:
     while running and time.monotonic() < deadline:
         begun = set(filter(has_begun, running))
         if begun - interrupted:
-            client.send_signal("SIGINT", targets=sorted(begun - interrupted), block=False)
+            client.send_signal(
+                "SIGINT", targets=sorted(begun - interrupted), block=False
+            )
         interrupted |= begun
         sent[running[0]].wait(_CHECK_INTERVAL)
         running = list(filter(is_running, running))
@@ -412,12 +448,16 @@ def _raise(sent: Mapping[int, Any], report: ClusterReport, *, keep_going: bool) 
     failed: list[Any] = []
     for answer in report.engines:
         if answer.state == OUT_OF_MEMORY:
-            shortages.append(f"engine {answer.engine} ran out of memory: {answer.detail}")
+            shortages.append(
+                f"engine {answer.engine} ran out of memory: {answer.detail}"
+            )
         elif answer.state != ANSWERED:
             failed.append(sent[int(answer.engine)])
     if failed:
         try:
-            error.collect_exceptions([cell.exception() for cell in failed], f"%%{report.magic}")
+            error.collect_exceptions(
+                [cell.exception() for cell in failed], f"%%{report.magic}"
+            )
         except error.CompositeError as several:
             # ipyparallel streams no error that came before it listened, and none of a dead engine.
             if all(cell._streamed_errors for cell in failed):
@@ -433,14 +473,18 @@ def _raise(sent: Mapping[int, Any], report: ClusterReport, *, keep_going: bool) 
 def _outcome(engine: int, sent: Any, answer: EngineAnswer | None) -> EngineAnswer:
     """Return how an engine's cell ended, with the report that it left."""
     if answer is None:
-        return EngineAnswer(engine, state="interrupted", detail="but its cell is still running")
+        return EngineAnswer(
+            engine, state="interrupted", detail="but its cell is still running"
+        )
     if answer.state != ANSWERED:
         return answer
     report = answer.report
     error = sent.exception()
     if type(report).__name__ == "OomReport" and not report.recovered:
         line = f" in line {report.line}" if report.line is not None else ""
-        return replace(answer, state=OUT_OF_MEMORY, detail=f"{report.device or 'the host'}{line}")
+        return replace(
+            answer, state=OUT_OF_MEMORY, detail=f"{report.device or 'the host'}{line}"
+        )
     if error is None:
         return answer
     name = getattr(error, "ename", type(error).__name__)

@@ -78,12 +78,16 @@ class ClusterReport(Report[PlacedRow]):
     def reports(self) -> dict[int | str, Any]:
         """Return the report of each engine that has one."""
         return {
-            answer.engine: answer.report for answer in self.engines if answer.report is not None
+            answer.engine: answer.report
+            for answer in self.engines
+            if answer.report is not None
         }
 
     def to_pandas(self) -> pd.DataFrame:
         """Return all rows of all engines; an engine without rows has one with its state, so that none is missing."""
-        places = {name: kind for name, kind in columns_of(PlacedRow).items() if name != "row"}
+        places = {
+            name: kind for name, kind in columns_of(PlacedRow).items() if name != "row"
+        }
         columns = columns_of(KINDS[self.magic].row_type)
         cells: list[tuple[Any, ...]] = []
         for placed in self.rows:
@@ -106,14 +110,20 @@ def merge(reports: Mapping[Any, object] | Sequence[object]) -> ClusterReport:
     """
     magics: set[str] = set()
     answers: list[EngineAnswer] = []
-    for name, value in reports.items() if isinstance(reports, Mapping) else enumerate(reports):
+    for name, value in (
+        reports.items() if isinstance(reports, Mapping) else enumerate(reports)
+    ):
         engine = name if isinstance(name, int) else str(name)
         if isinstance(value, ClusterReport):
             magics.add(value.magic)
             answers += value.engines
         elif isinstance(value, tuple(KINDS.values())):
-            magics |= {magic for magic, kind in KINDS.items() if isinstance(value, kind)}
-            answers.append(EngineAnswer(engine, getattr(value, "origin", Origin()), report=value))
+            magics |= {
+                magic for magic, kind in KINDS.items() if isinstance(value, kind)
+            }
+            answers.append(
+                EngineAnswer(engine, getattr(value, "origin", Origin()), report=value)
+            )
         else:
             what = "no report" if value is None else f"{type(value).__name__}: {value}"
             answers.append(EngineAnswer(engine, state="failed", detail=what))

@@ -51,13 +51,19 @@ def view_engines(report: ClusterReport) -> doc.Document:
     if gpus:
         blocks.append(_gpu_table(gpus))
         # An engine whose GPUs are in the table has no line of its own.
-        lines = [line for line in lines if line.answer.report is None or line.answer.report.cause]
+        lines = [
+            line
+            for line in lines
+            if line.answer.report is None or line.answer.report.cause
+        ]
     if lines:
         blocks.append(_table(lines))
     reports: list[doc.Block] = []
     for engine in reporting[:MAX_REPORTS]:
         own = to_document(engine.answer.report).blocks[1:]
-        reports.append(doc.Fold(f"Engine {engine.answer.engine}: {engine.headline}", own))
+        reports.append(
+            doc.Fold(f"Engine {engine.answer.engine}: {engine.headline}", own)
+        )
     if any(_asks_for_all(engine.answer.report) for engine in reporting):
         blocks += doc.unfolded(reports)
     elif reports:
@@ -74,11 +80,17 @@ def _engine_line(answer: EngineAnswer) -> EngineLine:
     report = answer.report
     if not isinstance(report, Report):
         return EngineLine(answer, answer.state)
-    if isinstance(report, GPUReport):  # of a thousand engines, whose tables take their time
+    if isinstance(
+        report, GPUReport
+    ):  # of a thousand engines, whose tables take their time
         return EngineLine(answer, headline(report.devices, report.cause))
-    headings = [block for block in to_document(report).blocks if isinstance(block, doc.Heading)]
+    headings = [
+        block for block in to_document(report).blocks if isinstance(block, doc.Heading)
+    ]
     first = headings[0].text if headings else ""
-    return EngineLine(answer, first, sum(row.in_rows for row in getattr(report, "by_device", ())))
+    return EngineLine(
+        answer, first, sum(row.in_rows for row in getattr(report, "by_device", ()))
+    )
 
 
 def _headline(
@@ -86,7 +98,9 @@ def _headline(
 ) -> str:
     """Return which GPU has most room, which engine holds most in tensors, or what most engines say."""
     if not reporting:
-        return "No engine ran out of memory" if report.magic == "oomguard" else "No answer"
+        return (
+            "No engine ran out of memory" if report.magic == "oomguard" else "No answer"
+        )
     if gpus:
         return headline(_named_with_host(gpus))
     if report.magic == "devices":
@@ -126,7 +140,9 @@ def _tensors_headline(reporting: Sequence[EngineLine]) -> str:
 
 
 def _fullest_headline(fullest: EngineLine, whole: int) -> str:
-    sentence = f"Engine {fullest.answer.engine} holds most: {size_of(fullest.nbytes, whole)}"
+    sentence = (
+        f"Engine {fullest.answer.engine} holds most: {size_of(fullest.nbytes, whole)}"
+    )
     largest = next(iter(fold(fullest.answer.report.tensors)), None)
     if largest is not None and largest.nbytes > fullest.nbytes / 2:
         sentence += f", mostly {largest.text}"
@@ -149,8 +165,14 @@ def _most(alike: Sequence[EngineLine]) -> int:
 
 
 LINE_COLUMNS: tuple[Column[list[EngineLine]], ...] = (
-    Column("Engine", lambda alike: engine_ranges(engine.answer for engine in alike), shrinks=True),
-    Column("In tensors", lambda alike: size(_most(alike)), "right", bar=_most, when=_most),
+    Column(
+        "Engine",
+        lambda alike: engine_ranges(engine.answer for engine in alike),
+        shrinks=True,
+    ),
+    Column(
+        "In tensors", lambda alike: size(_most(alike)), "right", bar=_most, when=_most
+    ),
     Column(
         "Says",
         lambda alike: doc.Cell(
@@ -164,12 +186,19 @@ LINE_COLUMNS: tuple[Column[list[EngineLine]], ...] = (
 
 def _table(lines: Sequence[EngineLine]) -> Table:
     """Return a row for the engines that say the same, those with the most in tensors first."""
-    alike = grouped(((engine.headline, engine.answer.detail), engine) for engine in lines)
+    alike = grouped(
+        ((engine.headline, engine.answer.detail), engine) for engine in lines
+    )
     rows = sorted(alike.values(), key=_most, reverse=True)
     return Table.of(rows, LINE_COLUMNS, "Each engine", limit=MAX_ROWS, rest="row")
 
 
-GPU_TITLES = {"Name": "Name", "Memory": "Memory", "This kernel": "Engines' part", "Util": "Util"}
+GPU_TITLES = {
+    "Name": "Name",
+    "Memory": "Memory",
+    "This kernel": "Engines' part",
+    "Util": "Util",
+}
 """The columns of `%gpuinfo` that are shown, with their titles here."""
 
 
@@ -189,7 +218,12 @@ def _gpu_table(gpus: Sequence[SharedGpu]) -> Table:
     ]
     columns += [_of_row(column) for column in COLUMNS if column.title in GPU_TITLES]
     return Table.of(
-        gpus, columns, "GPUs", limit=MAX_ROWS, rest="GPU", elsewhere="in a wider terminal"
+        gpus,
+        columns,
+        "GPUs",
+        limit=MAX_ROWS,
+        rest="GPU",
+        elsewhere="in a wider terminal",
     )
 
 

@@ -128,20 +128,26 @@ class Worker:
         ):  # a fork, in which no other thread is left to release the lock
             self._connection.close()
             return
-        with self._ending:  # by one thread: its number may be another's once it is waited for
+        with (
+            self._ending
+        ):  # by one thread: its number may be another's once it is waited for
             if self._process.returncode is None:
                 for group in (self.pid, *self._children()):
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(group, signal.SIGKILL)
                 self._process.wait()
-        with self.lock:  # a thread that waits for a reply now finds that the worker has ended
+        with (
+            self.lock
+        ):  # a thread that waits for a reply now finds that the worker has ended
             self._connection.close()
 
     def _children(self) -> list[int]:
         """Return the numbers of the processes that it has forked; elsewhere than on Linux these end by themselves."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
         try:
-            return [int(number) for number in children.read_text(encoding="ascii").split()]
+            return [
+                int(number) for number in children.read_text(encoding="ascii").split()
+            ]
         except OSError:
             return []
 
@@ -156,7 +162,9 @@ def _environment(engine: str) -> dict[str, str]:
     else:
         environment.update(dict.fromkeys(_HIDDEN, ""))
     environment.update(
-        TORCH_DEVICE_BACKEND_AUTOLOAD="0", MPLBACKEND="Agg", TORCHINDUCTOR_COMPILE_THREADS="1"
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+        MPLBACKEND="Agg",
+        TORCHINDUCTOR_COMPILE_THREADS="1",
     )
     return environment
 
@@ -189,7 +197,9 @@ def ask(requests: Sequence[Request]) -> list[Outcome | Ended]:
     while True:
         worker = start(requests[0].devices.engine)
         with worker.lock:
-            if worker.is_usable():  # else another thread has ended it while this one waited
+            if (
+                worker.is_usable()
+            ):  # else another thread has ended it while this one waited
                 return worker.ask(requests)
 
 

@@ -23,7 +23,15 @@ PROGRAMS = frozenset(
 )
 """Events of starting a program or a process."""
 CHANGES = frozenset(
-    {"os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink"}
+    {
+        "os.remove",
+        "os.rename",
+        "os.rmdir",
+        "os.mkdir",
+        "os.truncate",
+        "os.link",
+        "os.symlink",
+    }
 )
 """Events of changing a file."""
 REACHES = {
@@ -121,7 +129,9 @@ def program_of(event: str, args: tuple[Any, ...]) -> str:
     if not command:
         return ""
     (started,) = command
-    if not isinstance(started, str | bytes | os.PathLike):  # a list of its name and its arguments
+    if not isinstance(
+        started, str | bytes | os.PathLike
+    ):  # a list of its name and its arguments
         started = next(iter(started), "")
     name = os.fsdecode(started).split(" ")[0]
     return os.path.basename(name)  # noqa: PTH119  # of bytes, too

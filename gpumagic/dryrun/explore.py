@@ -126,7 +126,9 @@ class _Search:
         flipped = first.with_flipped(first.groups, when)
         self._run([flipped, first.with_all_numbers(Number.LARGE)])
         self._pass_checks()
-        if self.runs.flipped is not None:  # numbers that only the other outcome comes to
+        if (
+            self.runs.flipped is not None
+        ):  # numbers that only the other outcome comes to
             self._run([self.runs.flipped.with_all_numbers(Number.LARGE)])
         if any(run.is_beyond_list for run in self.runs.all):
             self._run([first.with_all_numbers(Number.LAST)])
@@ -136,7 +138,11 @@ class _Search:
         latest = self.runs.flipped
         while latest is not None and not self.runs.conclusive:
             overrides = latest.overrides
-            new = [place for place, kind, _ in latest.decisions if (place, kind) not in overrides]
+            new = [
+                place
+                for place, kind, _ in latest.decisions
+                if (place, kind) not in overrides
+            ]
             if not new:
                 return
             made = self._run([latest.with_flipped(new, When.ALWAYS)])

@@ -34,7 +34,11 @@ LIMITS = 4
 
 
 def largest(
-    script: Script, name: str, namespace: Mapping[str, Any], target: Target, time_limit: float
+    script: Script,
+    name: str,
+    namespace: Mapping[str, Any],
+    target: Target,
+    time_limit: float,
 ) -> DryRunReport:
     """Return the dry run with the largest value of a number with which a cell fits, and the search in it.
 
@@ -53,7 +57,10 @@ def largest(
     if name == RANKS:
         return _fewest(
             lambda ranks: run.dry_run(
-                script, namespace, targets.of_ranks(target, ranks), time_limit=time_limit
+                script,
+                namespace,
+                targets.of_ranks(target, ranks),
+                time_limit=time_limit,
             ),
             number_of_ranks(PER_NODE) if target.ranks is None else target.ranks,
             LIMITS * time_limit,
@@ -74,7 +81,9 @@ def largest(
     return search(dry_run, name, setting.value, dry_run, LIMITS * time_limit)
 
 
-def _fewest(dry_run: Callable[[Ranks], DryRunReport], now: Ranks, seconds: float) -> DryRunReport:
+def _fewest(
+    dry_run: Callable[[Ranks], DryRunReport], now: Ranks, seconds: float
+) -> DryRunReport:
     """Return the dry run on the fewest GPUs, whole machines beyond one, with which each rank fits.
 
     Args:
@@ -90,7 +99,9 @@ def _fewest(dry_run: Callable[[Ranks], DryRunReport], now: Ranks, seconds: float
         while number not in runs and not reason:
             tell(f"{number:,} GPUs")
             runs[number] = dry_run(Ranks(number, min(now.per_node, number)))
-            reason = _obstacle(runs[number], f"on {number:,} GPUs ", is_first=len(runs) == 1)
+            reason = _obstacle(
+                runs[number], f"on {number:,} GPUs ", is_first=len(runs) == 1
+            )
             if not reason and _more_hardly_help(runs):
                 reason = f"more GPUs hardly help, up to {number:,}"
             number = _next_number(runs, now.per_node)
@@ -241,11 +252,17 @@ class _ValueSearch:
         sentence = f"{self._name} changes nothing, up to {last:,}"
         for value in sorted(self.runs):
             if peak_of(self.runs[value]) == highest:
-                return sentence if value == min(self.runs) else f"beyond {value:,} {sentence}"
+                return (
+                    sentence
+                    if value == min(self.runs)
+                    else f"beyond {value:,} {sentence}"
+                )
         return sentence
 
 
-def _record(name: str, now: int, runs: Mapping[int, DryRunReport], reason: str) -> Search:
+def _record(
+    name: str, now: int, runs: Mapping[int, DryRunReport], reason: str
+) -> Search:
     trials = [
         Trial(value, peak_of(report), report.fits, shortcoming(report))
         for value, report in sorted(runs.items())

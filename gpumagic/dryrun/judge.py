@@ -71,11 +71,11 @@ def judge(
     if not is_bounded or len(runs.verdicts) > 1:
         return _open(outcome, conclusive, is_bounded=is_bounded)
     if varies:
-        less = (
-            f"with other values in place of those that are read it needs as little as {size(least)}"
-        )
+        less = f"with other values in place of those that are read it needs as little as {size(least)}"
         outcome = replace(outcome, assumed=(*outcome.assumed, less))
-    return Result(reply=outcome, scenario=most.scenario, varies=varies or not is_certain)
+    return Result(
+        reply=outcome, scenario=most.scenario, varies=varies or not is_certain
+    )
 
 
 def _fullest(runs: list[Run], first: Run) -> Run:

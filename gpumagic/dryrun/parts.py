@@ -85,7 +85,9 @@ class Absent:
         self.__dict__.update(_what=what, _is_quiet=is_quiet)
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise CannotDryRun(f"it uses {self.__dict__['_what']}, which cannot be sent to a dry run")
+        raise CannotDryRun(
+            f"it uses {self.__dict__['_what']}, which cannot be sent to a dry run"
+        )
 
     def _do_nothing(self, *_: object, **__: object) -> Absent:
         return self
@@ -106,9 +108,15 @@ class Absent:
     def __exit__(self, *_: object) -> None:
         pass
 
-    __torch_function__ = _refuse  # which torch calls where one is among a function's arguments
-    __call__ = __iter__ = __len__ = __getitem__ = __setitem__ = __next__ = __bool__ = _refuse
-    __add__ = __mul__ = __sub__ = __contains__ = __setattr__ = __float__ = __int__ = _refuse
+    __torch_function__ = (
+        _refuse  # which torch calls where one is among a function's arguments
+    )
+    __call__ = __iter__ = __len__ = __getitem__ = __setitem__ = __next__ = __bool__ = (
+        _refuse
+    )
+    __add__ = __mul__ = __sub__ = __contains__ = __setattr__ = __float__ = __int__ = (
+        _refuse
+    )
 
 
 @dataclass
@@ -209,7 +217,9 @@ def make_cached(function: Any, settings: dict[str, Any]) -> Any:
     return functools.lru_cache(**settings)(function)
 
 
-def make_class(meta: type, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type:
+def make_class(
+    meta: type, name: str, bases: tuple[type, ...], body: dict[str, Any]
+) -> type:
     """Return a class of the notebook's, without its methods yet."""
     keywords = {"metaclass": meta}
     kind = types.new_class(name, bases, keywords, lambda scope: scope.update(body))
@@ -312,8 +322,12 @@ def _lead_back(tensor: Any, saved: list[StoragePart], leaves: list[Any]) -> None
     kept = []
     for part in saved:
         whole = ((part.nbytes,), (1,), 0)
-        kept.append(make_tensor(part, "uint8", whole, requires_grad=False, parameter=False))
-    known = [torch.empty(0, requires_grad=True)]  # one of our own, as all others may be unknown
+        kept.append(
+            make_tensor(part, "uint8", whole, requires_grad=False, parameter=False)
+        )
+    known = [
+        torch.empty(0, requires_grad=True)
+    ]  # one of our own, as all others may be unknown
     for leaf in leaves:
         if not isinstance(leaf, Absent):
             known.append(leaf)
@@ -434,7 +448,9 @@ def mapped(descriptor: int, slot: Slot) -> Any:
     """
     if slot.offset is not None:
         access = mmap.PROT_READ | mmap.PROT_WRITE
-        return mmap.mmap(descriptor, slot.nbytes, mmap.MAP_PRIVATE, access, offset=slot.offset)
+        return mmap.mmap(
+            descriptor, slot.nbytes, mmap.MAP_PRIVATE, access, offset=slot.offset
+        )
     memory = mmap.mmap(-1, slot.nbytes)
     if not slot.is_whole:
         blanks.append(memory)

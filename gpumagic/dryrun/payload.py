@@ -124,7 +124,9 @@ class Payload(pickle.Pickler):
         self._todo: list[Variable] = []
         self._done: set[Variable] = set()
         self._storages: dict[int, parts.StoragePart] = {}
-        self._held: list[Any] = []  # what ids in the memo stand for must live as long as it does
+        self._held: list[
+            Any
+        ] = []  # what ids in the memo stand for must live as long as it does
 
     def fill(
         self, names: Iterable[str], extra: object, absent: Collection[Variable]
@@ -144,7 +146,11 @@ class Payload(pickle.Pickler):
         while self._todo:
             variable = self._todo.pop()
             scope = self.scopes[variable.scope]
-            if variable in self._done or variable.name in _NOT_SENT or variable.name not in scope:
+            if (
+                variable in self._done
+                or variable.name in _NOT_SENT
+                or variable.name not in scope
+            ):
                 continue
             self._done.add(variable)
             value = scope[variable.name]
@@ -176,7 +182,9 @@ class Payload(pickle.Pickler):
         if torch is not None and isinstance(obj, torch.Tensor):
             return self._tensor(torch, obj)
         if isinstance(obj, types.FunctionType):
-            return NotImplemented if sendable.is_importable(obj) else self._function(obj)
+            return (
+                NotImplemented if sendable.is_importable(obj) else self._function(obj)
+            )
         if isinstance(obj, type):
             return self._type(obj)
         if isinstance(obj, types.ModuleType):
@@ -193,7 +201,11 @@ class Payload(pickle.Pickler):
                 obj = numpy.ascontiguousarray(obj)  # else it is no buffer
         if isinstance(obj, tuple) and isinstance(type(obj).__new__, types.FunctionType):
             # Of a named tuple it reads a scope that may be filled only after this
-            return tuple.__new__, (type(obj), tuple(obj)), getattr(obj, "__dict__", None) or None
+            return (
+                tuple.__new__,
+                (type(obj), tuple(obj)),
+                getattr(obj, "__dict__", None) or None,
+            )
         return self._plain(obj)
 
     def _type(self, kind: type) -> Reduced:
@@ -207,7 +219,14 @@ class Payload(pickle.Pickler):
         """Return the object's own way of being pickled; what has none is left out and said."""
         shared = sendable.shared_state(obj)
         if shared is not None:
-            return parts.make_sharing, (type(obj),), shared, None, None, parts.fill_object
+            return (
+                parts.make_sharing,
+                (type(obj),),
+                shared,
+                None,
+                None,
+                parts.fill_object,
+            )
         dispatch = copyreg.dispatch_table.get(type(obj))
         try:
             reduced = dispatch(obj) if dispatch else obj.__reduce_ex__(5)
@@ -240,7 +259,11 @@ class Payload(pickle.Pickler):
             is_whole = not (tensor.is_floating_point() or tensor.is_complex())
             storage = self._storage(tensor.untyped_storage(), is_whole)
             dtype = str(tensor.dtype).removeprefix("torch.")
-            geometry = tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()
+            geometry = (
+                tuple(tensor.shape),
+                tuple(tensor.stride()),
+                tensor.storage_offset(),
+            )
             make = parts.make_tensor
             arguments = storage, dtype, geometry, requires_grad, is_parameter
         self._held += [state, arguments]
@@ -252,7 +275,9 @@ class Payload(pickle.Pickler):
         """Return what a tensor is that cannot be sent; nothing for one that can."""
         kind, device = type(tensor), tensor.device.type
         if device not in {self._backend, "cpu", "meta"}:
-            return f"a tensor on {tensor.device} (make it on {self._backend} in the cell)"
+            return (
+                f"a tensor on {tensor.device} (make it on {self._backend} in the cell)"
+            )
         layout = str(tensor.layout)
         if layout in COMPONENTS:
             is_known = device == "cpu" or self._has_sparse
@@ -261,11 +286,17 @@ class Payload(pickle.Pickler):
             is_known = tensor.layout == torch.strided and not is_nested
         if not is_known or kind not in {torch.Tensor, torch.nn.Parameter}:
             return f"a tensor of the kind {kind.__name__} with layout {layout}"
-        if torch_private.IS_FUNCTIONAL.get()(tensor) or tensor.is_conj() or tensor.is_neg():
+        if (
+            torch_private.IS_FUNCTIONAL.get()(tensor)
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
             return "a lazily conjugated or functional tensor"
         return ""
 
-    def _graph(self, torch: Any, tensor: Any) -> tuple[list[parts.StoragePart], list[Any]]:
+    def _graph(
+        self, torch: Any, tensor: Any
+    ) -> tuple[list[parts.StoragePart], list[Any]]:
         """Return the storages on the tensor's device that its graph keeps, where that is known, and its leaves."""
         leaves: dict[int, Any] = {}
         saved = []
@@ -289,14 +320,22 @@ class Payload(pickle.Pickler):
         """
         key = torch_private.STORAGE_IDENTITY.get()(storage)
         if key not in self._storages:
-            device, nbytes, address = str(storage.device), storage.nbytes(), storage.data_ptr()
-            part = self._storages[key] = parts.StoragePart(device, nbytes, address=address)
+            device, nbytes, address = (
+                str(storage.device),
+                storage.nbytes(),
+                storage.data_ptr(),
+            )
+            part = self._storages[key] = parts.StoragePart(
+                device, nbytes, address=address
+            )
             if nbytes:
                 self.device_bytes[device] += rounded(nbytes)
             if nbytes and device == "cpu":
                 # `SharedMemory` tells whole numbers by this type.
                 kind = ctypes.c_byte if is_whole else ctypes.c_char
-                part.contents = pickle.PickleBuffer((kind * nbytes).from_address(address))
+                part.contents = pickle.PickleBuffer(
+                    (kind * nbytes).from_address(address)
+                )
             self._held.append(storage)
         return self._storages[key]
 
@@ -318,9 +357,16 @@ class Payload(pickle.Pickler):
 
     def _class(self, made: type) -> Reduced:
         """Return how a class of the notebook's is made: with what has to be there early, then with its body."""
-        body = {name: value for name, value in vars(made).items() if name not in _CLASS_OWN}
-        early: dict[str, Any] = {"__module__": made.__module__, "__qualname__": made.__qualname__}
-        if "__orig_bases__" in body:  # which a generic class has to have from the beginning
+        body = {
+            name: value for name, value in vars(made).items() if name not in _CLASS_OWN
+        }
+        early: dict[str, Any] = {
+            "__module__": made.__module__,
+            "__qualname__": made.__qualname__,
+        }
+        if (
+            "__orig_bases__" in body
+        ):  # which a generic class has to have from the beginning
             early["__orig_bases__"] = body["__orig_bases__"]
         if isinstance(made, enum.EnumMeta):
             early |= _members_of(made, body)
@@ -386,7 +432,9 @@ def _is_plainly_on(device: Any, torch: Any, tensor: Any) -> bool:
     """Return whether a tensor that a graph has saved has a storage of its own on a device other than the host."""
     if tensor.device != device or device.type == "cpu":
         return False
-    return tensor.layout == torch.strided and not torch_private.IS_FUNCTIONAL.get()(tensor)
+    return tensor.layout == torch.strided and not torch_private.IS_FUNCTIONAL.get()(
+        tensor
+    )
 
 
 def _members_of(made: enum.EnumMeta, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -213,7 +213,11 @@ class DryRunReport(Report[DryRunRow]):
     @property
     def verdict(self) -> str:
         """The report's first line."""
-        return next(block.text for block in to_document(self).blocks if isinstance(block, Heading))
+        return next(
+            block.text
+            for block in to_document(self).blocks
+            if isinstance(block, Heading)
+        )
 
 
 def peak_of(report: DryRunReport) -> int:

@@ -77,7 +77,8 @@ def _devices(packed: payload.Payload, target: Target) -> wire.Devices:
     ]
     _, most = target.extra
     capacities = [
-        None if capacity is None else max(0, capacity - most) for capacity in target.capacities
+        None if capacity is None else max(0, capacity - most)
+        for capacity in target.capacities
     ]
     return wire.Devices(
         engine=target.engine,

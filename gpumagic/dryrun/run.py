@@ -227,7 +227,9 @@ def report_of(
         failure_line=None if figures.refused is None else figures.refused.line,
         open_on=result.open_on,
         effects=tuple([effect.text for effect in outcome.effects]),
-        reaching=tuple([effect.text for effect in outcome.effects if effect.reaches_others]),
+        reaching=tuple(
+            [effect.text for effect in outcome.effects if effect.reaches_others]
+        ),
         error=error,
         ending=ending,
         exceeds_host=outcome.failure is not None and outcome.failure.exceeds_host,
@@ -255,11 +257,15 @@ def _report_of_ended(ended: Ended, target: Target) -> DryRunReport:
         ending=ended.reason,
         exceeds_host=ended.exceeds_host,
         effects=tuple([effect.text for effect in ended.effects]),
-        reaching=tuple([effect.text for effect in ended.effects if effect.reaches_others]),
+        reaching=tuple(
+            [effect.text for effect in ended.effects if effect.reaches_others]
+        ),
     )
 
 
-def _needs(outcome: Outcome, target: Target, *, is_decided: bool) -> tuple[DeviceNeed, ...]:
+def _needs(
+    outcome: Outcome, target: Target, *, is_decided: bool
+) -> tuple[DeviceNeed, ...]:
     """Return what the cell takes of each device, and whether that fits.
 
     Args:
@@ -350,7 +356,9 @@ def _assumed(outcome: Outcome, packed: payload.Payload) -> Iterator[str]:
         yield _ZEROS
 
 
-def _unknown(outcome: Outcome, packed: payload.Payload, target: Target) -> Iterator[str]:
+def _unknown(
+    outcome: Outcome, packed: payload.Payload, target: Target
+) -> Iterator[str]:
     yield from outcome.unknown
     yield from packed.notes
     yield from target.unknown

@@ -109,7 +109,9 @@ class Run:
 
     # ---- Scenarios that are made of its decisions
 
-    def with_flipped(self, places: Collection[Key], when: When | None = None) -> Scenario:
+    def with_flipped(
+        self, places: Collection[Key], when: When | None = None
+    ) -> Scenario:
         """Return the scenario in which some decisions go the other way, or as usual where they did already.
 
         Args:
@@ -290,7 +292,9 @@ class Asking:
         if isinstance(reply, Ended) or reply.failure is None:
             return reply
         if reply.failure.may_be_of_noted and reply.has_noted:
-            self.request = replace(self.request, scenario=replace(self.usual, notes=False))
+            self.request = replace(
+                self.request, scenario=replace(self.usual, notes=False)
+            )
             return self.run_whole(self.usual)
         return reply
 
@@ -300,10 +304,14 @@ class Asking:
         (reply,) = self._ask([request])
         if isinstance(reply, Ended) or not reply.is_out_of_memory:
             return reply
-        if request.devices.engine == targets.FAKE:  # which goes on where there is no more
+        if (
+            request.devices.engine == targets.FAKE
+        ):  # which goes on where there is no more
             return reply
         scenario = replace(scenario, follows=self.usual.follows)
-        request = replace(request, scenario=scenario, devices=request.devices.unlimited())
+        request = replace(
+            request, scenario=scenario, devices=request.devices.unlimited()
+        )
         (whole,) = self._ask([request])
         if isinstance(whole, Ended):
             return reply
@@ -318,9 +326,13 @@ class Asking:
     ) -> list[Run]:
         """Return runs of some scenarios for their figures alone, side by side where there are cores."""
         brief = replace(
-            self.request, is_brief=True, time_limit=time_limit or self.request.time_limit
+            self.request,
+            is_brief=True,
+            time_limit=time_limit or self.request.time_limit,
         )
-        replies = self._ask([replace(brief, scenario=scenario) for scenario in scenarios])
+        replies = self._ask(
+            [replace(brief, scenario=scenario) for scenario in scenarios]
+        )
         return [Run(*pair) for pair in zip(scenarios, replies, strict=True)]
 
     def _ask(self, requests: Sequence[Request]) -> list[Outcome | Ended]:

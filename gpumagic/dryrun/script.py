@@ -66,7 +66,9 @@ def script_of(what: str | Callable[[], object]) -> Script:
         filename = getattr(code, "co_filename", CELL)
         return Script(source=None, function=what, filename=filename)
     if not isinstance(what, str):
-        raise OptionError(f"a dry run takes code or a callable, not {type(what).__name__}")
+        raise OptionError(
+            f"a dry run takes code or a callable, not {type(what).__name__}"
+        )
     from IPython.core.inputtransformer2 import TransformerManager
 
     blank = what[: len(what) - len(what.lstrip())]
@@ -79,7 +81,11 @@ def script_of(what: str | Callable[[], object]) -> Script:
 def _compiled(source: str) -> Any:
     try:
         return compile(
-            source, CELL, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True
+            source,
+            CELL,
+            "exec",
+            flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT,
+            dont_inherit=True,
         )
     except SyntaxError as error:
         where = f" in line {error.lineno}" if error.lineno is not None else ""

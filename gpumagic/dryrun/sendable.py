@@ -66,7 +66,9 @@ def _loader_iterator(iterator: Any) -> How:
     loader = torch_private.loader_of(iterator)
     if loader is None or isinstance(loader.dataset, IterableDataset):
         return _absent(iterator)
-    again = DataLoader(loader.dataset, batch_sampler=loader.sampler, collate_fn=loader.collate)
+    again = DataLoader(
+        loader.dataset, batch_sampler=loader.sampler, collate_fn=loader.collate
+    )
     return iter, (again,)
 
 
@@ -147,7 +149,10 @@ _BY_BASE: dict[str, Callable[[Any], How]] = {
     "threading.Condition": _absent,  # whoever waits for it would wait for ever
     "threading.Thread": _absent,
     "logging.Handler": lambda _: (logging.NullHandler, ()),
-    "concurrent.futures.thread.ThreadPoolExecutor": lambda obj: (type(obj), (obj._max_workers,)),
+    "concurrent.futures.thread.ThreadPoolExecutor": lambda obj: (
+        type(obj),
+        (obj._max_workers,),
+    ),
     "skorch.net.NeuralNet": _by_attributes,
     "torch.utils.hooks.RemovableHandle": _hook,
     "builtins.BaseException": _exception,

@@ -89,7 +89,10 @@ class Target:
 
 
 def choose(
-    device: str | None, capacity: int | None, gpu: str | None = None, ranks: Ranks | None = None
+    device: str | None,
+    capacity: int | None,
+    gpu: str | None = None,
+    ranks: Ranks | None = None,
 ) -> Target:
     """Return what a dry run is for.
 
@@ -149,7 +152,9 @@ def choose(
         allocated=allocated,
         extra=extra,
         segments=segments_of,
-        unknown=(_EXPANDABLE,) if segments.may_be_expandable() and not is_simulated else (),
+        unknown=(_EXPANDABLE,)
+        if segments.may_be_expandable() and not is_simulated
+        else (),
         is_imagined=is_imagined,
         is_here=bool(of_backend),
         gpu=gpu,
@@ -225,9 +230,17 @@ def with_engine(target: Target) -> Target:
     import torch
 
     if not torch_private.BACKENDS_IN_PYTHON.is_there():
-        needs = f"a dry run needs torch {torch_private.BACKENDS_IN_PYTHON.since} or newer"
-        raise DryRunUnavailable(f"{needs}: {torch_private.BACKENDS_IN_PYTHON.missing()}")
-    if target.backend != "cuda" or torch.version.cuda is None or os.environ.get(VARIABLE) == FAKE:
+        needs = (
+            f"a dry run needs torch {torch_private.BACKENDS_IN_PYTHON.since} or newer"
+        )
+        raise DryRunUnavailable(
+            f"{needs}: {torch_private.BACKENDS_IN_PYTHON.missing()}"
+        )
+    if (
+        target.backend != "cuda"
+        or torch.version.cuda is None
+        or os.environ.get(VARIABLE) == FAKE
+    ):
         return target
     reason = _unavailable()
     if reason is not None:

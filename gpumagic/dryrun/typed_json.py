@@ -11,7 +11,16 @@ import json
 import math
 import types
 from enum import Enum
-from typing import Any, NoReturn, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    NoReturn,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 Record = TypeVar("Record")
 _LARGEST = 1 << 63

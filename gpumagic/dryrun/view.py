@@ -38,7 +38,9 @@ def view_dry_run(report: DryRunReport) -> doc.Document:
         blocks += _neighbour(report.search, report.largest)
     if report.fits and report.failure_line is not None:
         blocks.append(
-            doc.Paragraph(f"Line {report.failure_line} runs out of memory, and the cell goes on.")
+            doc.Paragraph(
+                f"Line {report.failure_line} runs out of memory, and the cell goes on."
+            )
         )
     retries = sum(device.retries for device in report.devices)
     if report.fits and retries:
@@ -109,7 +111,9 @@ def _open(report: DryRunReport) -> str:
     if not report.flat:
         return f"{why[:1].upper()}{why[1:]} in {duration(report.seconds)}: needs at least {needs}"
     place, number = report.flat[0]
-    run = next((passes.run for passes in report.passes if passes.place == place), number)
+    run = next(
+        (passes.run for passes in report.passes if passes.place == place), number
+    )
     after = f"after pass {number:,} of {place} none of {run:,} took more"
     return f"Fits as far as it was run, {duration(report.seconds)}: {needs}; {after}"
 
@@ -120,10 +124,16 @@ def _shortage(report: DryRunReport, peak: int) -> str:
     if peak > capacity:
         return f"needs {size(peak)}, {size(peak - capacity)} more than {place} has"
     is_alike = peak < capacity and size(peak) == size(capacity)
-    needs = f"all but {size(capacity - peak)} of {size(capacity)}" if is_alike else _needs(report)
+    needs = (
+        f"all but {size(capacity - peak)} of {size(capacity)}"
+        if is_alike
+        else _needs(report)
+    )
     if peak + report.overhead[1] > capacity:
         return f"needs {needs} on {place}, and {overhead(report)}"
-    return f"needs {needs} on {place}, and what is free lies in pieces that are too small"
+    return (
+        f"needs {needs} on {place}, and what is free lies in pieces that are too small"
+    )
 
 
 def _needs(report: DryRunReport) -> str:
@@ -169,11 +179,15 @@ def _peak(report: DryRunReport) -> Iterator[doc.Block]:
     reserved = reserved_of(report)
     rows: list[list[doc.Cell | str]] = []
     for part, nbytes in report.breakdown.items():
-        rows.append([part, doc.Cell(size(nbytes), (doc.Segment(nbytes / peak, part=part),))])
+        rows.append(
+            [part, doc.Cell(size(nbytes), (doc.Segment(nbytes / peak, part=part),))]
+        )
     besides = {
         "reserved with cache": size(reserved) if reserved > peak else "",
         "NCCL's buffers (estimate)": size_range(*report.nccl) if report.nccl[1] else "",
-        "CUDA itself (estimate)": size_range(*report.overhead) if report.overhead[1] else "",
+        "CUDA itself (estimate)": size_range(*report.overhead)
+        if report.overhead[1]
+        else "",
     }
     for name, text in besides.items():
         if text:
@@ -185,7 +199,9 @@ def _peak(report: DryRunReport) -> Iterator[doc.Block]:
 def _marked_lines(report: DryRunReport) -> dict[int, tuple[str, str]]:
     """Return the line that runs out of memory and that of the peak, each with its code and what happens there."""
     lines: dict[int, tuple[str, str]] = {}
-    failing = next((row.code for row in report.lines if row.line == report.failure_line), "")
+    failing = next(
+        (row.code for row in report.lines if row.line == report.failure_line), ""
+    )
     if failing and report.failure_line:
         lines[report.failure_line] = (failing, "runs out of memory")
     if report.line is None or report.code is None:
@@ -217,7 +233,9 @@ def _timeline(report: DryRunReport) -> Iterator[doc.Block]:
     line = columns[mark].line
     where = f"line {line}" if line is not None else "before the cell"
     label = f"peak {size(peak)}, {where}"
-    title = f"Memory on {report.device} over {count(report.operators, 'operator')}, by kind"
+    title = (
+        f"Memory on {report.device} over {count(report.operators, 'operator')}, by kind"
+    )
     yield doc.Paragraph(title, muted=True)
     yield doc.Sparkline(heights, mark, label, f"{title}, {label}", bands)
 
@@ -242,7 +260,9 @@ def _details(report: DryRunReport) -> Iterator[doc.Block]:
     lines = [row for row in report.lines if row.device == report.device]
     if len(lines) > 1:
         named = _named((f"line {row.line}", row.peak) for row in lines)
-        table = Table.of(lines, _LINES, "What each line of the cell takes", whole=peak_of(report))
+        table = Table.of(
+            lines, _LINES, "What each line of the cell takes", whole=peak_of(report)
+        )
         yield doc.Fold(f"By line: {named}", [table])
     yield from _by_module(report)
     if len(report.ranks) > 1:
@@ -252,7 +272,9 @@ def _details(report: DryRunReport) -> Iterator[doc.Block]:
     devices = [device for device in report.devices if device.peak]
     if len(devices) > 1:
         others = [device for device in devices if device.device != report.device]
-        named = ", ".join(f"{size(device.peak)} on {device.device}" for device in others)
+        named = ", ".join(
+            f"{size(device.peak)} on {device.device}" for device in others
+        )
         table = Table.of(devices, _DEVICES, "Each device")
         yield doc.Fold(f"Other devices: {named}", [table])
     if report.operators:
@@ -265,7 +287,9 @@ def _by_module(report: DryRunReport) -> Iterator[doc.Block]:
     for path, parts in report.modules.items():
         family = re.sub(r"\.\d+(?=\.|$).*", ".*", path)
         families.setdefault(family, Counter()).update(parts)
-    named = _named((family, parts.total()) for family, parts in families.items() if family)
+    named = _named(
+        (family, parts.total()) for family, parts in families.items() if family
+    )
     if not named:
         return
     caption = "What each module takes at the peak"
@@ -301,13 +325,22 @@ def _modules(found: Mapping[str, Mapping[str, int]], caption: str) -> Table:
             least=32,
             code=True,
         ),
-        Column("Size", lambda row: size(sum(row[1].values())), "right", bar=lambda row: row[1]),
+        Column(
+            "Size",
+            lambda row: size(sum(row[1].values())),
+            "right",
+            bar=lambda row: row[1],
+        ),
         *map(of_kind, stacking_order(kinds)),
     )
     rows = sorted(found.items(), key=lambda row: -sum(row[1].values()))
     whole = sum(sum(parts.values()) for parts in found.values())
     return Table.of(
-        rows, columns, caption, whole=whole, elsewhere="in a wider terminal, and in .modules"
+        rows,
+        columns,
+        caption,
+        whole=whole,
+        elsewhere="in a wider terminal, and in .modules",
     )
 
 
@@ -321,7 +354,9 @@ _RANKS: tuple[Column[records.RankNeed], ...] = (
     Column("Rank", lambda row: f"{row.rank:,}", "right"),
     Column("Peak", lambda row: size(row.peak), "right"),
     Column("Reserved", lambda row: size(row.reserved), "right"),
-    Column("Retries", lambda row: str(row.retries), "right", when=lambda row: row.retries),
+    Column(
+        "Retries", lambda row: str(row.retries), "right", when=lambda row: row.retries
+    ),
 )
 _DEVICES: tuple[Column[records.DeviceNeed], ...] = (
     Column("Device", lambda row: row.device),

@@ -231,7 +231,9 @@ class Ending(str, Enum):
     EXCEEDS_HOST = "it takes too much of the host's memory"
     NO_ROOM = "the device is too small for what the notebook holds already"
     STARTS_RANKS = "the cell starts other processes"
-    NEEDS_VALUES = "something is decided by values that a run that follows them may know"
+    NEEDS_VALUES = (
+        "something is decided by values that a run that follows them may know"
+    )
     CELL_FAILS = "the cell fails"
     CELL_MAY_FAIL = "the cell may fail"
     STOPPED = "the cell does what no dry run can"
@@ -389,7 +391,8 @@ class Outcome(Reply):
 LONGEST_REPLY = 1 << 30
 """Bytes; what claims to be longer is none."""
 UNREADABLE = Ended(
-    reason=Ending.UNREADABLE, sentence="the dry run's worker sent an answer that cannot be read"
+    reason=Ending.UNREADABLE,
+    sentence="the dry run's worker sent an answer that cannot be read",
 )
 
 

@@ -80,7 +80,9 @@ def environment(
     for number, gpu in enumerate(chosen):
         parts.append(settings(gpu, number, held))
     folder = build.libraries()
-    preloaded = sorted(str(path) for path in folder.glob("*.so*") if not path.is_symlink())
+    preloaded = sorted(
+        str(path) for path in folder.glob("*.so*") if not path.is_symlink()
+    )
     before = os.environ.get("LD_PRELOAD")
     if before and not is_enabled():
         preloaded.append(before)
@@ -105,7 +107,9 @@ def _chosen(gpus: str | GPU | Sequence[str | GPU], devices: int | None) -> list[
         found.append(gpu if isinstance(gpu, GPU) else GPUS[name_of(gpu)])
     count = len(found) if devices is None else devices
     if not 0 <= count <= MOST_DEVICES:
-        raise OptionError(f"{count} devices are not possible; ask for 0 to {MOST_DEVICES}")
+        raise OptionError(
+            f"{count} devices are not possible; ask for 0 to {MOST_DEVICES}"
+        )
     if len(found) not in {1, count}:
         raise OptionError(
             f"{count} devices cannot be made of {len(found)} GPUs; name one, or one for each"

@@ -53,9 +53,14 @@ def _parser() -> argparse.ArgumentParser:
     several = f"{usual} (A100) or another: --gpu list; again for a second"
     parser.add_argument("--gpu", action="append", metavar="NAME", help=several)
     parser.add_argument("--devices", type=int, metavar="N", help="how many of it")
-    parser.add_argument("--capacity", metavar="SIZE", help="the memory of each, such as 8GiB")
     parser.add_argument(
-        "--others", default="0", metavar="SIZE", help="what other processes hold of each"
+        "--capacity", metavar="SIZE", help="the memory of each, such as 8GiB"
+    )
+    parser.add_argument(
+        "--others",
+        default="0",
+        metavar="SIZE",
+        help="what other processes hold of each",
     )
     parser.add_argument(
         "--peer-access",
@@ -63,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
         help="devices read each other's memory, as over NVLink",
     )
     command = "what to run; without one, the variables are printed"
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help=command)
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help=command
+    )
     return parser
 
 

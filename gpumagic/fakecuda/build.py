@@ -28,7 +28,15 @@ from gpumagic.errors import FakecudaUnavailable
 
 NATIVE = Path(__file__).parent / "native"
 MAJOR_VERSIONS = (12, 13)  # of CUDA, whose structures `native/cudart.h` knows
-CORE = ("devices.c", "memory.c", "transfers.c", "launches.c", "sizes.c", "errors.c", "finalizing.c")
+CORE = (
+    "devices.c",
+    "memory.c",
+    "transfers.c",
+    "launches.c",
+    "sizes.c",
+    "errors.c",
+    "finalizing.c",
+)
 FLAGS = ("-O1", "-fPIC", "-shared", "-w", "-std=gnu11")
 
 
@@ -95,7 +103,9 @@ LIBRARIES = (
         r"cusparse(?!Lt|\w*Get|\w*[bB]ufferSize)",
         handles=r"cusparse(Create(?!Identity)|Destroy|Sp(GEMM|SM|SV)_(create|destroy))",
     ),
-    Library("cufft", ("cufft.c",), "cufft", 16, r"cufft(Destroy|Set|XtSet|XtExec$|Exec)"),
+    Library(
+        "cufft", ("cufft.c",), "cufft", 16, r"cufft(Destroy|Set|XtSet|XtExec$|Exec)"
+    ),
     Library(
         "nccl",
         ("nccl.c",),
@@ -103,7 +113,9 @@ LIBRARIES = (
         5,
         r"nccl(Send|Recv|Comm(Finalize|(Window)?Deregister)|RedOpDestroy)",
     ),
-    Library("nvidia-ml", ("nvml.c",), "nvml", 3, says=False),  # NVML_ERROR_NOT_SUPPORTED
+    Library(
+        "nvidia-ml", ("nvml.c",), "nvml", 3, says=False
+    ),  # NVML_ERROR_NOT_SUPPORTED
 )
 
 
@@ -129,7 +141,9 @@ def installed_torch() -> Torch:
         FakecudaUnavailable: there is none, or it is not a CUDA build.
     """
     if sys.platform != "linux":
-        raise FakecudaUnavailable("fakecuda runs on Linux only; on Windows, use it in WSL")
+        raise FakecudaUnavailable(
+            "fakecuda runs on Linux only; on Windows, use it in WSL"
+        )
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise FakecudaUnavailable(
@@ -171,7 +185,11 @@ def libraries() -> Path:
             "set XDG_CACHE_HOME to one without"
         )
     load_folder(
-        home, "fakecuda", FakecudaUnavailable, home.exists, lambda: _build(torch, _compiler(), home)
+        home,
+        "fakecuda",
+        FakecudaUnavailable,
+        home.exists,
+        lambda: _build(torch, _compiler(), home),
     )
     return home
 
@@ -209,7 +227,9 @@ def _build(torch: Torch, compiler: list[str], home: Path) -> None:
         made = folder / "made"
         made.mkdir(mode=0o700)
         core = [str(NATIVE / name) for name in CORE]
-        _compile([*common, *core, "-o", str(made / "libfakecuda.so"), "-ldl", "-lpthread"])
+        _compile(
+            [*common, *core, "-o", str(made / "libfakecuda.so"), "-ldl", "-lpthread"]
+        )
         commands: list[list[str]] = []
         for library in LIBRARIES:
             commands.append(common + _arguments(library, torch, asked, made))
@@ -221,12 +241,18 @@ def _build(torch: Torch, compiler: list[str], home: Path) -> None:
 
 def _compile(command: list[str]) -> None:
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
     )
     if done.returncode:
         lines = done.stdout.strip().splitlines() or ["the compiler said nothing"]
         reasons = [line for line in lines if "error" in line] or lines[-1:]
-        raise FakecudaUnavailable(f"fakecuda does not compile here: {reasons[0].strip()}")
+        raise FakecudaUnavailable(
+            f"fakecuda does not compile here: {reasons[0].strip()}"
+        )
 
 
 def _versions(torch: Torch) -> list[str]:
@@ -238,7 +264,9 @@ def _versions(torch: Torch) -> list[str]:
     ):
         for path in sorted(torch.folder.parent.parent.glob(header))[:1]:
             text = path.read_text(encoding="utf-8", errors="replace")
-            parts = re.findall(rf"define {name}_(?:MAJOR|MINOR|PATCH|PATCHLEVEL) (\d+)", text)
+            parts = re.findall(
+                rf"define {name}_(?:MAJOR|MINOR|PATCH|PATCHLEVEL) (\d+)", text
+            )
             if len(parts) < 3 or not int(parts[0]):
                 continue
             major, minor, patch = map(int, parts[:3])
@@ -247,7 +275,9 @@ def _versions(torch: Torch) -> list[str]:
     return macros
 
 
-def _arguments(library: Library, torch: Torch, asked: dict[str, str], made: Path) -> list[str]:
+def _arguments(
+    library: Library, torch: Torch, asked: dict[str, str], made: Path
+) -> list[str]:
     """Generate what a library has besides its sources, and return what the compiler makes it of."""
     soname = _soname(library, torch)
     sources = [NATIVE / name for name in library.sources]
@@ -298,7 +328,12 @@ def asked_names(torch: Torch) -> dict[str, str]:
 
 
 def _torch_libraries(torch: Torch) -> list[Path]:
-    others = {"libtorch_python.so", "libcaffe2_nvrtc.so", "libtorch_nvshmem.so", "libtorch.so"}
+    others = {
+        "libtorch_python.so",
+        "libcaffe2_nvrtc.so",
+        "libtorch_nvshmem.so",
+        "libtorch.so",
+    }
     return [
         path
         for path in sorted(torch.folder.glob("lib*.so"))
@@ -331,7 +366,9 @@ def _exported(soname: str, torch: Torch) -> set[str]:
 def _asked_by_name(torch: Torch) -> set[str]:
     """Return what is looked up by name: of the driver and of NVML by c10, Triton and nvidia-ml-py."""
     c10 = (torch.folder / "libc10_cuda.so").read_bytes()
-    names = {name.decode() for name in re.findall(rb"\0(cu[A-Z]\w+|nvml\w+)(?=\0)", c10)}
+    names = {
+        name.decode() for name in re.findall(rb"\0(cu[A-Z]\w+|nvml\w+)(?=\0)", c10)
+    }
     header = torch.folder.parent.parent / "triton/backends/nvidia/include/cuda.h"
     if header.exists():
         text = header.read_text(encoding="utf-8", errors="replace")
@@ -397,7 +434,9 @@ def answering(name: str) -> str | None:
         last = max([last, *numbers])
         if what == "size":
             kind = rest[0]
-            statements += [f"if (a{number}) *({kind} *)a{number} = 0;" for number in numbers]
+            statements += [
+                f"if (a{number}) *({kind} *)a{number} = 0;" for number in numbers
+            ]
             statements.append(f'fake_unknown_size("{name}");')
         else:
             number, count = numbers

@@ -111,10 +111,14 @@ def _read_instances(card: Readings, index: int) -> Iterator[GpuRow]:
         processes = list_processes(instance)
         # The driver has all else for the whole card only (nvitop#5, dcgm-exporter#216); 0 would be wrong.
         reasons = {"all": "n/a (MIG)", **instance.reasons, "device": ONE_INSTANCE}
-        yield GpuRow(None, index, **instance.values, reasons=reasons, processes=processes)
+        yield GpuRow(
+            None, index, **instance.values, reasons=reasons, processes=processes
+        )
 
 
-UNIFIED_MEMORY_NAMES = re.compile(r"\b(GB10|N1X|Orin|Xavier|Thor|Tegra|Jetson)\b", re.IGNORECASE)
+UNIFIED_MEMORY_NAMES = re.compile(
+    r"\b(GB10|N1X|Orin|Xavier|Thor|Tegra|Jetson)\b", re.IGNORECASE
+)
 
 
 def is_unified(card: Readings) -> bool:
@@ -138,7 +142,9 @@ def _use_host_memory(card: Readings, processes: Sequence[ProcessRow] | None) -> 
     if processes is not None:
         used = total_memory([process.memory for process in processes])
     if used is None:
-        card.reasons["memory_used"] = "the driver does not say what the GPU's processes use"
+        card.reasons["memory_used"] = (
+            "the driver does not say what the GPU's processes use"
+        )
     else:
         card.values["memory_used"] = used
 
@@ -158,7 +164,10 @@ def list_processes(card: Readings) -> tuple[ProcessRow, ...] | None:
     if mps.exists():  # clients of the Multi-Process Service (MPS) are listed separately
         kinds.insert(1, "MPSCompute")
     for kind in kinds:
-        calls = (*call(f"{kind}RunningProcesses_v3"), *call(f"{kind}RunningProcesses_v2"))
+        calls = (
+            *call(f"{kind}RunningProcesses_v3"),
+            *call(f"{kind}RunningProcesses_v2"),
+        )
         processes, reason = card.ask(*calls, to=partial(_sane_list, total))
         if reason is not None and kind == "Compute":
             card.reasons["processes"] = reason
@@ -172,7 +181,9 @@ def list_processes(card: Readings) -> tuple[ProcessRow, ...] | None:
     return tuple(listed.values())
 
 
-def _sane_list(total: int | None, listed: Sequence[Any]) -> list[tuple[int, int | None]]:
+def _sane_list(
+    total: int | None, listed: Sequence[Any]
+) -> list[tuple[int, int | None]]:
     """Return (pid, bytes) pairs, or raise where the list was read with the wrong layout (nvitop#75, #88)."""
     pairs = []
     for process in listed:
@@ -214,7 +225,9 @@ def attribute_processes(
             rows.append(_with_name(process))
     if outside:
         rows.append(_outside_of_container(outside))
-    rows.sort(key=lambda row: (not row.this_kernel, row.pid is None, -(row.memory or 0)))
+    rows.sort(
+        key=lambda row: (not row.this_kernel, row.pid is None, -(row.memory or 0))
+    )
     # A list with pids from outside is the host's, and complete; any other may be limited to this container.
     is_complete = bool(outside) and not uses_cuda(os.getpid())
     if not contained or is_complete:
@@ -261,7 +274,11 @@ def total_memory(figures: Sequence[int | None]) -> int | None:
 
 def why_memory_unknown() -> str:
     """Return why the driver does not say what a process uses: Windows' driver model hides it."""
-    return "n/a (WDDM)" if sys.platform == "win32" or WSL.exists() else "not said by the driver"
+    return (
+        "n/a (WDDM)"
+        if sys.platform == "win32" or WSL.exists()
+        else "not said by the driver"
+    )
 
 
 def in_container() -> bool:
@@ -269,7 +286,9 @@ def in_container() -> bool:
     try:
         return str((PROC / "self/ns/pid").readlink()) != INITIAL_PID_NAMESPACE
     except OSError:
-        return sys.platform == "linux"  # a sandbox that hides it is one; Windows has no namespaces
+        return (
+            sys.platform == "linux"
+        )  # a sandbox that hides it is one; Windows has no namespaces
 
 
 def uses_cuda(pid: int) -> bool:
@@ -290,7 +309,9 @@ def program_name(pid: int) -> str | None:
             command = (PROC / str(pid) / "comm").read_bytes().strip()
     except OSError:
         return None
-    program, *words = [os.fsdecode(word) for word in command.split(b"\0") if word] or [""]
+    program, *words = [os.fsdecode(word) for word in command.split(b"\0") if word] or [
+        ""
+    ]
     name = PurePath(program).name
     if not name.startswith("python"):
         return name or None

@@ -23,7 +23,11 @@ from gpumagic.gpus.view import cell_line
 from gpumagic.memory import allocator
 
 if TYPE_CHECKING:
-    from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
+    from IPython.core.interactiveshell import (
+        ExecutionInfo,
+        ExecutionResult,
+        InteractiveShell,
+    )
 
 _WATCH = "gpumagic_watch"
 _CELLS = "gpumagic_each_cell"
@@ -39,7 +43,10 @@ class GpuWatch:
     """
 
     def __init__(
-        self, read: Callable[[], GPUReport], seconds: float, show: Callable[[GPUReport, bool], None]
+        self,
+        read: Callable[[], GPUReport],
+        seconds: float,
+        show: Callable[[GPUReport, bool], None],
     ) -> None:
         self._read = read
         self._show = show
@@ -61,7 +68,9 @@ class GpuWatch:
     def start(self) -> None:
         """Refresh in a thread. The first snapshot is taken in this one, so that its errors are raised here."""
         self._take()
-        self._thread = threading.Thread(target=self._refresh, name="gpumagic watch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._refresh, name="gpumagic watch", daemon=True
+        )
         atexit.register(self.stop)
         self._thread.start()
 
@@ -103,7 +112,9 @@ class GpuWatch:
         return f"<watch of the GPUs every {self.seconds:g} s; {state}>"
 
 
-def watch(shell: InteractiveShell, read: Callable[[], GPUReport], seconds: float) -> GpuWatch:
+def watch(
+    shell: InteractiveShell, read: Callable[[], GPUReport], seconds: float
+) -> GpuWatch:
     """Show the GPUs in place until `%gpuinfo -w off` or the extension's unloading; in a terminal until Ctrl-C."""
     stop_watching(shell)
     if getattr(shell, "kernel", None) is None:
@@ -160,7 +171,9 @@ def terminal_display() -> Callable[[GPUReport, bool], None]:
             lines = [*lines[: height - 1], more]
         up = f"\x1b[{written}F" if written else ""
         written = len(lines)
-        text = "".join(f"{line}\x1b[K\n" for line in lines)  # erasing line by line does not flicker
+        text = "".join(
+            f"{line}\x1b[K\n" for line in lines
+        )  # erasing line by line does not flicker
         print(f"{up}{text}\x1b[J", end="", flush=True)  # noqa: T201
 
     return show
@@ -218,7 +231,8 @@ class CellMonitor:
 
 
 def _changes(
-    before: Mapping[str, allocator.AllocatorStats], after: Mapping[str, allocator.AllocatorStats]
+    before: Mapping[str, allocator.AllocatorStats],
+    after: Mapping[str, allocator.AllocatorStats],
 ) -> list[CellChange]:
     """Return what changed on each device.
 

@@ -74,7 +74,9 @@ class Readings:
     handle: Any
     values: dict[str, Any] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
-    _answers: dict[tuple[Query, ...], tuple[Any, str | None]] = field(default_factory=dict)
+    _answers: dict[tuple[Query, ...], tuple[Any, str | None]] = field(
+        default_factory=dict
+    )
 
     def take(self, name: str, *queries: Query, to: Callable[[Any], Any]) -> None:
         """Keep what ``to`` makes of an answer as a figure, or why there is none; figures of one query are read once."""
@@ -120,7 +122,9 @@ def query(function: Callable[[], T]) -> tuple[T | None, str | None]:
     """Return the value and None, or None and the reason, whatever the binding raises."""
     try:
         return function(), None
-    except Exception as error:  # the binding raises TypeError, UnicodeDecodeError and others too
+    except (
+        Exception
+    ) as error:  # the binding raises TypeError, UnicodeDecodeError and others too
         return None, reason_of(error)
 
 
@@ -168,7 +172,9 @@ class _Reading:
         self.began = time.monotonic()
         self.is_left = False
         # As long as a thread that is no daemon hangs, its process cannot end.
-        self._thread = threading.Thread(target=self._run, name="gpumagic driver", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="gpumagic driver", daemon=True
+        )
         self._thread.start()
 
     def _run(self) -> None:

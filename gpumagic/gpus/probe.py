@@ -31,7 +31,9 @@ def best_device(rows: Sequence[GpuRow]) -> str | None:
 
     Any real GPU comes before a simulated one; of equal ones the first is returned.
     """
-    usable = [row for row in rows if row.device is not None and row.memory_free is not None]
+    usable = [
+        row for row in rows if row.device is not None and row.memory_free is not None
+    ]
     if not usable:
         return None
     return max(usable, key=_room).device
@@ -108,7 +110,9 @@ def read_gpus(
         devices=chosen,
         torch_version=build.version,
         cuda_build=build.label,
-        driver_version=answer.driver_version if isinstance(answer, NvmlSnapshot) else None,
+        driver_version=answer.driver_version
+        if isinstance(answer, NvmlSnapshot)
+        else None,
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         best=best_device(chosen),
         cause=cause,
@@ -123,7 +127,9 @@ def _with_all_reasons(row: GpuRow) -> GpuRow:
     """Return the row with reasons for exactly those of its fields that are None."""
     every = row.reasons.get("all") or NOT_KNOWN
     absent = [name for name in NULLABLE if getattr(row, name) is None]
-    return replace(row, reasons={name: row.reasons.get(name) or every for name in absent})
+    return replace(
+        row, reasons={name: row.reasons.get(name) or every for name in absent}
+    )
 
 
 def driver_figures(backends: Collection[str]) -> dict[str, DriverFigures]:
@@ -135,7 +141,9 @@ def driver_figures(backends: Collection[str]) -> dict[str, DriverFigures]:
         answer = cards.read_cards()
         nvidia_rows, _, _ = _nvidia_rows(answer, build)
         rows += nvidia_rows
-        rows += torch_devices.torch_rows(build, known=rows, reason=_why_not_listed(answer))
+        rows += torch_devices.torch_rows(
+            build, known=rows, reason=_why_not_listed(answer)
+        )
     figures = {}
     for row in rows:
         if row.device is not None:
@@ -160,8 +168,12 @@ def _nvidia_rows(
     for card, *instances in answer.cards:
         uuids.append(card.uuid)
         instance_uuids += [instance.uuid for instance in instances]
-    view = visibility.visible_cards(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids, instance_uuids)
-    rows = [_gpu_row(row, build) for row in visibility.with_torch_names(answer, build, view)]
+    view = visibility.visible_cards(
+        os.environ.get("CUDA_VISIBLE_DEVICES"), uuids, instance_uuids
+    )
+    rows = [
+        _gpu_row(row, build) for row in visibility.with_torch_names(answer, build, view)
+    ]
     # Instances follow their card, where the first of them stands that torch can use.
     place: dict[int | None, tuple[bool, int, int]] = {}
     for row in sorted(rows, key=_sort_key):
@@ -182,7 +194,9 @@ def _gpu_row(row: GpuRow, build: TorchBuild) -> GpuRow:
             reasons["device"] = row.reasons["all"]
         elif "device" not in reasons:
             hidden = "not visible to CUDA in this process"
-            reasons["device"] = hidden if build.cuda else "no torch here is built for it"
+            reasons["device"] = (
+                hidden if build.cuda else "no torch here is built for it"
+            )
     processes = None
     others = None
     if row.processes is None:

@@ -123,7 +123,9 @@ class GpuRow:
 
     device: str | None
     """Torch's name in this process, such as ``"cuda:1"``; None if torch cannot use it."""
-    nvml_index: int | None = figure("NVML index", column=Column("NVML", align="right", priority=2))
+    nvml_index: int | None = figure(
+        "NVML index", column=Column("NVML", align="right", priority=2)
+    )
     uuid: str | None = figure("UUID", read=call("UUID"), of_instance=True)
     name: str | None = figure(
         "",
@@ -163,7 +165,9 @@ class GpuRow:
     )
     """Bytes the driver keeps for itself (NVML v2's ``reserved``); not part of torch's "reserved"."""
     kernel_allocated: int | None = figure(
-        "This kernel, tensors", size, column=Column("This kernel", align="right", priority=1)
+        "This kernel, tensors",
+        size,
+        column=Column("This kernel", align="right", priority=1),
     )
     """Bytes in live tensors of this process, by torch's allocator."""
     kernel_reserved: int | None = figure("This kernel, with cache", size)
@@ -205,7 +209,10 @@ class GpuRow:
         "Throttled by",
         lambda reasons: ", ".join(reasons) or "nothing",
         title="Throttling",
-        read=(*call("CurrentClocksEventReasons"), *call("CurrentClocksThrottleReasons")),
+        read=(
+            *call("CurrentClocksEventReasons"),
+            *call("CurrentClocksThrottleReasons"),
+        ),
         to=throttle_reasons,
     )
     """Why the clocks are throttled, in words; empty if they are not."""
@@ -222,7 +229,9 @@ class GpuRow:
     """MHz."""
     clock_sm_max: int | None = figure("", read=call("MaxClockInfo", SM_CLOCK), to=int)
     ecc_errors: int | None = figure(
-        "Uncorrected memory errors", read=call("TotalEccErrors", UNCORRECTED, SINCE_LOADED), to=int
+        "Uncorrected memory errors",
+        read=call("TotalEccErrors", UNCORRECTED, SINCE_LOADED),
+        to=int,
     )
     """Uncorrected memory errors since the driver was loaded."""
     unified: bool = False

@@ -60,7 +60,11 @@ def _installed() -> TorchBuild:
     try:
         spec = importlib.util.find_spec("torch")
         folders = spec.submodule_search_locations if spec is not None else None
-        text = Path(folders[0], "version.py").read_text(encoding="utf-8") if folders else ""
+        text = (
+            Path(folders[0], "version.py").read_text(encoding="utf-8")
+            if folders
+            else ""
+        )
     except (ImportError, ValueError, OSError):
         return TorchBuild()
     return TorchBuild(
@@ -110,7 +114,10 @@ def torch_rows(build: TorchBuild, known: Sequence[GpuRow], reason: str) -> list[
         missing = [name for name in _names("cuda", torch.cuda) if name not in listed]
         rows += [_torch_row(name, torch.cuda, reason) for name in missing]
     if build.xpu and torch.xpu.is_available():
-        rows += [_torch_row(name, torch.xpu, NOT_REPORTED) for name in _names("xpu", torch.xpu)]
+        rows += [
+            _torch_row(name, torch.xpu, NOT_REPORTED)
+            for name in _names("xpu", torch.xpu)
+        ]
     if sys.platform == "darwin" and torch.backends.mps.is_available():
         rows.append(_mps_row(torch))
     return rows
@@ -139,7 +146,9 @@ def simulated_rows() -> list[GpuRow]:
     for name in _names("simgpu", torch.simgpu):
         free, total = torch.simgpu.mem_get_info(Device.parse(name).index)
         row = _row_of_properties(name, torch.simgpu, SIMULATED)
-        rows.append(replace(row, simulated=True, memory_free=free, memory_used=total - free))
+        rows.append(
+            replace(row, simulated=True, memory_free=free, memory_used=total - free)
+        )
     return rows
 
 
@@ -149,7 +158,9 @@ def with_kernel_memory(row: GpuRow) -> GpuRow:
         return _without_kernel_memory(row, "torch cannot use it")
     stats = allocator.device_stats(row.device)
     if stats is not None:
-        return replace(row, kernel_allocated=stats.allocated, kernel_reserved=stats.reserved)
+        return replace(
+            row, kernel_allocated=stats.allocated, kernel_reserved=stats.reserved
+        )
     backend = Device.parse(row.device).backend
     if "torch" in sys.modules and allocator.is_initialised(backend):
         return _without_kernel_memory(row, "no counting allocator")
@@ -165,10 +176,14 @@ def _torch_row(name: str, module: ModuleType, reason: str) -> GpuRow:
     row = _row_of_properties(name, module, reason)
     if not row.kernel_reserved:
         why = "asking torch would create a context there"  # pytorch#86493
-        return replace(row, reasons={**row.reasons, "memory_free": why, "memory_used": why})
+        return replace(
+            row, reasons={**row.reasons, "memory_free": why, "memory_used": why}
+        )
     free, total = allocator.mem_get_info(name) or (None, None)
     if row.unified:  # what CUDA counts as used there is every program's of the machine
-        return replace(row, memory_free=free, reasons={**row.reasons, "memory_used": HOST_MEMORY})
+        return replace(
+            row, memory_free=free, reasons={**row.reasons, "memory_used": HOST_MEMORY}
+        )
     used = None
     if free is not None and total is not None:
         used = total - free

@@ -53,9 +53,15 @@ def view_gpus(report: GPUReport) -> Document:
         Paragraph(_versions(report), muted=True),
     ]
     if report.devices:
-        elsewhere = "in the lists below" if report.show_all else "in a wider terminal, or with -a"
+        elsewhere = (
+            "in the lists below"
+            if report.show_all
+            else "in a wider terminal, or with -a"
+        )
         is_explained = report.cause is not None
-        blocks += table_blocks(report.devices, explained=is_explained, elsewhere=elsewhere)
+        blocks += table_blocks(
+            report.devices, explained=is_explained, elsewhere=elsewhere
+        )
         if report.show_processes:
             blocks += process_blocks(report.devices)
         if report.show_all:
@@ -97,7 +103,11 @@ def headline(rows: Sequence[GpuRow], cause: str | None = None) -> str:
 
 
 def _has_room_known(row: GpuRow) -> bool:
-    return row.device is not None and row.memory_free is not None and bool(row.memory_total)
+    return (
+        row.device is not None
+        and row.memory_free is not None
+        and bool(row.memory_total)
+    )
 
 
 def _who_fills(row: GpuRow) -> str:
@@ -134,14 +144,18 @@ def _versions(report: GPUReport) -> str:
     return " · ".join(parts)
 
 
-def table_blocks(rows: Sequence[GpuRow], *, explained: bool, elsewhere: str) -> list[Block]:
+def table_blocks(
+    rows: Sequence[GpuRow], *, explained: bool, elsewhere: str
+) -> list[Block]:
     """Return the table and the sentences under it; ``explained`` if the report says why torch can use no device."""
     blocks: list[Block] = [Table.of(rows, _columns(rows), "GPUs", elsewhere=elsewhere)]
     blocks += _throttled(rows)
     for row in rows:
         if row.ecc_errors:
             errors = count(row.ecc_errors, "uncorrected memory error")
-            blocks.append(Paragraph(f"{row.label} has had {errors} since its driver was loaded."))
+            blocks.append(
+                Paragraph(f"{row.label} has had {errors} since its driver was loaded.")
+            )
     missing = _missing_figures(rows)
     if not explained:
         missing = [*_unusable(rows), *missing]
@@ -152,7 +166,9 @@ def table_blocks(rows: Sequence[GpuRow], *, explained: bool, elsewhere: str) -> 
 
 def _throttled(rows: Sequence[GpuRow]) -> Iterator[Paragraph]:
     """Yield which devices are throttled, by the reasons."""
-    throttled = grouped((row.throttle_reasons, row.label) for row in rows if row.throttle_reasons)
+    throttled = grouped(
+        (row.throttle_reasons, row.label) for row in rows if row.throttle_reasons
+    )
     for reasons, labels in throttled.items():
         if len(labels) == len(rows) > 2:
             where = f"All {len(rows)}"
@@ -179,7 +195,9 @@ def _has_torchs_index(row: GpuRow) -> bool:
 def _unusable(rows: Sequence[GpuRow]) -> Iterator[str]:
     """Yield why torch can use none of some devices, if there are such."""
     unusable = grouped(
-        (row.reasons.get("device", NOT_KNOWN), row.label) for row in rows if row.device is None
+        (row.reasons.get("device", NOT_KNOWN), row.label)
+        for row in rows
+        if row.device is None
     )
     if unusable:
         parts = [f"{', '.join(names)} ({reason})" for reason, names in unusable.items()]
@@ -215,9 +233,13 @@ def _missing_figures(rows: Sequence[GpuRow]) -> list[str]:
     return sentences
 
 
-def _of_devices(by_title: Mapping[str, Sequence[str]], rows: Sequence[GpuRow]) -> Iterator[str]:
+def _of_devices(
+    by_title: Mapping[str, Sequence[str]], rows: Sequence[GpuRow]
+) -> Iterator[str]:
     """Yield the titles of figures with the devices that lack them, where these are not all."""
-    titles_by_labels = grouped((tuple(labels), title) for title, labels in by_title.items())
+    titles_by_labels = grouped(
+        (tuple(labels), title) for title, labels in by_title.items()
+    )
     for labels, titles in titles_by_labels.items():
         part = ", ".join(titles)
         if len(labels) < len(rows):
@@ -259,7 +281,9 @@ def _device(row: GpuRow) -> Cell:
 def _name(row: GpuRow) -> Cell:
     name = (row.name or "").removeprefix("NVIDIA ")
     if row.is_instance:
-        name = name[max(0, name.find("MIG ")) :]  # it stands under its card, which has the rest
+        name = name[
+            max(0, name.find("MIG ")) :
+        ]  # it stands under its card, which has the rest
     if row.simulated and "simulated" not in name.lower():
         name += " (simulated)"
     if row.unified:
@@ -279,7 +303,9 @@ def _memory(row: GpuRow) -> Cell:
     title = f"free {size(row.memory_free)}, used {size(used)}"
     if row.memory_reserved is not None:
         title += f", reserved by the driver {size(row.memory_reserved)}"
-    return Cell(size_pair(used, row.memory_total), bar=_memory_bar(row, used), title=title)
+    return Cell(
+        size_pair(used, row.memory_total), bar=_memory_bar(row, used), title=title
+    )
 
 
 def _memory_bar(row: GpuRow, used: int) -> tuple[Segment, ...]:
@@ -301,7 +327,9 @@ def _memory_bar(row: GpuRow, used: int) -> tuple[Segment, ...]:
 
 def _kernel(row: GpuRow) -> Cell | str:
     if not row.kernel_reserved:
-        return Cell("nothing", muted=True, title="torch holds no memory there in this process")
+        return Cell(
+            "nothing", muted=True, title="torch holds no memory there in this process"
+        )
     return Cell(
         size_pair(row.kernel_allocated or 0, row.kernel_reserved),
         title="in tensors / with the cache",
@@ -334,7 +362,11 @@ def _column(name: str, column: Column[Any]) -> Column[GpuRow]:
 
 COLUMNS = (
     Column("Device", _device),
-    *(_column(name, figure.column) for name, figure in FIGURES.items() if figure.column),
+    *(
+        _column(name, figure.column)
+        for name, figure in FIGURES.items()
+        if figure.column
+    ),
 )
 
 
@@ -391,7 +423,9 @@ def process_blocks(rows: Sequence[GpuRow]) -> list[Block]:
     for reason in _unsaid_reasons(listed):
         blocks.append(Paragraph(f"Memory: {not_available(reason)}.", muted=True))
     hidden = grouped(
-        (row.reasons.get("processes"), row.label) for row in rows if row.processes is None
+        (row.reasons.get("processes"), row.label)
+        for row in rows
+        if row.processes is None
     )
     for why, names in hidden.items():
         sentence = f"Processes of {', '.join(names)}: {not_available(why)}."
@@ -402,7 +436,9 @@ def process_blocks(rows: Sequence[GpuRow]) -> list[Block]:
 def _unsaid_reasons(listed: Iterable[_Listed]) -> list[str]:
     """Return why the memory of some processes is not known, where their cells in the table do not say it."""
     reasons = {process.reason for _, process in listed if process.memory is None}
-    return sorted(reason for reason in reasons if reason and not reason.startswith(NOT_AVAILABLE))
+    return sorted(
+        reason for reason in reasons if reason and not reason.startswith(NOT_AVAILABLE)
+    )
 
 
 def details_blocks(row: GpuRow) -> list[Block]:

@@ -37,7 +37,9 @@ class Visibility:
 
 
 def visible_cards(
-    variable: str | None, uuids: Sequence[str | None], instance_uuids: Sequence[str | None] = ()
+    variable: str | None,
+    uuids: Sequence[str | None],
+    instance_uuids: Sequence[str | None] = (),
 ) -> Visibility:
     """Return what a value of CUDA_VISIBLE_DEVICES leaves visible.
 
@@ -68,7 +70,9 @@ def visible_cards(
             break
         indices.append(index)
     if by_uuid and len(set(entries)) < len(entries):  # also behind an invalid one
-        return Visibility(by_uuid=True, problem="names a UUID twice, which hides every GPU")
+        return Visibility(
+            by_uuid=True, problem="names a UUID twice, which hides every GPU"
+        )
     here = list(takewhile(lambda index: index < len(uuids), indices))
     if len(here) < len(indices):
         problem = _ended_by(str(indices[len(here)]))
@@ -98,7 +102,9 @@ def _ended_by(entry: str) -> str:
     return f"names no GPU with {entry!r}, and CUDA stops at the first such entry"
 
 
-def with_torch_names(answer: NvmlSnapshot, build: TorchBuild, view: Visibility) -> list[GpuRow]:
+def with_torch_names(
+    answer: NvmlSnapshot, build: TorchBuild, view: Visibility
+) -> list[GpuRow]:
     """Return the rows, those that torch can use with its names for them."""
     in_use = cuda_devices()
     if build.cuda is None or (not in_use and driver_is_too_old(answer, build)):
@@ -133,14 +139,18 @@ def _ordinals_in_use(
 def _predicted_ordinals(answer: NvmlSnapshot, view: Visibility) -> dict[int, int]:
     """Return CUDA's number of each row by the row's `id`, as it follows from the environment."""
     if view.instance is not None:
-        instances = [row for row in answer.rows if row.reasons.get("device") == ONE_INSTANCE]
+        instances = [
+            row for row in answer.rows if row.reasons.get("device") == ONE_INSTANCE
+        ]
         return {id(instances[view.instance]): 0}
     ordinals = {}
     for ordinal, index in enumerate(view.cards):
         card, *instances = answer.cards[index]
         if card.reasons.get("device") != SPLIT:
             ordinals[id(card)] = ordinal
-        elif instances:  # CUDA never uses a card in MIG mode itself, but its first instance
+        elif (
+            instances
+        ):  # CUDA never uses a card in MIG mode itself, but its first instance
             ordinals[id(instances[0])] = ordinal
     return ordinals
 
@@ -177,7 +187,9 @@ def detect_environment() -> set[str]:
         "container": _exists(".dockerenv", "run/.containerenv")
         or "KUBERNETES_SERVICE_HOST" in os.environ,
         "wsl": _exists("dev/dxg"),
-        "driver": _exists("proc/driver/nvidia/version", "dev/nvidiactl", "sys/module/nvidia"),
+        "driver": _exists(
+            "proc/driver/nvidia/version", "dev/nvidiactl", "sys/module/nvidia"
+        ),
     }
     return {name for name, is_there in signs.items() if is_there}
 
@@ -213,7 +225,9 @@ def _sentence(problem: str, here: Collection[str]) -> str:
     raise AssertionError("the last cause is for every problem")
 
 
-def _hidden_from_cuda(answer: NvmlSnapshot, build: TorchBuild, view: Visibility | None) -> str:
+def _hidden_from_cuda(
+    answer: NvmlSnapshot, build: TorchBuild, view: Visibility | None
+) -> str:
     if build.version is None:
         return "PyTorch is not installed in this environment, so nothing here can use the GPU: pip install torch."
     if build.cuda is None:
@@ -228,7 +242,12 @@ def _hidden_from_cuda(answer: NvmlSnapshot, build: TorchBuild, view: Visibility 
             f"up to {newest}: update the driver, or install a torch for CUDA {answer.cuda_version[0]}."
         )
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if variable is not None and view is not None and not view.cards and view.instance is None:
+    if (
+        variable is not None
+        and view is not None
+        and not view.cards
+        and view.instance is None
+    ):
         problem = view.problem or "names no GPU"
         return (
             f"CUDA_VISIBLE_DEVICES={variable!r} {problem}, so this process may use none of the "
@@ -240,7 +259,9 @@ def _hidden_from_cuda(answer: NvmlSnapshot, build: TorchBuild, view: Visibility 
     return "CUDA started in this process and found none of the driver's GPUs: restart the kernel."
 
 
-_ASK_FOR_GPU = "start it with --gpus all (Docker) or ask for nvidia.com/gpu (Kubernetes)."
+_ASK_FOR_GPU = (
+    "start it with --gpus all (Docker) or ask for nvidia.com/gpu (Kubernetes)."
+)
 _CAUSES = (
     ("", "colab", "This Colab runtime has no GPU: choose one in the menu Runtime > Change runtime type."),
     ("", "kaggle", "This Kaggle session has no GPU: choose one under Settings > Accelerator."),

@@ -19,7 +19,16 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 from gpumagic._compat import torch_private
 
 Style = Literal[
-    "name", ".", "_parameters", "_buffers", "_modules", "[", "values", "items", "state", "in"
+    "name",
+    ".",
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "[",
+    "values",
+    "items",
+    "state",
+    "in",
 ]
 """How a child is reached: by a variable, an attribute, what a module registers, an index or key, its position among the
 values or the elements, an optimizer's state, or, with an `Inside` for key, in another place."""
@@ -110,7 +119,9 @@ _DEEPEST_KEY = 3
 
 def key_code(key: Any, depth: int = 0) -> str | None:
     """Return a key as it is typed; None for one that cannot be: the repr of anything else is its author's code."""
-    if type(key) is int and key.bit_length() < 64:  # thousands of tensors may stand in one list
+    if (
+        type(key) is int and key.bit_length() < 64
+    ):  # thousands of tensors may stand in one list
         return repr(key)
     text: str | None = None
     if type(key) is float and math.isinf(key):
@@ -120,7 +131,9 @@ def key_code(key: Any, depth: int = 0) -> str | None:
     elif type(key) is tuple and depth < _DEEPEST_KEY:
         text = _tuple_code(key, depth)
     elif type(key) is int:
-        if key.bit_length() < _LONGEST_NUMBER:  # others may not be (sys.set_int_max_str_digits)
+        if (
+            key.bit_length() < _LONGEST_NUMBER
+        ):  # others may not be (sys.set_int_max_str_digits)
             text = repr(key)
     elif type(key) in (str, float, bool, type(None), bytes):
         text = repr(key)
@@ -161,7 +174,9 @@ def fields_of(kind: type) -> Fields | None:
     instance_dict: Get | None = None
     slots: list[tuple[str, Get]] = []
     for base in mro_of(kind):
-        for name, entry in list(dict_of(base).items()):  # a list, as another thread may add to it
+        for name, entry in list(
+            dict_of(base).items()
+        ):  # a list, as another thread may add to it
             is_member = type(entry) is types.MemberDescriptorType
             if name == "__dict__":
                 if is_member or type(entry) is types.GetSetDescriptorType:
@@ -276,7 +291,8 @@ def _attribute(before: str, style: str, name: str, owner: type | None) -> str | 
     is_slot = kind in (types.MemberDescriptorType, types.GetSetDescriptorType, FIELD)
     # A data descriptor of the class comes before an attribute of the instance.
     is_hidden = any(
-        class_attribute(kind, method) is not None for method in ("__set__", "__delete__")
+        class_attribute(kind, method) is not None
+        for method in ("__set__", "__delete__")
     )
     if is_typeable(name) and (is_slot or not is_hidden):
         return f"{before}.{name}"

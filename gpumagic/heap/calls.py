@@ -41,7 +41,11 @@ _INFRASTRUCTURE = frozenset({
 })  # fmt: skip
 """Packages whose running functions say nothing about who keeps a tensor: they run the session, or are us."""
 
-_PREFIX = {types.GeneratorType: "gi_", types.CoroutineType: "cr_", types.AsyncGeneratorType: "ag_"}
+_PREFIX = {
+    types.GeneratorType: "gi_",
+    types.CoroutineType: "cr_",
+    types.AsyncGeneratorType: "ag_",
+}
 SUSPENDED = tuple(_PREFIX)
 
 
@@ -93,7 +97,11 @@ def read_attribute(generator: object, what: str) -> Any:
 def _function(value: types.FunctionType, reader: Reader) -> Branches:
     yield from _of_function(value, reader)
     # Its attributes: asking for its `__dict__` would allocate one.
-    others = [value.__globals__, getattr(value, "__builtins__", None), value.__kwdefaults__]
+    others = [
+        value.__globals__,
+        getattr(value, "__builtins__", None),
+        value.__kwdefaults__,
+    ]
     other_ids = set(map(id, others))
     annotated = {*value.__code__.co_varnames, "return"}
     for referent in gc.get_referents(value):
@@ -116,7 +124,9 @@ def _members(kind: Any, *names: str) -> Read:
     return read
 
 
-_of_function = _members(types.FunctionType, "__closure__", "__defaults__", "__kwdefaults__")
+_of_function = _members(
+    types.FunctionType, "__closure__", "__defaults__", "__kwdefaults__"
+)
 
 
 def _generator(generator: object, _reader: Reader) -> Branches:

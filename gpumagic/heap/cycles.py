@@ -100,7 +100,9 @@ class _Referrers:
     """All that refers to some tensors, directly or indirectly, as far as it was followed."""
 
     def __init__(self, tensors: list[Any], ours: Iterable[object]) -> None:
-        self.objects: dict[int, object] = dict(zip(map(id, tensors), tensors, strict=True))
+        self.objects: dict[int, object] = dict(
+            zip(map(id, tensors), tensors, strict=True)
+        )
         """By their `id`."""
         self._referrers: dict[int, list[int]] = {}
         self._open: dict[int, Holder | None] = {}
@@ -190,10 +192,14 @@ class _Referrers:
         for key in cycle:
             # No name is given to what is referred to: it would be one more reference.
             inner.update(map(id, gc.get_referents(self.objects[key])))
-        self.objects[0] = []  # it has the references that all have from here, and no other
+        self.objects[
+            0
+        ] = []  # it has the references that all have from here, and no other
         own = sys.getrefcount(self.objects[0])
         del self.objects[0]
-        return all(sys.getrefcount(self.objects[key]) - own == inner[key] for key in cycle)
+        return all(
+            sys.getrefcount(self.objects[key]) - own == inner[key] for key in cycle
+        )
 
 
 _UNINFORMATIVE = ("dict", "cell", "frame", "tuple", "getset_descriptor")

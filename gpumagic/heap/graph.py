@@ -121,7 +121,9 @@ class HeapGraph:
         self._plain.clear()
 
     def explore(
-        self, roots: Iterable[tuple[RootKey, object]], wanted: Iterable[int] | None = None
+        self,
+        roots: Iterable[tuple[RootKey, object]],
+        wanted: Iterable[int] | None = None,
     ) -> References:
         """Follow every reference from the roots down; return the paths to each tensor and node, by its `id`.
 
@@ -259,7 +261,9 @@ class HeapGraph:
                     following[owner] = reference
                     waiting.append(owner)
 
-    def _steps_along(self, reference: Path | None, following: dict[int, Path | None]) -> list[Step]:
+    def _steps_along(
+        self, reference: Path | None, following: dict[int, Path | None]
+    ) -> list[Step]:
         """Return the objects that references lead through, one reference after the other."""
         steps: list[Step] = []
         path: Path | None = None
@@ -301,7 +305,9 @@ class HeapGraph:
         for key in self.tensors:
             bits = reached.get(key, 0)
             if bits not in roots_of_bits:
-                roots = [root for root, position in order.items() if bits >> position & 1]
+                roots = [
+                    root for root, position in order.items() if bits >> position & 1
+                ]
                 roots_of_bits[bits] = tuple(roots)
             found[key] = roots_of_bits[bits]
         return found

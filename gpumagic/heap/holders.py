@@ -19,7 +19,14 @@ from typing import Any
 from gpumagic.heap import calls, readers
 from gpumagic.heap.branches import Attributes, Names, Path, is_typeable, key_code
 from gpumagic.heap.graph import HeapGraph
-from gpumagic.heap.held import LAST_RESULT, LAST_TRACEBACK, Held, Holder, Namespace, Root
+from gpumagic.heap.held import (
+    LAST_RESULT,
+    LAST_TRACEBACK,
+    Held,
+    Holder,
+    Namespace,
+    Root,
+)
 from gpumagic.source import frames
 
 LAST_OUTPUTS = ("_", "__", "___")
@@ -80,7 +87,9 @@ def _module_namespace(module: ModuleType) -> SimpleNamespace:
     return SimpleNamespace(**dict(variables))
 
 
-def _explore(graph: HeapGraph, roots: list[Root], *, releasable: bool) -> dict[int, Held]:
+def _explore(
+    graph: HeapGraph, roots: list[Root], *, releasable: bool
+) -> dict[int, Held]:
     """Return what keeps each tensor that some roots lead to, by its `id`: of several roots the first."""
     order: dict[Holder, int] = {}
     for position, (holder, _) in enumerate(roots):
@@ -142,7 +151,9 @@ def _shown_roots(namespace: Namespace, shell: object) -> list[Root]:
     roots: list[Root] = []
     outputs = namespace.get("_oh")
     if isinstance(outputs, dict):
-        for number, value in list(dict.items(outputs)):  # a subshell may add to them meanwhile
+        for number, value in list(
+            dict.items(outputs)
+        ):  # a subshell may add to them meanwhile
             output = Holder("output", f"Out[{number}]")
             roots.append((output, value))
     for name, value in list(_dict_of(shell, "user_ns_hidden").items()):
@@ -172,12 +183,17 @@ def remembered_errors(shell: object | None) -> list[BaseException | TracebackTyp
     result = getattr(shell, "last_execution_result", None)
     formatter = getattr(shell, "InteractiveTB", None)
     errors = [getattr(sys, name, None) for name in ("last_exc", "last_value")]
-    errors += [getattr(result, name, None) for name in ("error_in_exec", "error_before_exec")]
+    errors += [
+        getattr(result, name, None) for name in ("error_in_exec", "error_before_exec")
+    ]
     once: dict[int, BaseException | TracebackType] = {}
     for error in errors:
         if isinstance(error, BaseException):
             once[id(error)] = error
-    for traceback in (getattr(sys, "last_traceback", None), getattr(formatter, "tb", None)):
+    for traceback in (
+        getattr(sys, "last_traceback", None),
+        getattr(formatter, "tb", None),
+    ):
         for step in frames.traceback_steps(traceback):
             once[id(step)] = step
     return list(once.values())
@@ -197,7 +213,9 @@ def parts_of_errors(errors: Iterable[BaseException | TracebackType]) -> list[obj
     return [*family, *steps, *(step.tb_frame for step in steps)]
 
 
-def objects_of_the_session(namespace: Namespace, shell: object | None) -> Iterator[object]:
+def objects_of_the_session(
+    namespace: Namespace, shell: object | None
+) -> Iterator[object]:
     """Yield what refers to outputs and to the variables of failed calls, and is forgotten with them."""
     yield from excluded_objects(namespace, shell)
     for name in ("displayhook", "last_execution_result"):

@@ -61,7 +61,9 @@ def registered(module: object, kind: str) -> list[tuple[str, Any]]:
     stored: Any = own.get(kind)
     if isinstance(stored, dict):
         entries = list(dict.items(stored))
-    elif dict_of(type(stored)).get("__module__") == torch_private.SCRIPT_MODULE:  # of C++'s
+    elif (
+        dict_of(type(stored)).get("__module__") == torch_private.SCRIPT_MODULE
+    ):  # of C++'s
         entries = list(stored.items())
     else:
         entries = []
@@ -176,17 +178,26 @@ def non_leaves(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _in_graphs(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors that require a gradient and can be asked for it."""
     # A comprehension: there may be a hundred thousand tensors.
-    return [tensor for tensor in tensors if _shows_its_graph(tensor) and tensor.requires_grad]
+    return [
+        tensor
+        for tensor in tensors
+        if _shows_its_graph(tensor) and tensor.requires_grad
+    ]
 
 
 def _shows_its_graph(tensor: Any) -> bool:
     """Return whether a tensor is torch's own, so that it can be asked for its graph and runs no code of the user's."""
     import torch
 
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) or local_of(tensor) is not tensor
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        or local_of(tensor) is not tensor
+    )
 
 
-def peek_gradients(leaves: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]] | None:
+def peek_gradients(
+    leaves: Sequence[torch.Tensor],
+) -> list[tuple[int, torch.Tensor]] | None:
     """Return ``(position, alias of its gradient)`` for the leaves that have one, or None if this torch cannot tell."""
     found: list[tuple[int, torch.Tensor]] = []
     try:
@@ -279,9 +290,13 @@ class Graphs:
             saved.append(node.variable)
         if kind not in self._fields:
             self._fields[kind] = fields_of(kind)
-        for _, value in attributes(node, self._fields[kind]):  # what a Function keeps in its ctx
+        for _, value in attributes(
+            node, self._fields[kind]
+        ):  # what a Function keeps in its ctx
             saved += _tensors_in(value)
-        following = [next_node for next_node, _ in node.next_functions if next_node is not None]
+        following = [
+            next_node for next_node, _ in node.next_functions if next_node is not None
+        ]
         return node, saved, following
 
     def _handles_of(self, node: Any) -> Iterator[Any]:

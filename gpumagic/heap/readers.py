@@ -97,7 +97,9 @@ def _reader_of_instances(kind: type) -> Reader | None:
 def _is_read_by_c(kind: type) -> bool:
     """Return whether a container is indexed and iterated as the built-in one is: no class of Python's overrides it."""
     in_c = (types.WrapperDescriptorType, types.MethodDescriptorType, type(None))
-    methods = [class_attribute(kind, name) for name in ("__getitem__", "__iter__", "values")]
+    methods = [
+        class_attribute(kind, name) for name in ("__getitem__", "__iter__", "values")
+    ]
     return all(type(method) in in_c for method in methods)
 
 
@@ -141,7 +143,9 @@ def _bases() -> Iterator[tuple[type, Read]]:
     array: type | None = getattr(sys.modules.get("numpy"), "ndarray", None)
     if array is not None:
         yield array, calls.read_array
-    table: type | None = getattr(sys.modules.get("pandas.core.generic"), "NDFrame", None)
+    table: type | None = getattr(
+        sys.modules.get("pandas.core.generic"), "NDFrame", None
+    )
     if table is not None:
         yield table, calls.read_frame
 
@@ -240,7 +244,9 @@ def _dict(value: dict[Any, object], reader: Reader) -> Branches:
     items = list(dict.items(value))
     keys = [key for key, _ in items]
     first_keys = keys[:_PIECE]
-    are_typed = _TYPED.issuperset(map(type, keys)) and None not in map(key_code, first_keys)
+    are_typed = _TYPED.issuperset(map(type, keys)) and None not in map(
+        key_code, first_keys
+    )
     for start, piece in _promising([item for _, item in items]):
         part = items[start : start + len(piece)]
         if are_typed:

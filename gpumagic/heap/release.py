@@ -85,7 +85,9 @@ def _unbind_outputs(
             namespace.pop(name, None)
 
 
-def forget_last_error(namespace: Mapping[str, object], shell: InteractiveShell | None) -> None:
+def forget_last_error(
+    namespace: Mapping[str, object], shell: InteractiveShell | None
+) -> None:
     """Make Python and IPython forget the last error.
 
     Its frames are cleared, unless a variable leads to a part of it: then the error stays whole, and so does what it
@@ -121,7 +123,9 @@ def _forget_in_python() -> None:
 
 
 def clear_exception(
-    error: BaseException, shell: InteractiveShell | None = None, outside: Collection[int] = ()
+    error: BaseException,
+    shell: InteractiveShell | None = None,
+    outside: Collection[int] = (),
 ) -> None:
     """Clear the frames of a failure, remove its tracebacks and have Python and IPython forget it.
 
@@ -190,7 +194,9 @@ def _forget_in_shell(shell: InteractiveShell, tracebacks: set[int]) -> None:
     debugger: Any = getattr(formatter, "pdb", None)
     if debugger is None or _is_in_use(debugger):
         return
-    for name in DEBUGGER_FRAMES:  # else it keeps the frames of this or of an earlier failure
+    for (
+        name
+    ) in DEBUGGER_FRAMES:  # else it keeps the frames of this or of an earlier failure
         if hasattr(debugger, name):
             setattr(debugger, name, None)
     debugger.stack = []

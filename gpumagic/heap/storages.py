@@ -191,8 +191,14 @@ class StorageTable:
                 if type(tensor) in plain:
                     storage = untyped_storage(tensor)
                     key, nbytes = identity(storage), storage.nbytes()
-                    whole = wholes.get((size(tensor), dtype(tensor), device(tensor), nbytes))
-                    if whole is not None and key not in storages and is_contiguous(tensor):
+                    whole = wholes.get(
+                        (size(tensor), dtype(tensor), device(tensor), nbytes)
+                    )
+                    if (
+                        whole is not None
+                        and key not in storages
+                        and is_contiguous(tensor)
+                    ):
                         address = address_of(tensor)
             except Exception:
                 whole = None
@@ -222,7 +228,9 @@ class StorageTable:
             view = self._view(storage, local)
             requires_grad = self._requires_grad(tensor)
             from_graph = requires_grad and not self._is_leaf(tensor)
-        except Exception as error:  # a subclass that computes its own metadata, and fails
+        except (
+            Exception
+        ) as error:  # a subclass that computes its own metadata, and fails
             kind = type(error).__name__
             storage = self._unknown(tensor, f"it cannot be read ({kind})")
             parts = []
@@ -250,7 +258,9 @@ class StorageTable:
         try:
             storage = self._base.untyped_storage(tensor)
             key = self._identity(storage)
-        except Exception:  # sparse, opaque, batched, functional: whatever refuses to show a storage
+        except (
+            Exception
+        ):  # sparse, opaque, batched, functional: whatever refuses to show a storage
             return self._without_storage(tensor)
         entry = self.storages.get(key)
         if entry is None:
@@ -316,7 +326,9 @@ class StorageTable:
             layout = type(tensor).__name__
         try:
             with torch_private.DISABLE_TORCH_DISPATCH.get()():
-                components = [getattr(self._base, name)(tensor) for name in COMPONENTS[layout]]
+                components = [
+                    getattr(self._base, name)(tensor) for name in COMPONENTS[layout]
+                ]
                 parts = [self.find(component)[0] for component in components]
         except Exception:  # mkldnn and other opaque layouts, tensors inside vmap...
             return self._unknown(tensor, f"layout {layout} does not tell its size"), []
@@ -393,7 +405,10 @@ def plain(tensor: torch.Tensor, attribute: str) -> Any:
 def undisturbed() -> Iterator[None]:
     """Disable `__torch_function__`, of subclasses and modes, and autograd for what is read inside."""
     # Not `no_grad`, which restores in Python code that Ctrl-C can tear: gradients would stay off.
-    with torch_private.DISABLE_TORCH_FUNCTION.get()(), torch_private.BELOW_AUTOGRAD.get()():
+    with (
+        torch_private.DISABLE_TORCH_FUNCTION.get()(),
+        torch_private.BELOW_AUTOGRAD.get()(),
+    ):
         yield
 
 

@@ -29,7 +29,9 @@ def find_workspaces(known: Collection[int] | None = None) -> list[AllocatedBlock
     if "torch" not in sys.modules or not allocator.is_initialised("cuda"):
         return []
     sizes = segments.workspace_sizes()
-    candidates = [block for block in segments.allocated_blocks("cuda") if block.requested in sizes]
+    candidates = [
+        block for block in segments.allocated_blocks("cuda") if block.requested in sizes
+    ]
     if not candidates:
         return []
     if known is None:
@@ -58,7 +60,9 @@ def _addresses_in_use() -> set[int]:
     graphs = Graphs()
     with gc_disabled(), undisturbed():
         # A comprehension, since there may be a million objects.
-        tensors: list[Any] = [value for value in gc.get_objects() if type(value) in kinds]
+        tensors: list[Any] = [
+            value for value in gc.get_objects() if type(value) in kinds
+        ]
         for result in non_leaves(tensors):
             tensors += graphs.walk(result.grad_fn) or ()
         for tensor in (*tensors, *gradients_of(tensors)):

@@ -29,4 +29,8 @@ class Device(NamedTuple):
         return cls(backend, int(index or 0))
 
     def __str__(self) -> str:
-        return self.backend if self.backend in ("cpu", "meta") else f"{self.backend}:{self.index}"
+        return (
+            self.backend
+            if self.backend in ("cpu", "meta")
+            else f"{self.backend}:{self.index}"
+        )

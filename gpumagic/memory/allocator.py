@@ -52,7 +52,11 @@ def accelerators() -> list[str]:
 def current_device(backend: str) -> str:
     """Return the backend's current device, such as ``"cuda:0"``, without initialising it."""
     module = device_module(backend)
-    if module is None or not is_initialised(backend) or not hasattr(module, "current_device"):
+    if (
+        module is None
+        or not is_initialised(backend)
+        or not hasattr(module, "current_device")
+    ):
         return f"{backend}:0"
     return f"{backend}:{module.current_device()}"
 
@@ -164,7 +168,11 @@ def mem_get_info(device: str) -> tuple[int, int] | None:
     """Return a device's free and total bytes as its driver reports them, or None where it is not in use or cannot."""
     backend, index = Device.parse(device)
     module = device_module(backend)
-    if module is None or not is_initialised(backend) or not hasattr(module, "mem_get_info"):
+    if (
+        module is None
+        or not is_initialised(backend)
+        or not hasattr(module, "mem_get_info")
+    ):
         return None
     free, total = module.mem_get_info(index)
     return int(free), int(total)
@@ -173,7 +181,9 @@ def mem_get_info(device: str) -> tuple[int, int] | None:
 def cap(device: str) -> int | None:
     """Return the bytes that this process may reserve on a device that is in use, or None where torch cannot tell."""
     backend, index = Device.parse(device)
-    read_fraction = getattr(device_module(backend), "get_per_process_memory_fraction", None)
+    read_fraction = getattr(
+        device_module(backend), "get_per_process_memory_fraction", None
+    )
     memory = mem_get_info(device)
     if read_fraction is None or memory is None:
         return None
@@ -186,7 +196,11 @@ def empty_caches() -> None:
     """Empty the cache of every backend in use."""
     for backend in _backends():
         module = device_module(backend)
-        if module is not None and is_initialised(backend) and hasattr(module, "empty_cache"):
+        if (
+            module is not None
+            and is_initialised(backend)
+            and hasattr(module, "empty_cache")
+        ):
             module.empty_cache()
 
 

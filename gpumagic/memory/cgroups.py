@@ -88,9 +88,13 @@ def _mount(root: Path, interface: _Interface) -> tuple[PurePosixPath, str]:
         if len(mount_fields) < 5 or len(kind_fields) < 3:
             continue
         filesystem, _, options = kind_fields[:3]
-        is_memorys = not interface.controller or interface.controller in options.split(",")
+        is_memorys = not interface.controller or interface.controller in options.split(
+            ","
+        )
         if filesystem == interface.filesystem and is_memorys:
-            return PurePosixPath(_unescaped(mount_fields[3])), _unescaped(mount_fields[4])
+            return PurePosixPath(_unescaped(mount_fields[3])), _unescaped(
+                mount_fields[4]
+            )
     return PurePosixPath("/"), interface.usual_mount
 
 

@@ -112,7 +112,9 @@ def completions() -> list[str]:
 def _resolve(name: str) -> str:
     """Return the full torch name of a device, without another in its place."""
     if "{" in name or "$" in name:
-        raise DeviceNotFound(f"{name!r} was left as it is: is the variable in it defined?")
+        raise DeviceNotFound(
+            f"{name!r} was left as it is: is the variable in it defined?"
+        )
     match = re.fullmatch(r"([a-z]*?):?(\d+)?", name.lower())
     if match is None or not any(match.groups()):
         raise _unknown(name)
@@ -172,7 +174,9 @@ def available_memory() -> tuple[int, int] | None:
     meminfo = _read_file("proc/meminfo")
     lines = dict(re.findall(r"^(\w+):\s+(\d+) kB", meminfo, re.MULTILINE))
     if "MemAvailable" in lines and "MemTotal" in lines:
-        limits.append((1024 * int(lines["MemAvailable"]), 1024 * int(lines["MemTotal"])))
+        limits.append(
+            (1024 * int(lines["MemAvailable"]), 1024 * int(lines["MemTotal"]))
+        )
     return min(limits, default=None)
 
 

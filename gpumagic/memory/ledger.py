@@ -342,7 +342,9 @@ def _timeline_of(ledger: Ledger, device: int) -> Iterator[Point]:
     for place, change in enumerate(changes):
         sums[change.life.part()] += change.nbytes
         if place in shown:
-            yield Point(device, change.operator, change.line, change.allocated, dict(+sums))
+            yield Point(
+                device, change.operator, change.line, change.allocated, dict(+sums)
+            )
 
 
 def _places_shown(changes: list[BlockChange]) -> set[int]:

@@ -74,7 +74,11 @@ def _read_gpus() -> Iterator[tuple[str, GPU]]:
     "windows", where CUDA tells nearly the label. Of AMD's GPUs only the size counts here; all else, and each
     workspace, is an A100's. An MI250X is two devices.
     """
-    with resources.files("gpumagic.memory").joinpath("gpus.csv").open(encoding="utf-8") as table:
+    with (
+        resources.files("gpumagic.memory")
+        .joinpath("gpus.csv")
+        .open(encoding="utf-8") as table
+    ):
         _, *rows = csv.reader(table)  # the first has what the columns are called
     for name, full_name, capability, multiprocessors, mib, l2_mib, _source in rows:
         major, minor = map(int, capability.split("."))
@@ -176,7 +180,9 @@ def like(device: int | str) -> GPU:
         multiprocessors=properties.multi_processor_count,
         threads_per_multiprocessor=properties.max_threads_per_multi_processor,
         blocks_per_multiprocessor=blocks,
-        shared_per_multiprocessor=size("shared_memory_per_multiprocessor", shared * KIB),
+        shared_per_multiprocessor=size(
+            "shared_memory_per_multiprocessor", shared * KIB
+        ),
         shared_per_block_optin=size("shared_memory_per_block_optin", optin * KIB),
         l2_cache=size("L2_cache_size", 40 * MIB),
     )

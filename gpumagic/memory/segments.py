@@ -59,7 +59,9 @@ def read_segments(device: str, figures: AllocatorStats) -> list[Segment] | None:
             if entry["device"] != index:
                 continue
             if entry.get("is_expandable", False):
-                return None  # how far such a segment can still grow is not in the snapshot
+                return (
+                    None  # how far such a segment can still grow is not in the snapshot
+                )
             segments.append(_segment(entry))
         segments.sort()
     except (KeyError, TypeError, ValueError):
@@ -82,7 +84,9 @@ def _segment(entry: Mapping[str, Any]) -> Segment:
     for address, block in _blocks_of(entry):
         state = block["state"]
         is_free = state == _CACHED and not is_private
-        blocks.append(MemoryBlock(address, block["size"], is_free, is_owned=state == _IN_USE))
+        blocks.append(
+            MemoryBlock(address, block["size"], is_free, is_owned=state == _IN_USE)
+        )
     return Segment(
         address=entry["address"],
         is_small=entry["segment_type"] == "small",
@@ -152,7 +156,9 @@ class OccupiedBytes:
 
 def may_be_expandable() -> bool:
     """Return whether the environment lets segments grow: their gaps can then be filled by others' pages."""
-    return any("expandable_segments:True" in os.environ.get(name, "") for name in _SETTINGS)
+    return any(
+        "expandable_segments:True" in os.environ.get(name, "") for name in _SETTINGS
+    )
 
 
 def _snapshot(module: ModuleType | None) -> Sequence[Mapping[str, Any]] | None:

@@ -42,10 +42,14 @@ def names_of_users(namespace: Mapping[str, object]) -> list[str]:
     hidden: Mapping[str, object] = {}
     if running is not None:
         hidden = running.user_ns_hidden
-    return [name for name in namespace if not name.startswith("_") and name not in hidden]
+    return [
+        name for name in namespace if not name.startswith("_") and name not in hidden
+    ]
 
 
-def unregister(running: InteractiveShell, event: str, callback: Callable[..., object]) -> None:
+def unregister(
+    running: InteractiveShell, event: str, callback: Callable[..., object]
+) -> None:
     """Stop calling something at an event of a shell, if it is called: Ctrl-C may have come before it was registered."""
     with contextlib.suppress(ValueError):
         running.events.unregister(event, callback)

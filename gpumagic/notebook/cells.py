@@ -228,7 +228,9 @@ class CellSessions:
         finally:
             del outcome  # its error's traceback holds this frame, and so itself
 
-    def _add(self, guard: Guard, info: ExecutionInfo, report: object = None) -> _Session:
+    def _add(
+        self, guard: Guard, info: ExecutionInfo, report: object = None
+    ) -> _Session:
         """Add a guard that is about to open to a cell, or one that has been closed and the report that waits."""
         self._replace(guard.name, info)
         own = self._own()
@@ -352,7 +354,10 @@ def _position(cells: list[ExecutionInfo], result: ExecutionResult | None) -> int
     for place in reversed(range(len(cells))):
         if result is None or cells[place] is result.info:
             return place
-        if result.error_in_exec is not None and cells[place].raw_cell == result.info.raw_cell:
+        if (
+            result.error_in_exec is not None
+            and cells[place].raw_cell == result.info.raw_cell
+        ):
             return place
     return None
 
@@ -379,7 +384,9 @@ class PromoteCellMagics:
         lets_run: Mapping[str, Collection[str]] | None = None,
     ) -> None:
         self._lets_run = lets_run or {}
-        self._needs_body = {name: {*options, *_HELP} for name, options in needs_body.items()}
+        self._needs_body = {
+            name: {*options, *_HELP} for name, options in needs_body.items()
+        }
         names = map(re.escape, [*needs_body, *self._lets_run])
         self._header = re.compile(rf"%%({'|'.join(names)})(?!\S)(.*)")
 
@@ -403,7 +410,9 @@ class PromoteCellMagics:
         before_comment = re.split(r"\s#", line, maxsplit=1)[0]
         options = {word.partition("=")[0] for word in before_comment.split()}
         if name in self._lets_run:
-            return _HELP.isdisjoint(options) and not options.isdisjoint(self._lets_run[name])
+            return _HELP.isdisjoint(options) and not options.isdisjoint(
+                self._lets_run[name]
+            )
         return self._needs_body[name].isdisjoint(options)
 
     def _below(self, lines: list[str]) -> list[str]:
@@ -411,6 +420,12 @@ class PromoteCellMagics:
         blank = itertools.takewhile(lambda line: not line.strip(), lines)
         above = list(blank)
         cell = lines[len(above) :]
-        for transform in (leading_indent, classic_prompt, ipython_prompt, self, cell_magic):
+        for transform in (
+            leading_indent,
+            classic_prompt,
+            ipython_prompt,
+            self,
+            cell_magic,
+        ):
             cell = transform(cell)
         return [*above, *cell]

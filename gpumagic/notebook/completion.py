@@ -20,7 +20,9 @@ _LINE = re.compile(rf"(?:\s*[^%#'\"]*=\s*|\s*)%%?({'|'.join(options.MAGICS)})\s"
 Names = Callable[[], Collection[str]]
 
 
-def install(shell: InteractiveShell, devices: Names, undo: list[Callable[[], object]]) -> None:
+def install(
+    shell: InteractiveShell, devices: Names, undo: list[Callable[[], object]]
+) -> None:
     """Complete the lines of our magics in a shell, with names of devices; what undoes it is added to ``undo``."""
 
     def complete_line(line: str, below: str) -> tuple[str, list[str]]:

@@ -109,7 +109,9 @@ class BodyRuns:
         return [] if report is None else [(outermost, report)]
 
 
-def run_guarded(runs: BodyRuns, execute: Callable[[str], object], source: str) -> BodyOutcome:
+def run_guarded(
+    runs: BodyRuns, execute: Callable[[str], object], source: str
+) -> BodyOutcome:
     """Run code as often as ``runs`` decides and return how the last run ended; the caller calls `runs.finish`."""
     __tracebackhide__ = True
     try:
@@ -123,7 +125,9 @@ def run_guarded(runs: BodyRuns, execute: Callable[[str], object], source: str) -
         outcome = None  # type: ignore[assignment]  # its error's traceback holds this frame, and so itself
 
 
-def _attempt(guards: Sequence[Guard], execute: Callable[[str], object], source: str) -> BodyOutcome:
+def _attempt(
+    guards: Sequence[Guard], execute: Callable[[str], object], source: str
+) -> BodyOutcome:
     __tracebackhide__ = True
     outcome = BodyOutcome()
     try:
@@ -216,7 +220,9 @@ class CellBody:
         # Not `execution_count`: since IPython 9.8 it is the next cell's.
         number = self._shell.displayhook.prompt_count
         text = self._head + source[self._head.count("\n") :]
-        name = compiler.cache(text, number, raw_code=self._cell if self.ends_cell else None)
+        name = compiler.cache(
+            text, number, raw_code=self._cell if self.ends_cell else None
+        )
         parsed = compiler.ast_parse(source, filename=name)
         statements = self._shell.transform_ast(parsed).body
         flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if self._shell.autoawait else 0

@@ -29,7 +29,11 @@ def _note(_number: int, _frame: FrameType | None) -> None:
 def held() -> Iterator[None]:
     """Hold Ctrl-C back in the main thread; one that comes meanwhile has done its work and is not raised later."""
     before = signal.getsignal(signal.SIGINT)
-    if _notes or threading.current_thread() is not threading.main_thread() or not callable(before):
+    if (
+        _notes
+        or threading.current_thread() is not threading.main_thread()
+        or not callable(before)
+    ):
         yield
         return
     _notes.append(False)

@@ -133,5 +133,7 @@ def _after_run(frames: Frames, state: GuardState) -> Frames:
     if frames.cell is None:
         return frames
     names = state.namespace
-    rebound = {name for name, value in names.items() if not state.bound.is_still(name, value)}
+    rebound = {
+        name for name, value in names.items() if not state.bound.is_still(name, value)
+    }
     return replace(frames, cell=frames.cell.after_run(frames.line, rebound))

@@ -58,7 +58,9 @@ class Contents:
         excluded: objects that are not looked into.
     """
 
-    def __init__(self, variables: Mapping[str, object], excluded: Iterable[object] = ()) -> None:
+    def __init__(
+        self, variables: Mapping[str, object], excluded: Iterable[object] = ()
+    ) -> None:
         self._excluded = frozenset(map(id, excluded))
         self._records: dict[int, _Record] = {}
         self._unseen: dict[str, set[int]] = {}
@@ -69,7 +71,9 @@ class Contents:
                 if part.is_unseen:
                     self._unseen.setdefault(name, set()).add(id(part.value))
                 else:
-                    self._records[id(part.value)] = _Record(_weak(part.value), part.state)
+                    self._records[id(part.value)] = _Record(
+                        _weak(part.value), part.state
+                    )
 
     def unseen(self, names: Iterable[str]) -> list[str]:
         """Return those of some variables in which a change may not be noticed."""
@@ -253,7 +257,11 @@ def _with_plain_attributes() -> tuple[type, ...]:
     torch: Any = sys.modules.get("torch")
     classes = [types.SimpleNamespace, UserDict, UserList, ChainMap]
     if torch is not None:
-        classes += [torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]
+        classes += [
+            torch.nn.Module,
+            torch.optim.Optimizer,
+            torch.optim.lr_scheduler.LRScheduler,
+        ]
     return tuple(classes)
 
 
@@ -278,7 +286,9 @@ def _reader_of_container(
     def read(value: Any) -> _Contained:
         if base.__len__(value) > LARGEST:
             raise _NotLookedInto
-        members = list(base.__iter__(value) if members_of is None else members_of(value))
+        members = list(
+            base.__iter__(value) if members_of is None else members_of(value)
+        )
         kind = type(value)
         if is_heap_type(kind) and not is_lasting_class(kind):
             members += _attribute_reader(kind)(value).members
@@ -325,7 +335,9 @@ def _read_call(value: Any) -> _Contained:
 def _read_of_c(value: Any) -> _Contained:
     """Read an iterator or a view by what the gc shows of it."""
     skipped = (type, types.ModuleType)
-    members = [part for part in gc.get_referents(value) if not issubclass(type(part), skipped)]
+    members = [
+        part for part in gc.get_referents(value) if not issubclass(type(part), skipped)
+    ]
     hint = class_attribute(type(value), "__length_hint__")
     if type(hint) is types.MethodDescriptorType:
         return _Contained(members, hint(value))
@@ -346,7 +358,9 @@ _PYTHON: dict[Any, _Look] = {
     OrderedDict: _reader_of_container(
         OrderedDict, lambda value: [*OrderedDict.__iter__(value), *dict.values(value)]
     ),
-    dict: _reader_of_container(dict, lambda value: [*dict.__iter__(value), *dict.values(value)]),
+    dict: _reader_of_container(
+        dict, lambda value: [*dict.__iter__(value), *dict.values(value)]
+    ),
     list: _reader_of_container(list),
     tuple: _reader_of_container(tuple),
     deque: _reader_of_container(deque),
@@ -368,13 +382,25 @@ def _of_libraries() -> Iterator[tuple[Any, _Look]]:
     """Yield how the containers of torch, numpy and pandas are read, as far as these are imported."""
     torch: Any = sys.modules.get("torch")
     if torch is not None:
-        yield torch.Tensor, lambda _value: _Contained([])  # it counts its changes itself
-        yield torch.Generator, lambda value: _Contained([], hash(tuple(value.get_state().tolist())))
+        yield (
+            torch.Tensor,
+            lambda _value: _Contained([]),
+        )  # it counts its changes itself
+        yield (
+            torch.Generator,
+            lambda value: _Contained([], hash(tuple(value.get_state().tolist()))),
+        )
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         yield numpy.ndarray, _read_array
-        yield numpy.random.Generator, lambda value: _Contained([], repr(value.bit_generator.state))
-        yield numpy.random.RandomState, lambda value: _Contained([], repr(value.get_state()))
+        yield (
+            numpy.random.Generator,
+            lambda value: _Contained([], repr(value.bit_generator.state)),
+        )
+        yield (
+            numpy.random.RandomState,
+            lambda value: _Contained([], repr(value.get_state())),
+        )
         yield numpy.random.BitGenerator, lambda value: _Contained([], repr(value.state))
     pandas: Any = sys.modules.get("pandas.core.generic")
     if pandas is not None:

@@ -52,7 +52,9 @@ class _Names(NamedTuple):
 
 def _names(frames: Frames, state: GuardState) -> _Names:
     namespace = state.namespace
-    unchanged = {name for name, value in namespace.items() if state.bound.is_still(name, value)}
+    unchanged = {
+        name for name, value in namespace.items() if state.bound.is_still(name, value)
+    }
     cell = frames.cell
     if cell is None:
         return _Names(set(namespace), set(), frozenset(), unchanged)
@@ -90,7 +92,9 @@ def read_notebook(
     removable = (unneeded | outputs) - names.bound_first - set(filled)
     leftover_graphs = None
     if unnamed >= LARGE:
-        leftover_graphs = kept_graphs(device, unneeded, names.bound_first, namespace, shell)
+        leftover_graphs = kept_graphs(
+            device, unneeded, names.bound_first, namespace, shell
+        )
     loaders = find_loaders(names.used, namespace)
     free_elsewhere, other_processes = other_devices(device)
     return Notebook(
@@ -118,7 +122,9 @@ def read_notebook(
         device_names=_device_names(device, names.used, namespace),
         free_elsewhere=free_elsewhere,
         other_processes=other_processes,
-        has_fused_attention=backend_named(Device.parse(device).backend).has_fused_attention,
+        has_fused_attention=backend_named(
+            Device.parse(device).backend
+        ).has_fused_attention,
     )
 
 
@@ -140,7 +146,10 @@ def _holders(owned: Iterable[Ownership], device: str) -> tuple[Holder, ...]:
 
 
 def _variables(
-    owned: Sequence[Ownership], names: set[str], namespace: Mapping[str, object], device: str
+    owned: Sequence[Ownership],
+    names: set[str],
+    namespace: Mapping[str, object],
+    device: str,
 ) -> tuple[Holder, ...]:
     """Return the variables of these names with memory on the device, what they share counted for each."""
     totals: Counter[str] = Counter()
@@ -165,7 +174,10 @@ def _about_to_be_rebound(owned: Iterable[Ownership], names: _Names) -> dict[str,
 
 
 def _left_by_failed_run(
-    owned: Iterable[Ownership], unnamed: int, names: _Names, namespace: Mapping[str, object]
+    owned: Iterable[Ownership],
+    unnamed: int,
+    names: _Names,
+    namespace: Mapping[str, object],
 ) -> tuple[str, ...]:
     """Return the variables that the cell left behind and makes anew when it runs again.
 
@@ -180,7 +192,10 @@ def _left_by_failed_run(
 
 
 def _filled(
-    owned: Iterable[Ownership], grew: int, names: _Names, namespace: Mapping[str, object]
+    owned: Iterable[Ownership],
+    grew: int,
+    names: _Names,
+    namespace: Mapping[str, object],
 ) -> list[str]:
     """Return the lists and dicts of earlier cells that the cell does not use and that hooks may have filled.
 
@@ -197,7 +212,10 @@ def _filled(
 
 
 def _reset_code(
-    frames: Frames, filled: Iterable[str], names: _Names, namespace: Mapping[str, object]
+    frames: Frames,
+    filled: Iterable[str],
+    names: _Names,
+    namespace: Mapping[str, object],
 ) -> dict[str, str]:
     """Return the code that clears what the failed run left in values that the cell does not make anew.
 
@@ -207,7 +225,11 @@ def _reset_code(
     if frames.stage is Stage.STEP:
         for optimizer in frames.optimizers_alive:
             is_half_made = 0 < optimizer.state_nbytes < 2 * optimizer.nbytes
-            if is_half_made and optimizer.kind in training.ADAMS and not optimizer.local:
+            if (
+                is_half_made
+                and optimizer.kind in training.ADAMS
+                and not optimizer.local
+            ):
                 codes[optimizer.name] = f"{optimizer.name}.state.clear()"
     for name in filled:
         codes[name] = f"{name}.clear()"
@@ -215,7 +237,9 @@ def _reset_code(
     return {name: code for name, code in codes.items() if name in kept}
 
 
-def _device_names(device: str, used: set[str], namespace: Mapping[str, object]) -> tuple[str, ...]:
+def _device_names(
+    device: str, used: set[str], namespace: Mapping[str, object]
+) -> tuple[str, ...]:
     """Return the variables that the cell uses and that name the device; ``"cuda"`` is ``"cuda:0"`` too."""
     import torch
 
@@ -232,11 +256,18 @@ def _device_names(device: str, used: set[str], namespace: Mapping[str, object]) 
 def _history(shell: object | None) -> list[str]:
     """Return the texts of the cells so far, by their numbers."""
     cells = getattr(shell, "user_ns", {}).get("In")
-    return [cell for cell in cells if isinstance(cell, str)] if isinstance(cells, list) else []
+    return (
+        [cell for cell in cells if isinstance(cell, str)]
+        if isinstance(cells, list)
+        else []
+    )
 
 
 def _batch_sizes(
-    frames: Frames, used: set[str], namespace: Mapping[str, object], loaders: Iterable[Loader]
+    frames: Frames,
+    used: set[str],
+    namespace: Mapping[str, object],
+    loaders: Iterable[Loader],
 ) -> tuple[BatchSize, ...]:
     """Return the batch sizes of the cell, and of the function in another cell that failed."""
     cell, failing = frames.cell, frames.failing_text
@@ -248,7 +279,9 @@ def _batch_sizes(
         if _is_batch(value, name):
             found.append(BatchSize(name, value))
     if not found:
-        of_loaders = [BatchSize(loader.name, loader.batch_size, loader=True) for loader in loaders]
+        of_loaders = [
+            BatchSize(loader.name, loader.batch_size, loader=True) for loader in loaders
+        ]
         of_objects = _batch_attributes(frames.numbers)
         # A loader says no more than the number it was made with; one that the cell makes itself is made of another.
         if "DataLoader" in cell.attributes:
@@ -314,7 +347,9 @@ def _assigned_names(statements: Iterable[ast.stmt]) -> set[str]:
     return names
 
 
-def find_loaders(names: Iterable[str], namespace: Mapping[str, object]) -> tuple[Loader, ...]:
+def find_loaders(
+    names: Iterable[str], namespace: Mapping[str, object]
+) -> tuple[Loader, ...]:
     """Return the DataLoaders among these names that make batches of more than one."""
     from torch.utils import data
 

@@ -61,7 +61,9 @@ class Recognized(NamedTuple):
 
     def is_of(self, error: BaseException) -> bool:
         """Return whether this was read of the exception; of its text, too, as ids are used again."""
-        return self.error_id == id(error) and self.recognition.raised == summary_line(error)
+        return self.error_id == id(error) and self.recognition.raised == summary_line(
+            error
+        )
 
 
 class Failure(NamedTuple):
@@ -83,7 +85,9 @@ def recognise(error: BaseException, outside: Collection[int]) -> Recognized | No
     figures = allocator.all_device_stats()
     capacities: dict[str, tuple[int, int] | None] = {}
     for device, stats in figures.items():
-        if stats.reserved:  # to ask the driver about an idle CUDA device would create a context
+        if (
+            stats.reserved
+        ):  # to ask the driver about an idle CUDA device would create a context
             try:
                 capacities[device] = allocator.mem_get_info(device)
             except RuntimeError:  # a sticky CUDA error makes every further call fail
@@ -100,9 +104,13 @@ def examine(error: BaseException, recognized: Recognized, state: GuardState) -> 
     device = _device(recognized.recognition, recognized.capacities)
     notes = []
     try:
-        frames = read_frames(error, device or "cpu", state.namespace, state.shell, state.outside)
+        frames = read_frames(
+            error, device or "cpu", state.namespace, state.shell, state.outside
+        )
     except Exception as fault:  # our own failure must not cost the user the release
-        notes.append(f"The failing frames could not be read: {type(fault).__name__}: {fault}")
+        notes.append(
+            f"The failing frames could not be read: {type(fault).__name__}: {fault}"
+        )
         frames = Frames()
     return Failure(read_event(recognized, frames, state), frames, notes)
 

@@ -101,7 +101,9 @@ class OomGuard(contextlib.ContextDecorator):
         """Read the allocator's figures and which names are bound; costs well under a millisecond."""
         self._state.watch.close()  # of a decorated function that calls itself
         try:
-            if not self.retries:  # a further try is measured against the state before the first
+            if (
+                not self.retries
+            ):  # a further try is measured against the state before the first
                 if self.shell is not None:
                     self._traceback = LateTraceback(
                         self.shell, self._recognises, as_text=self.keep_going
@@ -205,7 +207,9 @@ class OomGuard(contextlib.ContextDecorator):
         self.open()
         return self
 
-    def __exit__(self, exc_type: object, error: BaseException | None, traceback: object) -> bool:
+    def __exit__(
+        self, exc_type: object, error: BaseException | None, traceback: object
+    ) -> bool:
         del exc_type, traceback
         self.close(error)
         if self.failure is None:
@@ -245,7 +249,9 @@ class OomGuard(contextlib.ContextDecorator):
         event, line = self.failure.event, self.failure.frames.line
         what = f"{event.device} ran out of memory" if event.device else "out of memory"
         where = f" in line {line}" if line is not None else ""
-        error: BaseException = recognition.OutOfMemory(f"{what}{where} ({event.message})")
+        error: BaseException = recognition.OutOfMemory(
+            f"{what}{where} ({event.message})"
+        )
         return error
 
     @interrupts.held()

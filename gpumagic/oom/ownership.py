@@ -12,7 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gpumagic._compat import torch_private
-from gpumagic.advice.facts import METRIC_METHOD, SAVING_METHODS, Model, Optimizer, Ownership
+from gpumagic.advice.facts import (
+    METRIC_METHOD,
+    SAVING_METHODS,
+    Model,
+    Optimizer,
+    Ownership,
+)
 from gpumagic.heap import branches, holders, kinds
 from gpumagic.heap.graph import MAX_STEPS_OF_ALL, HeapGraph
 from gpumagic.heap.storages import Storage, StorageTable, plain, undisturbed
@@ -50,7 +56,9 @@ def by_names(
     totals: Counter[frozenset[str]] = Counter()
     for storage, reaching in names_of.items():
         if storage.device == device and storage.nbytes:
-            totals[frozenset(reaching)] += occupied.of(device, storage.address, storage.nbytes)
+            totals[frozenset(reaching)] += occupied.of(
+                device, storage.address, storage.nbytes
+            )
     owned = []
     for sharing, nbytes in totals.items():
         kind = kind_of(named[min(sharing)])
@@ -58,7 +66,9 @@ def by_names(
     return sorted(owned, key=lambda part: (-part.nbytes, sorted(part.names)))
 
 
-def displayed(namespace: Mapping[str, object], shell: object | None) -> dict[str, object]:
+def displayed(
+    namespace: Mapping[str, object], shell: object | None
+) -> dict[str, object]:
     """Return the values that IPython keeps since it showed them, by the first output that has them.
 
     A value that was displayed twice counts once: `%xdel` clears both.
@@ -229,7 +239,9 @@ def _read_model(
     with undisturbed():
         frozen = not any(plain(parameter, "requires_grad") for parameter in parameters)
         in_float32 = [
-            parameter for parameter in parameters if plain(parameter, "dtype") == torch.float32
+            parameter
+            for parameter in parameters
+            if plain(parameter, "dtype") == torch.float32
         ]
         gradients = [
             gradient
@@ -238,7 +250,9 @@ def _read_model(
         ]
     attributes = [branches.attributes_of(submodule.module) for submodule in inside]
     saving_methods = [
-        method for method in SAVING_METHODS if branches.class_attribute(cls, method) is not None
+        method
+        for method in SAVING_METHODS
+        if branches.class_attribute(cls, method) is not None
     ]
     return Model(
         name=variable.name,
@@ -348,7 +362,10 @@ def _code(name: str, path: str, inside: Sequence[_Submodule]) -> str:
 
 
 def _read_optimizer(
-    variable: Variable, optimizer: Any, parameters: Sequence[Any], models: frozenset[str]
+    variable: Variable,
+    optimizer: Any,
+    parameters: Sequence[Any],
+    models: frozenset[str],
 ) -> Optimizer:
     """Return what is known of an optimizer.
 
@@ -366,7 +383,9 @@ def _read_optimizer(
     for parameter, state in _states(optimizer):
         if id(parameter) in ids:
             values = [
-                value for value in dict.values(state) if issubclass(type(value), torch.Tensor)
+                value
+                for value in dict.values(state)
+                if issubclass(type(value), torch.Tensor)
             ]
             tensors += (tensor for tensor in values if numel(tensor) > 1)
     defaults = branches.attributes_of(optimizer).get("defaults")

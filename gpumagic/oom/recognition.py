@@ -48,7 +48,12 @@ class Signature:
 
 SIGNATURES: tuple[Signature, ...] = (
     # torch's caching allocators.
-    Signature(Kind.SIZE_BUG, r"[Tt]ried to allocate more than 1EB", "not-oom", is_allocator=True),
+    Signature(
+        Kind.SIZE_BUG,
+        r"[Tt]ried to allocate more than 1EB",
+        "not-oom",
+        is_allocator=True,
+    ),
     Signature(
         Kind.MEMORY_FRACTION,
         r"preemptively rejected because it would exceed per_process_memory_fraction",
@@ -60,18 +65,35 @@ SIGNATURES: tuple[Signature, ...] = (
         r"Allocation on device ([\d\x01-\x1f]* ?would exceed|\Z)",
         backend="cuda",
     ),
-    Signature(Kind.CUDA_ALLOCATOR, r"CUDA out of memory\.", backend="cuda", is_allocator=True),
-    Signature(Kind.ROCM_ALLOCATOR, r"HIP out of memory\.", backend="cuda", is_allocator=True),
-    Signature(Kind.XPU_ALLOCATOR, r"XPU out of memory\.", backend="xpu", is_allocator=True),
-    Signature(Kind.MPS_ALLOCATOR, r"MPS backend out of memory", backend="mps", is_allocator=True),
+    Signature(
+        Kind.CUDA_ALLOCATOR, r"CUDA out of memory\.", backend="cuda", is_allocator=True
+    ),
+    Signature(
+        Kind.ROCM_ALLOCATOR, r"HIP out of memory\.", backend="cuda", is_allocator=True
+    ),
+    Signature(
+        Kind.XPU_ALLOCATOR, r"XPU out of memory\.", backend="xpu", is_allocator=True
+    ),
+    Signature(
+        Kind.MPS_ALLOCATOR,
+        r"MPS backend out of memory",
+        backend="mps",
+        is_allocator=True,
+    ),
     Signature(
         Kind.XPU_BLOCK_LIMIT,
         r"can NOT allocate memory block with size larger than 4\s*GB",
         backend="xpu",
     ),
-    Signature(Kind.XPU_DRIVER, r"UR_RESULT_ERROR_OUT_OF_(DEVICE_MEMORY|RESOURCES)", backend="xpu"),
     Signature(
-        Kind.ACCELERATOR_ALLOCATOR, r"\b\w+ out of memory\. Tried to allocate", is_allocator=True
+        Kind.XPU_DRIVER,
+        r"UR_RESULT_ERROR_OUT_OF_(DEVICE_MEMORY|RESOURCES)",
+        backend="xpu",
+    ),
+    Signature(
+        Kind.ACCELERATOR_ALLOCATOR,
+        r"\b\w+ out of memory\. Tried to allocate",
+        is_allocator=True,
     ),
     Signature(
         Kind.EXPANDABLE_SEGMENTS,
@@ -85,13 +107,17 @@ SIGNATURES: tuple[Signature, ...] = (
         backend="cuda",
     ),
     Signature(Kind.RMM, r"std::bad_alloc: (out_of_memory|CUDA error)", backend="cuda"),
-    Signature(Kind.CUDA_DRIVER, r"(CUDA|HIP) driver error: out of memory", backend="cuda"),
+    Signature(
+        Kind.CUDA_DRIVER, r"(CUDA|HIP) driver error: out of memory", backend="cuda"
+    ),
     Signature(
         Kind.CUDA_RUNTIME,
         r"(CUDA|HIP) error: out of memory|cudaErrorMemoryAllocation|hipErrorOutOfMemory",
         backend="cuda",
     ),
-    Signature(Kind.CUBLAS, r"(CU|HIP|ROC)BLAS_STATUS_ALLOC_FAILED", "probable", backend="cuda"),
+    Signature(
+        Kind.CUBLAS, r"(CU|HIP|ROC)BLAS_STATUS_ALLOC_FAILED", "probable", backend="cuda"
+    ),
     Signature(
         Kind.CUBLAS,
         r"(CU|HIP|ROC)BLAS_STATUS_NOT_INITIALIZED",
@@ -121,16 +147,24 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     # Other frameworks on the same device.
     Signature(
-        Kind.CUPY, r"Out of memory allocating [\d,]+ bytes \(allocated so far", backend="cuda"
+        Kind.CUPY,
+        r"Out of memory allocating [\d,]+ bytes \(allocated so far",
+        backend="cuda",
     ),
     Signature(
         Kind.JAX,
         r"RESOURCE_EXHAUSTED.*([Oo]ut of memory|allocat)|Failed to allocate request for .* on device ordinal",
     ),
     Signature(
-        Kind.TENSORFLOW, r"OOM when allocating tensor with shape.*device:GPU", backend="cuda"
+        Kind.TENSORFLOW,
+        r"OOM when allocating tensor with shape.*device:GPU",
+        backend="cuda",
     ),
-    Signature(Kind.TENSORFLOW_HOST, r"OOM when allocating tensor with shape", memory=Memory.HOST),
+    Signature(
+        Kind.TENSORFLOW_HOST,
+        r"OOM when allocating tensor with shape",
+        memory=Memory.HOST,
+    ),
     # Shared memory between DataLoader workers.
     Signature(
         Kind.SHARED_MEMORY,
@@ -151,7 +185,9 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     # Host memory.
     Signature(
-        Kind.NUMPY, r"Unable to allocate [\d.]+ \w+ for an array with shape", memory=Memory.HOST
+        Kind.NUMPY,
+        r"Unable to allocate [\d.]+ \w+ for an array with shape",
+        memory=Memory.HOST,
     ),
     Signature(
         Kind.HOST_ALLOCATOR,
@@ -214,7 +250,9 @@ def read_numbers(text: str) -> Numbers:
     """Return the numbers of one error's text; what exceeds twice the capacity is a sentinel and left out."""
     capacity = _find_size(text, *_CAPACITY)
     free = _find_size(text, *_FREE)
-    in_tensors = _find_size(text, rf"Of the allocated memory {_SIZE} is allocated by PyTorch")
+    in_tensors = _find_size(
+        text, rf"Of the allocated memory {_SIZE} is allocated by PyTorch"
+    )
     unallocated = _find_size(text, rf"{_SIZE} is reserved by PyTorch but unallocated")
     limit = _find_size(text, *_LIMIT)
     if capacity is None and limit is not None:
@@ -226,7 +264,9 @@ def read_numbers(text: str) -> Numbers:
             other = _find_size(text, rf"other allocations: {_SIZE}") or 0
             free = limit - allocated - other
     capped = False
-    allowed = _find_size(text, rf"{_SIZE} allowed;")  # by `set_per_process_memory_fraction`
+    allowed = _find_size(
+        text, rf"{_SIZE} allowed;"
+    )  # by `set_per_process_memory_fraction`
     if allowed is not None and free is not None:
         left = allowed - (in_tensors or 0) - (unallocated or 0)
         if left < free:
@@ -308,7 +348,9 @@ def recognise(
         if signature is None:
             continue
         if signature.certainty == "probable" and signature.memory is Memory.DEVICE:
-            is_doubtful = signature.needs_low_free if free is None else free >= NEARLY_FULL
+            is_doubtful = (
+                signature.needs_low_free if free is None else free >= NEARLY_FULL
+            )
             if is_doubtful:
                 continue
         if signature.backend is None and " out of memory. Tried" in text:

@@ -79,16 +79,24 @@ class Rerun(guards.BodyRuns):
         name = self._plan.shrink
         self._setting: settings.Setting | None = None
         if name is not None and self._function is not None:
-            self._setting = settings.find_in_arguments(name, self._namespace, "--shrink")
+            self._setting = settings.find_in_arguments(
+                name, self._namespace, "--shrink"
+            )
         elif name is not None:
-            self._setting = settings.find_in_cell(source, name, self._namespace, "--shrink")
+            self._setting = settings.find_in_cell(
+                source, name, self._namespace, "--shrink"
+            )
         self._size = self._setting.value if self._setting is not None else None
         self._rollback = Rollback(self._namespace, source, self._shell)
         return source
 
     def guards(self) -> tuple[Guard, ...]:
         """Return the guard, and inside it what sends the run to another device, if it is to."""
-        return (self._guard,) if self._elsewhere is None else (self._guard, self._elsewhere)
+        return (
+            (self._guard,)
+            if self._elsewhere is None
+            else (self._guard, self._elsewhere)
+        )
 
     def next(self, outcome: BodyOutcome) -> str | None:
         """Return the code to run next, once state and memory are restored; None if the outcome stands."""
@@ -101,7 +109,9 @@ class Rerun(guards.BodyRuns):
             size=self._size,
             device=self._elsewhere.device if self._elsewhere is not None else None,
             fits=self._fits,
-            line=failure.frames.line if error is not None and failure is not None else None,
+            line=failure.frames.line
+            if error is not None and failure is not None
+            else None,
         )
         self._tries.append(failed)
         if error is None or failure is None or self._elsewhere is not None:
@@ -140,7 +150,11 @@ class Rerun(guards.BodyRuns):
 
     def _sentence(self, failed: Try, change: str, lost: Lost) -> str:
         """Return what is said between two runs."""
-        what = f"{self._plan.shrink} = {failed.size}" if failed.size is not None else "the cell"
+        what = (
+            f"{self._plan.shrink} = {failed.size}"
+            if failed.size is not None
+            else "the cell"
+        )
         where = f" in line {failed.line}" if failed.line is not None else ""
         sentence = f"%%oomguard: {what} ran out of memory{where}; now {change}."
         if lost.changes:
@@ -211,7 +225,9 @@ def decorate(plan: Plan, function: Function, guard: OomGuard) -> Function:
     signature = inspect.signature(function)
     if plan.shrink is not None and plan.shrink not in signature.parameters:
         names = ", ".join(signature.parameters) or "none"
-        raise OptionError(f"{function.__name__} has no parameter {plan.shrink!r}; it has {names}")
+        raise OptionError(
+            f"{function.__name__} has no parameter {plan.shrink!r}; it has {names}"
+        )
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise OptionError(
             f"{function.__name__} only starts when it is called: decorate one that runs to its end"
@@ -225,7 +241,9 @@ def decorate(plan: Plan, function: Function, guard: OomGuard) -> Function:
         guard.forget_last_run()
         runs = Rerun(plan, guard, bound.arguments, function=function)
         runs.begin("")
-        outcome = guards.run_guarded(runs, lambda _: function(*bound.args, **bound.kwargs), "")
+        outcome = guards.run_guarded(
+            runs, lambda _: function(*bound.args, **bound.kwargs), ""
+        )
         failed = guard.failure is not None
         runs.finish(outcome)
         result = outcome.result

@@ -57,7 +57,10 @@ class Rollback:
     """
 
     def __init__(
-        self, namespace: MutableMapping[str, object], source: str = "", shell: object | None = None
+        self,
+        namespace: MutableMapping[str, object],
+        source: str = "",
+        shell: object | None = None,
     ) -> None:
         self._namespace = namespace
         self._shell = shell
@@ -65,7 +68,9 @@ class Rollback:
         cell = cell_code.read_cell(source)
         certain = cell.bound_first if cell is not None else frozenset[str]()
         # A shorter run may pass over the loop that binds a name: what can be kept of its old value is kept.
-        self._remade = certain.union(cell.bound_in_blocks) if cell is not None else certain
+        self._remade = (
+            certain.union(cell.bound_in_blocks) if cell is not None else certain
+        )
         self._used = list(variables)
         if source and cell is not None:
             used = cell_code.names_used(cell.names, variables)
@@ -87,7 +92,9 @@ class Rollback:
             if name not in self._on_device and name not in certain:
                 self._kept[name] = value
             else:
-                with contextlib.suppress(TypeError):  # not everything takes a weak reference
+                with contextlib.suppress(
+                    TypeError
+                ):  # not everything takes a weak reference
                     self._watched[name] = weakref.ref(value)
             if type(value) is list:
                 self._lengths[name] = len(value)
@@ -111,12 +118,20 @@ class Rollback:
     def _variables(self) -> dict[str, Any]:
         """Return the variables except the shell's own."""
         own = getattr(self._shell, "user_ns_hidden", {})
-        return {name: value for name, value in list(self._namespace.items()) if name not in own}
+        return {
+            name: value
+            for name, value in list(self._namespace.items())
+            if name not in own
+        }
 
     def _restored(self) -> dict[str, Any]:
         """Return the variables that have the values that they had before the run."""
         variables = self._variables()
-        return {name: value for name, value in variables.items() if self._is_old(name, value)}
+        return {
+            name: value
+            for name, value in variables.items()
+            if self._is_old(name, value)
+        }
 
     def _is_old(self, name: str, value: object) -> bool:
         """Return whether a value is the one that a name had before the run."""
@@ -181,14 +196,22 @@ class Rollback:
         for name in self._variables().keys() - set(self._bound):
             del self._namespace[name]
         for name in self._bound:
-            if name in self._namespace and self._bound.is_still(name, self._namespace[name]):
+            if name in self._namespace and self._bound.is_still(
+                name, self._namespace[name]
+            ):
                 continue
-            old = self._watched[name]() if name in self._watched else self._kept.get(name)
+            old = (
+                self._watched[name]() if name in self._watched else self._kept.get(name)
+            )
             if name in self._kept or old is not None:
                 self._namespace[name] = old
             elif name not in self._remade:
                 is_there = name in self._namespace
-                yield f"the new value of {name}" if is_there else f"the deletion of {name}"
+                yield (
+                    f"the new value of {name}"
+                    if is_there
+                    else f"the deletion of {name}"
+                )
             elif name in self._on_device:
                 # The run makes a new one; both at once would not fit either.
                 self._namespace.pop(name, None)
@@ -202,7 +225,8 @@ def _versions(tensors: Collection[Any]) -> dict[int, _Version]:
         for place, alias in kinds.peek_gradients(leaves) or ():
             gradients[id(leaves[place])] = _version(alias)
         return {
-            id(tensor): _Version(_version(tensor), gradients.get(id(tensor))) for tensor in tensors
+            id(tensor): _Version(_version(tensor), gradients.get(id(tensor)))
+            for tensor in tensors
         }
 
 

@@ -61,7 +61,9 @@ class LateTraceback:
         self._shell = shell
         self._recognises = recognises
         self._as_text = as_text and getattr(shell, "kernel", None) is not None
-        self._send: Callable[[type, BaseException, list[str]], object] = shell._showtraceback
+        self._send: Callable[[type, BaseException, list[str]], object] = (
+            shell._showtraceback
+        )
         self._before: object = None
         self._held: _HeldTraceback | None = None
 
@@ -110,12 +112,16 @@ class LateTraceback:
         chain = None
         for step in reversed(list(traceback_steps(error.__traceback__))):
             if is_user_code(step.tb_frame):
-                chain = TracebackType(chain, step.tb_frame, step.tb_lasti, step.tb_lineno)
+                chain = TracebackType(
+                    chain, step.tb_frame, step.tb_lasti, step.tb_lineno
+                )
         if chain is None:
             return []
         try:
             return list(formatter.structured_traceback(kind, error, chain, tb_offset=0))
-        except Exception:  # a formatter of somebody else's may want a traceback of its own
+        except (
+            Exception
+        ):  # a formatter of somebody else's may want a traceback of its own
             return []
         finally:
             formatter.tb = last
@@ -123,19 +129,28 @@ class LateTraceback:
 
 def _remember(kind: type, lines: list[str]) -> None:
     """Have `%tb` show these lines, as it shows a last error whose frames are there."""
-    error = recognition.OutOfMemory(f"its frames are released; {kind.__name__} is shown by %tb")
+    error = recognition.OutOfMemory(
+        f"its frames are released; {kind.__name__} is shown by %tb"
+    )
     vars(error)["_render_traceback_"] = lambda: lines
     try:
         raise error
     except recognition.OutOfMemory:
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.last_type, sys.last_value, sys.last_traceback = (
+            type(error),
+            error,
+            error.__traceback__,
+        )
     finally:
         error.__context__ = None
         del error
 
 
 def switch(
-    shell: InteractiveShell, state: str, sessions: CellSessions, make: Callable[[], Guard]
+    shell: InteractiveShell,
+    state: str,
+    sessions: CellSessions,
+    make: Callable[[], Guard],
 ) -> str:
     """Turn the guard of a shell's cells ``"on"`` or ``"off"``, and return a line with the result.
 

@@ -19,7 +19,12 @@ from typing import Any, NamedTuple
 
 from gpumagic._compat import torch_frames, torch_private
 from gpumagic.advice.facts import Collection, Frames, Member, TensorFact
-from gpumagic.heap.branches import attributes_of, class_attribute, dict_of, stored_attribute
+from gpumagic.heap.branches import (
+    attributes_of,
+    class_attribute,
+    dict_of,
+    stored_attribute,
+)
 from gpumagic.oom import ownership
 from gpumagic.source import cell_code, frames
 from gpumagic.source import text as texts
@@ -110,7 +115,9 @@ def read_frames(
         mentions_autocast=any(step.mentions("autocast") for step in of_notebook),
         failing_text=failing_text,
         tensors=_tensors(values),
-        numbers={code: value for code, value in values.items() if type(value) in (int, float)},
+        numbers={
+            code: value for code, value in values.items() if type(value) in (int, float)
+        },
         collections=_collections(values, device),
         operands=_operands(stack),
         summing_criteria=_summing_criteria(variables, values),
@@ -218,7 +225,11 @@ def _moved_nbytes(stack: list[FrameLine]) -> int:
             continue
         module: Any = step.frame.f_locals.get("self")
         if issubclass(type(module), torch.nn.Module):
-            weights = [weight for weight in module.parameters() if weight.dtype == torch.float32]
+            weights = [
+                weight
+                for weight in module.parameters()
+                if weight.dtype == torch.float32
+            ]
             return sum(weight.nbytes for weight in weights)
     return 0
 
@@ -229,9 +240,13 @@ def _summing_criteria(
     """Return the names of modules, such as losses, that add up what they reduce."""
     named = [(variable.name, variable.value) for variable in variables]
     named += values.items()
-    modules = [(name, value) for name, value in named if ownership.kind_of(value) == "module"]
+    modules = [
+        (name, value) for name, value in named if ownership.kind_of(value) == "module"
+    ]
     return frozenset(
-        name for name, module in modules if attributes_of(module).get("reduction") == "sum"
+        name
+        for name, module in modules
+        if attributes_of(module).get("reduction") == "sum"
     )
 
 
@@ -281,7 +296,11 @@ def _collections(values: Mapping[str, Any], device: str) -> dict[str, Collection
     for code, value in values.items():
         collection = _collection(value, device)
         is_of_the_notebook = dict_of(type(value)).get("__module__") == "__main__"
-        if collection is None and is_of_the_notebook and ownership.kind_of(value) != "module":
+        if (
+            collection is None
+            and is_of_the_notebook
+            and ownership.kind_of(value) != "module"
+        ):
             collection = _largest_attribute(code, value, device)
         if collection is not None:
             collections[code] = collection

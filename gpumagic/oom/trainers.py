@@ -46,7 +46,9 @@ class _Configured(NamedTuple):
 def _configured(value: object) -> _Configured | None:
     """Return what configures a trainer, given the trainer or its arguments; None for any other value."""
     classes = _qualified_classes(value)
-    if any(name.startswith(_LIGHTNING) and name.endswith(".Trainer") for name in classes):
+    if any(
+        name.startswith(_LIGHTNING) and name.endswith(".Trainer") for name in classes
+    ):
         return _Configured("lightning", name_of_type(type(value)))
     if "transformers.trainer.Trainer" in classes:
         value = attributes_of(value).get("args")
@@ -58,7 +60,10 @@ def _configured(value: object) -> _Configured | None:
 
 def _qualified_classes(value: object) -> set[str]:
     """Return the qualified names of an object's class and its bases, without a word from a metaclass."""
-    return {f"{dict_of(cls).get('__module__')}.{name_of_type(cls)}" for cls in mro_of(type(value))}
+    return {
+        f"{dict_of(cls).get('__module__')}.{name_of_type(cls)}"
+        for cls in mro_of(type(value))
+    }
 
 
 class _Statement(NamedTuple):

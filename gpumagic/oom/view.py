@@ -37,7 +37,9 @@ def view_failure(report: OomReport) -> Document:
     heading = Heading(_headline(report))
     rest = list(_below_headline(report))
     if report.recovered:
-        return Document((heading, Fold(f"Why it ran out at first: {report.verdict}", rest)))
+        return Document(
+            (heading, Fold(f"Why it ran out at first: {report.verdict}", rest))
+        )
     sentences = []
     if report.advice:  # else the verdict is in the first line
         sentences.append(report.verdict)
@@ -54,11 +56,15 @@ def _below_headline(report: OomReport) -> Iterator[Block]:
     if report.allocated_at_failure is not None:
         yield _memory(report)
     if report.code is not None:
-        yield Fold(f"Failed in {report.code}", [Listing([(report.line or 0, report.code, "")])])
+        yield Fold(
+            f"Failed in {report.code}", [Listing([(report.line or 0, report.code, "")])]
+        )
     yield from _parts(report)
     yield from _holders(report)
     if report.notes:
-        yield Fold(report.notes[0], [Paragraph(note, muted=True) for note in report.notes])
+        yield Fold(
+            report.notes[0], [Paragraph(note, muted=True) for note in report.notes]
+        )
 
 
 def _headline(report: OomReport) -> str:
@@ -138,11 +144,17 @@ def _memory(report: OomReport) -> Table:
 
     columns: tuple[Column[_Bar], ...] = (
         Column(report.device or "Memory", lambda bar: bar.title, shrinks=True),
-        Column(f"Allocated of {size(capacity)}" if capacity else "Allocated", allocated, "right"),
+        Column(
+            f"Allocated of {size(capacity)}" if capacity else "Allocated",
+            allocated,
+            "right",
+        ),
         Column("Cached", _cached, "right", priority=1),
     )
     return Table.of(
-        bars, columns, "Memory before, at the failure, now, and with each suggestion that was tried"
+        bars,
+        columns,
+        "Memory before, at the failure, now, and with each suggestion that was tried",
     )
 
 
@@ -156,7 +168,11 @@ def _bars(report: OomReport) -> Iterator[_Bar]:
     )
     yield _Bar("Now", report.allocated_after, report.reserved_after)
     for number, advice in enumerate(report.advice[:SHOWN_ADVICE], 1):
-        if advice.trial is not None and advice.trial.needs is not None and _is_tried_here(advice):
+        if (
+            advice.trial is not None
+            and advice.trial.needs is not None
+            and _is_tried_here(advice)
+        ):
             yield _Bar(f"{number}. {advice.title}", advice.trial.needs)
 
 
@@ -183,7 +199,9 @@ def _parts(report: OomReport) -> Iterator[Block]:
     need = report.need
     if need is None:
         return
-    parts = [_Part(name, nbytes) for name, nbytes in need.parts.items() if nbytes >= LARGE]
+    parts = [
+        _Part(name, nbytes) for name, nbytes in need.parts.items() if nbytes >= LARGE
+    ]
     if not parts:
         return
     parts.sort(key=lambda part: -part.nbytes)
@@ -200,7 +218,9 @@ def _parts(report: OomReport) -> Iterator[Block]:
         parts, columns, "What the cell needs memory for at its peak", whole=need.needed
     )
     largest = parts[0]
-    yield Fold(f"At its peak: {largest.name} {size_of(largest.nbytes, need.needed)}", [table])
+    yield Fold(
+        f"At its peak: {largest.name} {size_of(largest.nbytes, need.needed)}", [table]
+    )
 
 
 def _holders(report: OomReport) -> Iterator[Block]:
@@ -208,11 +228,15 @@ def _holders(report: OomReport) -> Iterator[Block]:
     if not report.holders:
         return
     # They come largest first.
-    named = [holder for holder in report.holders[:NAMED_HOLDERS] if holder.nbytes >= LARGE]
+    named = [
+        holder for holder in report.holders[:NAMED_HOLDERS] if holder.nbytes >= LARGE
+    ]
     words = [f"{_names(holder)} {size(holder.nbytes)}" for holder in named]
     rest = report.holders[len(named) :]
     if rest:
-        words.append(f"{count(len(rest), 'name')} {size(sum(holder.nbytes for holder in rest))}")
+        words.append(
+            f"{count(len(rest), 'name')} {size(sum(holder.nbytes for holder in rest))}"
+        )
     in_table = report.holders[:SHOWN_HOLDERS]
     has_workspace = any(holder.kind == WORKSPACE for holder in in_table)
     columns: tuple[Column[Holder], ...] = (
@@ -225,8 +249,12 @@ def _holders(report: OomReport) -> Iterator[Block]:
             bar=lambda holder: holder.nbytes,
         ),
     )
-    whole = report.allocated_after or sum(holder.nbytes for holder in report.holders) or 1
-    table = Table.of(in_table, columns, "Names that hold memory on the device", whole=whole)
+    whole = (
+        report.allocated_after or sum(holder.nbytes for holder in report.holders) or 1
+    )
+    table = Table.of(
+        in_table, columns, "Names that hold memory on the device", whole=whole
+    )
     yield Fold(f"Held now: {', '.join(words)}", [table])
 
 

@@ -62,7 +62,9 @@ class CellWatch:
             cuDNN's trials.
     """
 
-    def __init__(self, namespace: Mapping[str, object], *, is_running: bool = False) -> None:
+    def __init__(
+        self, namespace: Mapping[str, object], *, is_running: bool = False
+    ) -> None:
         self.effects: dict[str, int | None] = {}
         self.refusals: dict[str, Refusal] = {}
         self._namespace = namespace
@@ -175,7 +177,12 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
         _watching[-1].see(event, args, sys._getframe(1))
 
 
-_EVENTS = {"open", "sqlite3.connect"} | effects.PROGRAMS | effects.CHANGES | effects.REACHES.keys()
+_EVENTS = (
+    {"open", "sqlite3.connect"}
+    | effects.PROGRAMS
+    | effects.CHANGES
+    | effects.REACHES.keys()
+)
 
 
 def _attach_observer() -> None:

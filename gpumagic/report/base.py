@@ -117,7 +117,9 @@ class Report(Generic[Row]):
         if not progress.replaced_by(self._repr_mimebundle_()):
             raise NotImplementedError  # IPython then shows it as any value
 
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+    def _repr_mimebundle_(
+        self, include: object = None, exclude: object = None
+    ) -> dict[str, str]:
         return {"text/plain": str(self), "text/html": self._repr_html_()}
 
 
@@ -166,7 +168,9 @@ def columns_of(row_type: type[Any]) -> dict[str, str]:
     if dataclasses.is_dataclass(row_type):
         return {field.name: str(field.type) for field in dataclasses.fields(row_type)}
     # A named tuple keeps what is written as references that are yet to be resolved.
-    return {name: kind.__forward_arg__ for name, kind in row_type.__annotations__.items()}
+    return {
+        name: kind.__forward_arg__ for name, kind in row_type.__annotations__.items()
+    }
 
 
 def _plain(value: object) -> object:
@@ -200,7 +204,9 @@ class Holder:
         return (self.name, *self.shared_with)
 
 
-def to_text(report: object, width: int | None = None, unicode: bool | None = None) -> str:
+def to_text(
+    report: object, width: int | None = None, unicode: bool | None = None
+) -> str:
     """Return a report as plain text of at most ``width`` columns (default: the terminal's, 100 in notebooks)."""
     return text.render(to_document(report), width, unicode)
 
@@ -236,13 +242,22 @@ class Origin:
 
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 """torchrun's, Open MPI's, PMIx's, MPICH's and Slurm's; Slurm's also stands in a batch script, so it comes last."""
-LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+LOCAL_RANKS = (
+    "LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "SLURM_LOCALID",
+)
 
 
 def current_origin() -> Origin:
     """Return this process's origin. Imports nothing."""
     distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    if (
+        distributed is not None
+        and distributed.is_available()
+        and distributed.is_initialized()
+    ):
         rank = distributed.get_rank()
     else:
         rank = _number_in_environment(RANKS)

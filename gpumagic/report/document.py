@@ -123,7 +123,9 @@ def _with_bar(cell: Cell, amount: Bar, full: float) -> Cell:
         return cell
     if isinstance(amount, Mapping):
         parts = amount.items()
-        return replace(cell, bar=tuple(Segment(nbytes / full, part=part) for part, nbytes in parts))
+        return replace(
+            cell, bar=tuple(Segment(nbytes / full, part=part) for part, nbytes in parts)
+        )
     role: Literal["main", "other"] = "other" if amount < 0 else "main"
     return replace(cell, bar=(Segment(abs(amount) / full, role),))
 

@@ -12,7 +12,13 @@ from html import escape
 from typing import Any
 
 from gpumagic.report import document as doc
-from gpumagic.report.units import MAX_LENGTH, printable, sparkline, truncate_middle, truncate_words
+from gpumagic.report.units import (
+    MAX_LENGTH,
+    printable,
+    sparkline,
+    truncate_middle,
+    truncate_words,
+)
 
 COLOURS = {
     "main": "rgba(66,133,244,.85)",
@@ -79,7 +85,9 @@ def _fold(fold: doc.Fold) -> str:
     inner = "".join(_block(block, fold.summary) for block in fold.blocks)
     one_line = "white-space:nowrap;overflow:hidden;text-overflow:ellipsis"
     hover = _uncut(fold.summary)
-    summary = f'<summary style="{one_line}" title="{hover}">{_text(fold.summary)}</summary>'
+    summary = (
+        f'<summary style="{one_line}" title="{hover}">{_text(fold.summary)}</summary>'
+    )
     return f"<details>{summary}{inner}</details>"
 
 
@@ -120,7 +128,9 @@ def _head(column: doc.Column[Any], barred: bool) -> str:
     return f'<th scope="col" style="{style}">{_text(column.title)}{track}</th>'
 
 
-def _column_style(column: doc.Column[Any], cells: Sequence[doc.Cell], barred: bool) -> str:
+def _column_style(
+    column: doc.Column[Any], cells: Sequence[doc.Cell], barred: bool
+) -> str:
     """Return how the cells of a column stand: code and names wrap on a narrow page, so that figures stay on it."""
     align = _align(column, barred)
     if not column.shrinks:
@@ -153,7 +163,9 @@ def _cell(cell: doc.Cell, column: doc.Column[Any], style: str, barred: bool) -> 
         text = f'<code style="white-space:inherit;{CODE}">{_uncut(cell.text)}</code>'
     else:
         text = _text(cell.text)
-    notes = [f'<div style="white-space:normal">→ {_text(note)}</div>' for note in cell.notes]
+    notes = [
+        f'<div style="white-space:normal">→ {_text(note)}</div>' for note in cell.notes
+    ]
     return f'<td style="{style}"{hover}>{text}{bar}{"".join(notes)}</td>'
 
 
@@ -166,13 +178,19 @@ def _bar(cell: doc.Cell) -> str:
     for segment in cell.bar:
         share = max(0.0, min(1.0, segment.share))
         filled += share
-        spans.append(_span(share, _colour(segment.part) if segment.part else COLOURS[segment.role]))
+        spans.append(
+            _span(
+                share, _colour(segment.part) if segment.part else COLOURS[segment.role]
+            )
+        )
     spans.append(_span(max(0.0, cell.ground - filled), TRACK))
     return "".join(spans)
 
 
 def _span(share: float, colour: str) -> str:
-    style = f"display:inline-block;height:.8em;width:{100 * share:.1f}%;background:{colour}"
+    style = (
+        f"display:inline-block;height:.8em;width:{100 * share:.1f}%;background:{colour}"
+    )
     return f'<span style="{style}"></span>'
 
 
@@ -219,9 +237,7 @@ def _sparkline(block: doc.Sparkline) -> str:
         bands = [(band[place], _colour(name)) for name, band in block.bands.items()]
         columns.append(_column(100 / count, block.heights[place], spark, bands))
     height = 72 if block.bands else 48
-    ground = (
-        f"display:block;height:{height}px;max-width:{SPARKLINE_WIDTH};font-size:0;line-height:0"
-    )
+    ground = f"display:block;height:{height}px;max-width:{SPARKLINE_WIDTH};font-size:0;line-height:0"
     stand = '<span style="display:inline-block;vertical-align:bottom;height:100%;width:0"></span>'
     note = _text(block.note)
     at = 100 * (block.mark + 0.5) / count
@@ -252,7 +268,9 @@ def _legend(names: Iterable[str]) -> str:
     return f'<p style="margin:.3em 0">From the bottom: {", ".join(entries)}.</p>'
 
 
-def _column(width: float, height: float, spark: str, bands: Sequence[tuple[float, str]]) -> str:
+def _column(
+    width: float, height: float, spark: str, bands: Sequence[tuple[float, str]]
+) -> str:
     """Return one column of a sparkline, of one colour or of a band over the other."""
     percent = max(2.0, 100 * height)
     style = f"display:inline-block;vertical-align:bottom;width:{width:.4g}%;height:{percent:.4g}%"

@@ -26,7 +26,9 @@ BAR_WIDTH = 12
 GAP = "  "
 
 
-def render(document: doc.Document, width: int | None = None, unicode: bool | None = None) -> str:
+def render(
+    document: doc.Document, width: int | None = None, unicode: bool | None = None
+) -> str:
     """Return the document as lines of at most ``width`` characters (default: the terminal's, 100 in notebooks)."""
     if width is None:
         width = terminal_width()
@@ -42,7 +44,11 @@ def terminal_width() -> int:
 
     A kernel inherits the terminal of the server that started it; its own stdout says whether that matters.
     """
-    if os.environ.get("COLUMNS", "").isdigit() or sys.stdout is None or sys.stdout.isatty():
+    if (
+        os.environ.get("COLUMNS", "").isdigit()
+        or sys.stdout is None
+        or sys.stdout.isatty()
+    ):
         return max(40, shutil.get_terminal_size((NOTEBOOK_WIDTH, 24)).columns)
     return NOTEBOOK_WIDTH
 
@@ -123,7 +129,9 @@ def _broken(line: str, width: int, digits: int) -> list[str]:
         piece = _cut(line, width)[:-1]
         end = len(piece)
         space = piece.rfind(" ", len(go_on) + 8)
-        if space > 0:  # the space goes with the piece, so that the pieces join to the line
+        if (
+            space > 0
+        ):  # the space goes with the piece, so that the pieces join to the line
             end = space + 1
         pieces.append(line[:end].rstrip())
         line = go_on + line[end:]
@@ -262,7 +270,9 @@ def _table(table: doc.Table, width: int) -> str:
     return f"{text}\n{_wrap(table.rest, width)}" if table.rest else text
 
 
-def _in_columns(table: doc.Table, grid: _Grid, widths: Sequence[int], width: int) -> list[str]:
+def _in_columns(
+    table: doc.Table, grid: _Grid, widths: Sequence[int], width: int
+) -> list[str]:
     titles = [column.title for column in grid.columns]
     rules = ["─" * most for most in widths]
     lines = [_row(titles, grid.columns, widths), GAP.join(rules)]
@@ -296,7 +306,9 @@ def _stacked(table: doc.Table, grid: _Grid, width: int) -> list[str]:
 
 
 def _named(titles: Sequence[str], texts: Sequence[str]) -> list[str]:
-    return [f"{title} {text}" for title, text in zip(titles, texts, strict=True) if text]
+    return [
+        f"{title} {text}" for title, text in zip(titles, texts, strict=True) if text
+    ]
 
 
 def _notes(cells: Sequence[doc.Cell | str], width: int) -> list[str]:
@@ -364,7 +376,9 @@ def _columns_that_fit(grid: _Grid, width: int) -> list[int]:
     for place, column in enumerate(grid.columns):
         if column.shrinks:
             least[place] = min(least[place], column.least)
-    by_priority = sorted(range(len(grid.columns)), key=lambda place: grid.columns[place].priority)
+    by_priority = sorted(
+        range(len(grid.columns)), key=lambda place: grid.columns[place].priority
+    )
     kept: list[int] = []
     for place in by_priority:
         wider = [*kept, place]
@@ -394,7 +408,9 @@ def _total(widths: Sequence[int]) -> int:
     return sum(widths) + len(GAP) * (len(widths) - 1)
 
 
-def _row(cells: Sequence[str], columns: Sequence[doc.Column[Any]], widths: Sequence[int]) -> str:
+def _row(
+    cells: Sequence[str], columns: Sequence[doc.Column[Any]], widths: Sequence[int]
+) -> str:
     lines = []
     padded = []
     for text, column, width in zip(cells, columns, widths, strict=True):

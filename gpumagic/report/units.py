@@ -37,7 +37,9 @@ def parse_size(text: str) -> int:
         r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(?:i?b)?\s*", text, re.IGNORECASE | re.ASCII
     )
     if match is None:
-        raise OptionError(f"{text!r} is not a size; write bytes or a unit: 4096, 100MiB, 1.5GiB")
+        raise OptionError(
+            f"{text!r} is not a size; write bytes or a unit: 4096, 100MiB, 1.5GiB"
+        )
     return int(float(match[1]) * 1024 ** " kmgtp".index(match[2].lower() or " "))
 
 

@@ -54,7 +54,9 @@ def enable(devices: int = DEFAULT_DEVICES, memory: str | int = DEFAULT_MEMORY) -
         )
     size = memory if isinstance(memory, int) else parse_size(memory)
     if size <= 0:
-        raise OptionError(f"{memory!r} is not a GPU's memory; write a size such as 4GiB")
+        raise OptionError(
+            f"{memory!r} is not a GPU's memory; write a size such as 4GiB"
+        )
     with _ENABLING:
         _enable(devices, size)
 

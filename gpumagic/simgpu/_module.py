@@ -299,7 +299,9 @@ class _Simgpu(DeviceModule):
         """Return name, memory and UUID of a device."""
         index = self.index(device)
         return DeviceProperties(
-            "Simulated GPU", native.capacity(index), f"00000000-0000-0000-0000-{index:012x}"
+            "Simulated GPU",
+            native.capacity(index),
+            f"00000000-0000-0000-0000-{index:012x}",
         )
 
     def generator(self, device: DeviceLike = None) -> torch.Generator:
@@ -400,7 +402,11 @@ def _check_tools() -> None:
     with _ninja_on_path():
         tools = (
             (f"C++ compiler ({compiler})", shutil.which(compiler), "apt install g++"),
-            ("setuptools", importlib.util.find_spec("setuptools"), "pip install setuptools"),
+            (
+                "setuptools",
+                importlib.util.find_spec("setuptools"),
+                "pip install setuptools",
+            ),
             ("ninja", shutil.which("ninja"), "pip install ninja"),
         )
     for tool, place, how in tools:

@@ -40,7 +40,9 @@ def first_bindings(tree: ast.AST) -> FirstBindings:
     except RecursionError:  # a sum of a thousand terms is nested as deep
         return FirstBindings()
     return FirstBindings(
-        frozenset(name for name, use in uses.first.items() if use is _Use.CERTAIN_BINDING),
+        frozenset(
+            name for name, use in uses.first.items() if use is _Use.CERTAIN_BINDING
+        ),
         dict(uses.in_blocks),
     )
 
@@ -48,7 +50,10 @@ def first_bindings(tree: ast.AST) -> FirstBindings:
 def words_for_ipython(call: ast.Call) -> set[str]:
     """Return the words of the code that a call hands to IPython as text: ``%time y = model(x)`` reads the model."""
     function = call.func
-    if not (isinstance(function, ast.Attribute) and called_name(function.value) == "get_ipython"):
+    if not (
+        isinstance(function, ast.Attribute)
+        and called_name(function.value) == "get_ipython"
+    ):
         return set()
     words: set[str] = set()
     for argument in call.args:
@@ -164,7 +169,10 @@ class _Uses(ast.NodeVisitor):
         for name in names_in(node):
             self._note(name, is_binding=False)
 
-    visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = visit_ClassDef = _visit_scope  # noqa: N815
+    visit_FunctionDef = _visit_scope  # noqa: N815
+    visit_AsyncFunctionDef = _visit_scope  # noqa: N815
+    visit_Lambda = _visit_scope  # noqa: N815
+    visit_ClassDef = _visit_scope  # noqa: N815
     visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _visit_scope  # noqa: N815
     visit_AugAssign = visit_TypeAlias = _visit_scope  # noqa: N815
 
@@ -292,4 +300,6 @@ def _may_leave(node: ast.AST, *, in_loop: bool = False) -> bool:
         if any(_may_leave(statement, in_loop=in_loop) for statement in node.orelse):
             return True
         in_loop = True
-    return any(_may_leave(child, in_loop=in_loop) for child in ast.iter_child_nodes(node))
+    return any(
+        _may_leave(child, in_loop=in_loop) for child in ast.iter_child_nodes(node)
+    )

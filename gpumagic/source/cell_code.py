@@ -19,7 +19,8 @@ from gpumagic.source.frames import names_looked_up
 from gpumagic.source.text import CellText
 
 _BATCH = re.compile(
-    r"^(per_device_)?((train|eval|val|test|micro|mini)_?)?(batch(_?size)?|bs|bsz)$", re.IGNORECASE
+    r"^(per_device_)?((train|eval|val|test|micro|mini)_?)?(batch(_?size)?|bs|bsz)$",
+    re.IGNORECASE,
 )
 _NO_GRAD = frozenset({"no_grad", "inference_mode", "set_grad_enabled"})
 _MIXED_PRECISION = frozenset({"autocast", "half", "bfloat16", "float16"})
@@ -180,7 +181,9 @@ def _defaults(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr]]:
     first = len(positional) - len(arguments.defaults)
     for parameter, default in zip(positional[first:], arguments.defaults, strict=True):
         yield parameter.arg, default
-    for parameter, or_none in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+    for parameter, or_none in zip(
+        arguments.kwonlyargs, arguments.kw_defaults, strict=True
+    ):
         if or_none is not None:
             yield parameter.arg, or_none
 
@@ -211,7 +214,9 @@ def _functions_of(value: object) -> Iterator[FunctionType]:
         return
     kind = value if isinstance(value, type) else type(value)
     for base in kind.__mro__:
-        if getattr(base, "__module__", "") == "__main__":  # a class made by ctypes has none
+        if (
+            getattr(base, "__module__", "") == "__main__"
+        ):  # a class made by ctypes has none
             for member in vars(base).values():
                 if isinstance(member, FunctionType):
                     yield member

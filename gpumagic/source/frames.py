@@ -147,7 +147,10 @@ def stack(innermost: FrameType | None) -> Iterator[FrameType]:
 
 def code_at(frame: FrameType, line: int) -> str | None:
     """Return the text of a line of a frame's file, if it can be read."""
-    return linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip() or None
+    return (
+        linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip()
+        or None
+    )
 
 
 def related_exceptions(
@@ -276,7 +279,11 @@ def _typed(line: str, *, is_first: bool, is_last: bool) -> list[str]:
 def cell_file(frame: FrameType) -> str:
     """Return the file of the cell whose code a frame runs: in the body of a cell magic, not that of the body."""
     magic, _ = _enclosing(frame)
-    if magic is not None and magic.f_back is not None and magic.f_back.f_globals is frame.f_globals:
+    if (
+        magic is not None
+        and magic.f_back is not None
+        and magic.f_back.f_globals is frame.f_globals
+    ):
         outer = cell_file(magic.f_back)
         if lines_above(frame, outer) is not None:
             return outer
@@ -459,7 +466,9 @@ def _names(statements: Iterable[ast.stmt]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _block_at(tree: ast.AST, line: int) -> ast.With | ast.AsyncWith | ast.FunctionDef | None:
+def _block_at(
+    tree: ast.AST, line: int
+) -> ast.With | ast.AsyncWith | ast.FunctionDef | None:
     """Return the innermost `with` whose head is on the line, or the function that begins there."""
     innermost: ast.With | ast.AsyncWith | ast.FunctionDef | None = None
     for node in ast.walk(tree):

@@ -68,12 +68,16 @@ def _lines_of(first: ast.expr | ast.stmt, last: ast.expr | ast.stmt) -> range:
 def _loops(tree: ast.AST) -> dict[int, int]:
     """Return ``{line: first line of the innermost loop that repeats it}``."""
     loops: dict[int, int] = {}
-    for node in ast.walk(tree):  # an inner loop comes after the outer one, and takes its lines over
+    for node in ast.walk(
+        tree
+    ):  # an inner loop comes after the outer one, and takes its lines over
         if isinstance(node, ast.For | ast.AsyncFor):
             repeated = _lines_of(node.body[0], node.body[-1])
         elif isinstance(node, ast.While):  # its condition is repeated, too
             repeated = _lines_of(node, node.body[-1])
-        elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+        elif isinstance(
+            node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+        ):
             repeated = _lines_of(node, node)
         else:
             continue
@@ -94,7 +98,9 @@ def _carried(tree: ast.AST) -> Iterator[int]:
             continue
         names: list[ast.Name] = []
         for statement in loop.body:
-            names += [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+            names += [
+                node for node in ast.walk(statement) if isinstance(node, ast.Name)
+            ]
         first_bound: dict[str, int] = {}
         for name in names:
             if isinstance(name.ctx, ast.Store):

@@ -51,7 +51,9 @@ class Setting:
         return max(1, number * value // self.value)
 
 
-def find_in_cell(source: str, name: str, namespace: Mapping[str, object], option: str) -> Setting:
+def find_in_cell(
+    source: str, name: str, namespace: Mapping[str, object], option: str
+) -> Setting:
     """Return the int of a name in a cell's text, else the notebook's variable; ``option`` is named in the error.
 
     Raises:
@@ -81,12 +83,18 @@ def find_in_cell(source: str, name: str, namespace: Mapping[str, object], option
 
 def _line_that_binds(tree: ast.AST, name: str) -> int | None:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store):
+        if (
+            isinstance(node, ast.Name)
+            and node.id == name
+            and isinstance(node.ctx, ast.Store)
+        ):
             return node.lineno
     return None
 
 
-def _no_such_int(option: str, name: str, tree: ast.AST, namespace: Mapping[str, object]) -> str:
+def _no_such_int(
+    option: str, name: str, tree: ast.AST, namespace: Mapping[str, object]
+) -> str:
     if name in namespace:
         kind = type(namespace[name]).__name__
         return f"{option} {name}: {name} is a {kind}, not an int; name the number that its size goes with"
@@ -104,7 +112,9 @@ def _no_such_int(option: str, name: str, tree: ast.AST, namespace: Mapping[str, 
     return f"{option} {name}: the cell has no int called {name}; {hint}"
 
 
-def find_in_arguments(name: str, arguments: Mapping[str, object], option: str) -> Setting:
+def find_in_arguments(
+    name: str, arguments: Mapping[str, object], option: str
+) -> Setting:
     """Return the int that a function is called with under a parameter's name, or raise `OptionError`."""
     value = arguments.get(name)
     if type(value) is not int or value < 1:

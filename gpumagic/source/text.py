@@ -62,7 +62,9 @@ def apply_changes(changes: Iterable[Change], source: str, cell: str = "") -> str
     for change in reversed(ordered):  # so that the places of those above still hold
         at = starts[min(change.line, len(starts)) - 1] + change.column
         if not source.startswith(change.old, at):
-            raise ValueError(f"line {change.line} does not read {change.old!r} any more")
+            raise ValueError(
+                f"line {change.line} does not read {change.old!r} any more"
+            )
         new = change.new
         if below is not None and _is_around(change, below):
             new += INDENT
@@ -177,7 +179,10 @@ class CellText:
         return Change(first, 0, self.source[begin:end], "", self.cell)
 
     def wrap(
-        self, statements: Sequence[ast.stmt], header: str, removed: Sequence[ast.stmt] = ()
+        self,
+        statements: Sequence[ast.stmt],
+        header: str,
+        removed: Sequence[ast.stmt] = (),
     ) -> tuple[Change, ...]:
         """Return the changes that put whole statements of one block under a header such as ``with x:``.
 
@@ -192,7 +197,10 @@ class CellText:
             gone.update(range(first_line(statement), last_line(statement) + 1))
         opening = self._insertion(first, 0, f"{self._indent(first)}{header}\n")
         lines = set(self._logical_lines()).intersection(range(first, last + 1)) - gone
-        inner = [self._insertion(line, len(self._indent(line)), INDENT) for line in sorted(lines)]
+        inner = [
+            self._insertion(line, len(self._indent(line)), INDENT)
+            for line in sorted(lines)
+        ]
         return (opening, *inner)
 
     def stands_alone(self, statement: ast.stmt) -> bool:
@@ -206,7 +214,9 @@ class CellText:
         is_decorated = bool(getattr(statement, "decorator_list", None))
         if before.strip() and not is_decorated:
             return False
-        after = self._line(last)[self._column(last, statement.end_col_offset or 0) :].strip()
+        after = self._line(last)[
+            self._column(last, statement.end_col_offset or 0) :
+        ].strip()
         return not after or after.startswith("#")
 
     def after(self, changes: Iterable[Change]) -> str:
@@ -328,7 +338,10 @@ def parse_lines(lines: Mapping[int, str]) -> ast.Module | None:
     if not lines:
         return None
     first = min(lines)
-    code = [_MAGIC.sub(_as_python, lines.get(line, "")) for line in range(first, max(lines) + 1)]
+    code = [
+        _MAGIC.sub(_as_python, lines.get(line, ""))
+        for line in range(first, max(lines) + 1)
+    ]
     tree = parse_tree("\n".join(code))
     if tree is not None:
         ast.increment_lineno(tree, first - 1)
@@ -400,7 +413,9 @@ Span = tuple[int, int, int, int]
 """First line, last line, first column, column after the last; columns in bytes of UTF-8, as `ast` counts them."""
 
 
-def failing_node(step: TracebackType, lines: Sequence[str] = ()) -> ast.expr | ast.stmt | None:
+def failing_node(
+    step: TracebackType, lines: Sequence[str] = ()
+) -> ast.expr | ast.stmt | None:
     """Return the expression that raised, where Python says which (3.11), else its statement.
 
     ``lines`` are those of code whose file cannot be read.
@@ -473,7 +488,9 @@ def _only_call(
     tree = parse_tree(lines[line - 1].strip())
     if tree is None:
         return None
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call | ast.Subscript)]
+    calls = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Call | ast.Subscript)
+    ]
     likely_calls = [call for call in calls if called_name(call) in likely]
     candidates = likely_calls or calls
     return candidates[0] if len(candidates) == 1 else None

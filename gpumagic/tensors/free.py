@@ -60,7 +60,9 @@ def release(
     )
 
 
-def _forget(wanted: set[int], namespace: Namespace, shell: InteractiveShell | None) -> list[Holder]:
+def _forget(
+    wanted: set[int], namespace: Namespace, shell: InteractiveShell | None
+) -> list[Holder]:
     """Make the session forget what keeps storages, itself or by an autograd graph; return what that was.
 
     Args:
@@ -84,7 +86,9 @@ def _forget(wanted: set[int], namespace: Namespace, shell: InteractiveShell | No
     return list(released)
 
 
-def _holders_of(wanted: set[int], roots: Sequence[Root], excluded: Sequence[object]) -> set[Holder]:
+def _holders_of(
+    wanted: set[int], roots: Sequence[Root], excluded: Sequence[object]
+) -> set[Holder]:
     """Return which roots lead to storages, or to a tensor whose autograd graph keeps them.
 
     Args:

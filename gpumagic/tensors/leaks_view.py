@@ -147,14 +147,19 @@ class Promise:
     @classmethod
     def of(cls, row: TensorRow, line: str) -> Promise:
         """Return what a row says of the line that frees it."""
-        *python, last = line.split("\n")  # no name has a newline: keys are written as their repr
+        *python, last = line.split(
+            "\n"
+        )  # no name has a newline: keys are written as their repr
         if last != RELEASE:
             python.append(last)
         code: list[str] = []
         for part in python:
             tree = parse_tree(part)
             statements = [] if tree is None else tree.body
-            code += [ast.get_source_segment(part, statement) or part for statement in statements]
+            code += [
+                ast.get_source_segment(part, statement) or part
+                for statement in statements
+            ]
         return cls(code, last == RELEASE, [row])
 
     def lines(self) -> list[str]:

@@ -94,7 +94,9 @@ def why_not(text: str, rows: Sequence[TensorRow]) -> str:
     return f"no live tensor is called {text!r}; {hint}"
 
 
-def _rows_reached(text: str, rows: Iterable[TensorRow], namespace: Namespace) -> list[TensorRow]:
+def _rows_reached(
+    text: str, rows: Iterable[TensorRow], namespace: Namespace
+) -> list[TensorRow]:
     """Return the rows of the tensor that a name leads to, where it is not one of the names of its row.
 
     What is in a list under two variables has its name through one of them.
@@ -118,7 +120,9 @@ def _numbers_at(wanted: str, namespace: Namespace) -> list[int]:
         graph.release()
 
 
-def _variables_before(wanted: str, namespace: Namespace) -> Iterator[tuple[str, object]]:
+def _variables_before(
+    wanted: str, namespace: Namespace
+) -> Iterator[tuple[str, object]]:
     """Yield the variables with which a name may begin, the longest first."""
     for end in range(len(wanted), 0, -1):
         name = wanted[:end]

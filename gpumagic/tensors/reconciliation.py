@@ -65,7 +65,9 @@ def _sums(device: str, rows: Sequence[TensorRow]) -> DeviceMemoryRow:
     return DeviceMemoryRow(device, tensors, len(rows), named, held, graph)
 
 
-def notes_on_sums(rows: Iterable[TensorRow], summary: Iterable[DeviceMemoryRow]) -> list[str]:
+def notes_on_sums(
+    rows: Iterable[TensorRow], summary: Iterable[DeviceMemoryRow]
+) -> list[str]:
     """Return what a reader of the sums has to know to believe them."""
     too_much = "tensors sum to more than its allocator handed out; some of their memory came from elsewhere"
     exceeding = [row.device for row in summary if (row.unexplained or 0) < 0]

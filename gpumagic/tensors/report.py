@@ -115,7 +115,9 @@ class TensorReport(Report[TensorRow]):
     """Identifies the process it was made in: only there do `TensorRow.numbers` mean the same storages."""
     origin: Origin = field(default_factory=Origin)
 
-    def since(self, earlier: TensorReport, called: str = "the earlier report") -> DiffReport:
+    def since(
+        self, earlier: TensorReport, called: str = "the earlier report"
+    ) -> DiffReport:
         """Return what was created and what was freed since an earlier report of this process.
 
         Where the two cover different devices, only what both would list is compared.
@@ -131,7 +133,9 @@ class TensorReport(Report[TensorRow]):
             raise GpuMagicError(
                 "the earlier report is of another process: only reports of one kernel can be compared"
             )
-        changes = [row for row in _changes(earlier, self) if is_on(row.device, earlier.only)]
+        changes = [
+            row for row in _changes(earlier, self) if is_on(row.device, earlier.only)
+        ]
         changes = [row for row in changes if is_on(row.device, self.only)]
         changes.sort(key=_largest_change_first)
         by_device = tuple(_device_changes(changes, earlier, self))
@@ -145,7 +149,9 @@ class TensorReport(Report[TensorRow]):
     def leaks(self) -> LeakReport:
         """Return what no variable reaches, with what keeps each tensor and the line that frees it."""
         # Nothing is lost by what occupies no bytes.
-        leaks = [row for row in self.tensors if not row.is_reached() and row.nbytes != 0]
+        leaks = [
+            row for row in self.tensors if not row.is_reached() and row.nbytes != 0
+        ]
         return LeakReport(tuple(leaks), self.limit, self.notes)
 
     def narrowed(self, only: Sequence[str]) -> TensorReport:
@@ -289,7 +295,9 @@ def _changes(earlier: TensorReport, later: TensorReport) -> Iterator[DiffRow]:
             yield _diff_row("freed", row, freed)
 
 
-def _diff_row(change: str, row: TensorRow, nbytes: int | None, name: str | None = None) -> DiffRow:
+def _diff_row(
+    change: str, row: TensorRow, nbytes: int | None, name: str | None = None
+) -> DiffRow:
     """Return what happened to a storage; ``name`` is the one that it had, for one that has none now."""
     return DiffRow(
         change=change,

@@ -162,7 +162,9 @@ class RowBuilder:
             or first.from_graph
         ):
             kind = self._kind(block)
-        graph_nbytes = self._graph_nbytes(block) if self.graph_of and not in_graph else None
+        graph_nbytes = (
+            self._graph_nbytes(block) if self.graph_of and not in_graph else None
+        )
         # Positional, as names take as long again.
         row = TensorRow(
             first.device,
@@ -211,7 +213,9 @@ class RowBuilder:
         for storage in block.storages:
             if self.kinds:
                 found.update(
-                    self.kinds[tensor] for tensor, _ in storage.views if tensor in self.kinds
+                    self.kinds[tensor]
+                    for tensor, _ in storage.views
+                    if tensor in self.kinds
                 )
             if storage in self.gradient_of:
                 found.add("gradient")

@@ -63,7 +63,9 @@ def scan(
     origin = base.current_origin()
     if "torch" not in sys.modules:
         notes: tuple[str, ...] = ("torch is not imported: no tensors",)
-        return TensorReport((), limit=limit, group_by=group_by, notes=notes, origin=origin)
+        return TensorReport(
+            (), limit=limit, group_by=group_by, notes=notes, origin=origin
+        )
     with gc_disabled():
         if namespace is None:
             namespace = vars(sys.modules["__main__"])
@@ -84,7 +86,11 @@ def scan(
             by_device=summary,
             limit=limit,
             group_by=group_by,
-            notes=(*found.notes, *notes_on_sums(rows, summary), *torch_private.lacking("devices")),
+            notes=(
+                *found.notes,
+                *notes_on_sums(rows, summary),
+                *torch_private.lacking("devices"),
+            ),
             process=storages.PROCESS,
             origin=origin,
         )
@@ -209,7 +215,9 @@ class TensorScan:
         self._nodes: dict[int, Any] = {}
         """The nodes of graphs that have objects of Python's, by their `id`."""
         self._saved: dict[int, Any] = {}
-        self._hidden = _frozen()  # once: Python counts them one by one, 40 ms for half a million
+        self._hidden = (
+            _frozen()
+        )  # once: Python counts them one by one, 40 ms for half a million
         self.notes: list[str] = []
 
     def run(self) -> list[TensorRow]:
@@ -260,7 +268,9 @@ class TensorScan:
         return id(tensor) in self._saved and not self.names.of(id(tensor))
 
     def _storages_kept(
-        self, saved_for: Mapping[int, Sequence[Any]], gradient_of: Mapping[Storage, Iterable[int]]
+        self,
+        saved_for: Mapping[int, Sequence[Any]],
+        gradient_of: Mapping[Storage, Iterable[int]],
     ) -> dict[int, frozenset[Storage]]:
         """Return the storages that the graph of each tensor keeps, with the gradients of the leaves it leads to."""
         gradients: dict[int, list[Storage]] = {}
@@ -299,7 +309,13 @@ class TensorScan:
         """Return how many references to an object this has, with those of optimizers' states to their parameters."""
         count = 0
         graph = self.graph
-        for by_id in (graph.objects, graph.tensors, graph.nodes, self._nodes, self._saved):
+        for by_id in (
+            graph.objects,
+            graph.tensors,
+            graph.nodes,
+            self._nodes,
+            self._saved,
+        ):
             if id(value) in by_id:
                 count += 1
         for listed in (graph.owners, self._owners, self._tensors, self._suspended):
@@ -398,7 +414,9 @@ class TensorScan:
             kept[root] = saved
             self._saved.update((id(tensor), tensor) for tensor in saved)
         if self._graphs.gave_up:
-            self.notes.append("autograd graphs were only looked at in part: they are large")
+            self.notes.append(
+                "autograd graphs were only looked at in part: they are large"
+            )
         if not self._graphs.are_readable:
             self.notes.append(
                 "this torch does not show what autograd graphs keep without unpacking it"
@@ -424,7 +442,9 @@ class TensorScan:
         owners: dict[Storage, list[int]] = {}
         for position, alias in gradients:
             storage, _ = self._table.find(alias)
-            if not storage.views:  # no Python object represents this gradient: the alias does, then
+            if (
+                not storage.views
+            ):  # no Python object represents this gradient: the alias does, then
                 storage = self._table.add(alias)
             owners.setdefault(storage, []).append(id(with_gradient[position]))
         return owners
@@ -438,11 +458,15 @@ class TensorScan:
             ):  # one that variables reach is no holder of its own
                 label = calls.call_label(calls.read_attribute(call, "code"))
                 suspended.append((Holder("suspended call", label), call))
-        found = holders.unnamed_holders(self.graph, self._namespace, self._shell, suspended)
+        found = holders.unnamed_holders(
+            self.graph, self._namespace, self._shell, suspended
+        )
         for key in (*map(id, self._tensors), *self._nodes):
             if self.names.of(key):
                 continue
-            described = self.names.described(key)  # what variables reach and no expression does
+            described = self.names.described(
+                key
+            )  # what variables reach and no expression does
             if described is not None:
                 variable, holder, place = described
                 by = (Holder("object", holder),)

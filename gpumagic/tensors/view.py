@@ -57,7 +57,9 @@ def view_tensors(report: TensorReport) -> Document:
     devices = [row for row in report.by_device if _is_in_use(row)]
     if devices:
         blocks.append(Table.of(devices, DEVICE_COLUMNS, "Each device"))
-    workspaces = {row.device: row.workspaces for row in report.by_device if row.workspaces}
+    workspaces = {
+        row.device: row.workspaces for row in report.by_device if row.workspaces
+    }
     if workspaces:
         kept = f"Workspaces are cuBLAS's, {shares(workspaces)}"
         blocks.append(Paragraph(f"{kept}: {CLEAR_WORKSPACES} frees them"))
@@ -129,7 +131,9 @@ def _amount(report: TensorReport) -> str:
             continue
         share = f"{row.device} {size(row.in_rows)}"
         cached = row.cached or 0
-        if cached >= max(LARGE, LARGE_SHARE * (row.allocated or 0)):  # it is worth a word
+        if cached >= max(
+            LARGE, LARGE_SHARE * (row.allocated or 0)
+        ):  # it is worth a word
             share += f" and {size(cached)} of cache"
         told.append(share)
     counted = f"{count(tensors, 'tensor')} in {count(storages, 'storage')}"
@@ -166,7 +170,9 @@ def _largest(report: TensorReport) -> Iterator[Block]:
         yield Paragraph(f"{subjects}: {note}", muted=True)
 
 
-def _small_lines(lines: Sequence[Line[TensorRow]], wholes: Mapping[str, int]) -> set[int]:
+def _small_lines(
+    lines: Sequence[Line[TensorRow]], wholes: Mapping[str, int]
+) -> set[int]:
     """Return the `id`s of the lines that stand in one together; none where that would leave hardly any."""
     small: set[int] = set()
     for line in lines:

@@ -179,10 +179,14 @@ def _has_unknown_references(paths: Sequence[Steps], search: scan.TensorScan) -> 
             if step.path.style != "state":
                 values[id(step.value)] = step.value
     lone: dict[int, object] = {0: []}
-    own = max(sys.getrefcount(value) for _, value in lone.items())  # as many as the loop below has
+    own = max(
+        sys.getrefcount(value) for _, value in lone.items()
+    )  # as many as the loop below has
     return any(
         sys.getrefcount(value) - own
-        > len(search.graph.references_to(key)) + steps_to[key] + search.references_to(value)
+        > len(search.graph.references_to(key))
+        + steps_to[key]
+        + search.references_to(value)
         for key, value in values.items()
     )
 
@@ -238,7 +242,9 @@ def _ways_through_graphs(
         elif name is not None and parse_tree(name) is not None:
             command = f"del {name}"
         way = replace(way, command=command)
-        last: Any = steps[-1].value  # a tensor, or a node of its graph that somebody keeps
+        last: Any = steps[
+            -1
+        ].value  # a tensor, or a node of its graph that somebody keeps
         if id(last) in graph.tensors:
             step = (_GRAPH, name_of_type(type(last.grad_fn)))
             way = replace(
@@ -249,7 +255,9 @@ def _ways_through_graphs(
         yield _Way(way, None if command is None else top)
 
 
-def _with_shared_commands(found: Sequence[_Way], paths: Sequence[Steps]) -> list[WayRow]:
+def _with_shared_commands(
+    found: Sequence[_Way], paths: Sequence[Steps]
+) -> list[WayRow]:
     """Return the ways; of those that lead through one reference that goes, all have the command of the first."""
     commands: dict[int, str | None] = {}
     for way, cut in found:
@@ -283,7 +291,9 @@ def _freed(
     exact = [way.cut.reference for way in ways if way.cut is not None]
     exact_ids = set(map(id, exact))
     states = set(map(_state, exact)) - {None}
-    releases = any(_is_hidden(reference, hidden) for reference in exact)  # all of them at once
+    releases = any(
+        _is_hidden(reference, hidden) for reference in exact
+    )  # all of them at once
 
     def is_cut(reference: Path) -> bool:
         if id(reference) in exact_ids or _state(reference) in states:
@@ -340,7 +350,9 @@ def _last_to_unbind(steps: Steps) -> int:
     for position, step in enumerate(steps[:-1]):
         kind = type(step.value)
         later = [following.path for following in steps[position + 1 :]]
-        is_registered = any(path.rank == OWN or path.style in REGISTERED for path in later)
+        is_registered = any(
+            path.rank == OWN or path.style in REGISTERED for path in later
+        )
         if is_registered and issubclass(kind, torch.nn.Module):
             return position
         if issubclass(kind, torch.optim.Optimizer):
@@ -379,7 +391,9 @@ def _attribute_can_be_deleted(parent: object, name: str) -> bool:
 
 
 def _notes(row: TensorRow, ways: Sequence[WayRow], graph: HeapGraph) -> Iterator[str]:
-    if graph.gave_up and row.holder_kind != "cycle":  # to which all references are known
+    if (
+        graph.gave_up and row.holder_kind != "cycle"
+    ):  # to which all references are known
         yield f"only the first {graph.limit:,} references were followed; there may be more holders"
     if ways:
         return

@@ -23,7 +23,15 @@ MIN_PINNED_BYTES = 16 * 1024**2
 MASK = "mask"
 """The cause of a read of how many elements a mask has, where it is an index."""
 SIZE_READS = frozenset(
-    {".nonzero", ".argwhere", ".where", ".masked_select", ".unique", ".unique_consecutive", MASK}
+    {
+        ".nonzero",
+        ".argwhere",
+        ".where",
+        ".masked_select",
+        ".unique",
+        ".unique_consecutive",
+        MASK,
+    }
 )
 """Causes of reads of how many elements a result has."""
 _VALUE_READS = frozenset({
@@ -85,13 +93,21 @@ def _hoisted(moves: Sequence[TransferRow], code: LoopCode) -> Iterator[Suggestio
             continue  # what a library copies, only itself can keep
         place = f"to {key.target} by line {key.line}"
         if key.repeats < key.times - 1:
-            problem = f"{size(saves)} of {size(whole)} copied {place} had been copied before"
-            yield Suggestion(key.line, problem, "keep the copies of the first time", saves)
+            problem = (
+                f"{size(saves)} of {size(whole)} copied {place} had been copied before"
+            )
+            yield Suggestion(
+                key.line, problem, "keep the copies of the first time", saves
+            )
             continue
         problem = f"{size(whole)} copied to {key.target} {key.times:,} times by line {key.line}"
         names = dict.fromkeys(row.name for row in rows if row.name)
-        where = "before the loop" if key.line in code.loops else "once and keep the copy"
-        yield Suggestion(key.line, problem, f"move {', '.join(names) or 'it'} {where}", saves)
+        where = (
+            "before the loop" if key.line in code.loops else "once and keep the copy"
+        )
+        yield Suggestion(
+            key.line, problem, f"move {', '.join(names) or 'it'} {where}", saves
+        )
 
 
 def _is_shown(row: TransferRow) -> bool:
@@ -117,8 +133,13 @@ def _joined(moves: Sequence[TransferRow], code: LoopCode) -> Iterator[Suggestion
     for row in moves:
         if row.line is None or row.line in code.carried:
             continue
-        is_copied = row.direction == "host-to-device" and not row.cause.startswith("Module.")
-        is_many = row.count - row.repeats >= MANY_COPIES and row.nbytes <= SMALL_COPY * row.count
+        is_copied = row.direction == "host-to-device" and not row.cause.startswith(
+            "Module."
+        )
+        is_many = (
+            row.count - row.repeats >= MANY_COPIES
+            and row.nbytes <= SMALL_COPY * row.count
+        )
         if not is_copied or not is_many:
             continue
         each_time = size(row.nbytes // row.count)
@@ -126,7 +147,9 @@ def _joined(moves: Sequence[TransferRow], code: LoopCode) -> Iterator[Suggestion
         if row.cause.startswith("."):
             change = "join them on the host and copy once"
         else:
-            change = 'collate on the host, in with torch.device("cpu"), and copy the batch'
+            change = (
+                'collate on the host, in with torch.device("cpu"), and copy the batch'
+            )
         yield Suggestion(row.line, problem, change)
 
 
@@ -137,7 +160,9 @@ def _waits(
     for line, all_waits in syncs.items():
         rows = [row for row in moves if row.line == line]
         # A copy from the host waits too, and has advice of its own.
-        waits = all_waits - sum(row.count for row in rows if row.direction == "host-to-device")
+        waits = all_waits - sum(
+            row.count for row in rows if row.direction == "host-to-device"
+        )
         if waits < MANY_SYNCS:
             continue
         reads = [row for row in rows if row.cause in _READS and row.count >= MANY_SYNCS]
@@ -188,9 +213,7 @@ def _created(moves: Sequence[TransferRow], code: LoopCode) -> Iterator[Suggestio
             if row.cause in _READS or row.direction == "device-to-host":
                 continue
             if row.name is None:
-                problem = (
-                    f"{size(row.nbytes)} created on {row.source} and copied by line {row.line}"
-                )
+                problem = f"{size(row.nbytes)} created on {row.source} and copied by line {row.line}"
             else:
                 where = f"by line {creation.created}, copied by line {row.line}"
                 problem = f"{row.name} created on {row.source} {where}"

@@ -57,7 +57,9 @@ Rule = Callable[[DeviceError], "tuple[str, str | None]"]
 """Takes an error; returns what is wrong, and the line that fixes it."""
 
 
-def explain(error: BaseException, namespace: Mapping[str, Any], device: str) -> Explanation | None:
+def explain(
+    error: BaseException, namespace: Mapping[str, Any], device: str
+) -> Explanation | None:
     """Return what an error about devices means, or None for any other error and for one that cannot be read."""
     try:
         text = str(error)
@@ -77,7 +79,9 @@ def interpret(error: DeviceError) -> Explanation | None:
     what, fix = rule(error)
     if not what:
         return None
-    return Explanation(what, fix, error.line, error.code, error.operands, error.function)
+    return Explanation(
+        what, fix, error.line, error.code, error.operands, error.function
+    )
 
 
 def _rule(text: str) -> Rule | None:
@@ -90,7 +94,9 @@ def _rule(text: str) -> Rule | None:
 # ---- The line that failed, and what it names
 
 
-def _read(error: Exception, known: DeviceError, namespace: Mapping[str, Any]) -> DeviceError:
+def _read(
+    error: Exception, known: DeviceError, namespace: Mapping[str, Any]
+) -> DeviceError:
     """Return what is known of the innermost line of the user's, or of the call that gave it what is elsewhere."""
     own = []
     for step in frames.traceback_steps(error.__traceback__):
@@ -127,7 +133,9 @@ def _at_line(step: TracebackType, known: DeviceError) -> DeviceError:
     code = frames.code_at(frame, line)
     if not code and 0 < line <= len(lines):
         code = lines[line - 1].strip()
-    known = replace(known, line=line + above, code=code or None, function=_function_of(frame))
+    known = replace(
+        known, line=line + above, code=code or None, function=_function_of(frame)
+    )
     node = failing_node(step, lines)
     if node is None:
         return known
@@ -138,7 +146,9 @@ def _at_line(step: TracebackType, known: DeviceError) -> DeviceError:
 def _function_of(frame: FrameType) -> str | None:
     """Return the function that a frame runs; None for the cell itself, to which a comprehension's frame belongs."""
     code = frame.f_code
-    function: str = getattr(code, "co_qualname", code.co_name).rpartition("<locals>.")[2]
+    function: str = getattr(code, "co_qualname", code.co_name).rpartition("<locals>.")[
+        2
+    ]
     is_named = is_function_frame(frame) and not function.startswith("<")
     return function if is_named else None
 
@@ -150,7 +160,9 @@ def _bound_inside(lines: tuple[str, ...], line: int) -> frozenset[str]:
     if tree is None:
         return frozenset()
     for node in ast.walk(tree):
-        if isinstance(node, _INNER) and node.lineno <= line <= (node.end_lineno or line):
+        if isinstance(node, _INNER) and node.lineno <= line <= (
+            node.end_lineno or line
+        ):
             for inner in ast.walk(node):
                 if isinstance(inner, ast.arg):
                     names.add(inner.arg)
@@ -162,7 +174,9 @@ def _bound_inside(lines: tuple[str, ...], line: int) -> frozenset[str]:
 _INNER = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 
 
-def _operands_of(expression: ast.AST, variables: Mapping[str, Any]) -> tuple[Operand, ...]:
+def _operands_of(
+    expression: ast.AST, variables: Mapping[str, Any]
+) -> tuple[Operand, ...]:
     """Return the operands of an expression that have a device, each once, in order of appearance."""
     operands: dict[str, Operand] = {}
     for node, is_index in _paths(expression, is_index=False):
@@ -187,7 +201,9 @@ def _paths(node: ast.AST, *, is_index: bool) -> Iterator[tuple[ast.expr, bool]]:
         yield from _paths(child, is_index=is_index)
 
 
-def _describe_path(node: ast.expr, variables: Mapping[str, Any], is_index: bool) -> Operand | None:
+def _describe_path(
+    node: ast.expr, variables: Mapping[str, Any], is_index: bool
+) -> Operand | None:
     """Describe a path, or the part of it that has a device: for ``x.T`` that is ``x``."""
     steps: list[ast.expr] = [node]
     while isinstance(steps[-1], ast.Attribute | ast.Subscript):
@@ -251,7 +267,9 @@ def _describe(code: str, value: Any, owner: Any, is_index: bool) -> Operand | No
         kind="dict" if is_dict else kind,
         is_unregistered=kind_of(owner) == "module" and not _is_registered(owner, value),
         is_index=is_index,
-        requires_grad=is_tensor and bool(value.requires_grad) and torch.is_grad_enabled(),
+        requires_grad=is_tensor
+        and bool(value.requires_grad)
+        and torch.is_grad_enabled(),
     )
 
 
@@ -418,7 +436,10 @@ def _deserialize(error: DeviceError) -> tuple[str, str | None]:
 def _fork(error: DeviceError) -> tuple[str, str | None]:
     what = "A forked process cannot use a device that its parent has used."
     if "DataLoader" not in error.text:
-        return what, 'torch.multiprocessing.set_start_method("spawn")  # before the first process'
+        return (
+            what,
+            'torch.multiprocessing.set_start_method("spawn")  # before the first process',
+        )
     what += " The workers of a DataLoader are forked: keep its dataset and collate_fn on the host, or num_workers=0."
     return what, f'batch = batch.to("{error.device}")  # in the loop'
 

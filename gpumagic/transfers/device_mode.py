@@ -48,7 +48,9 @@ class _NestingContext(_DeviceContext):  # type: ignore[misc, unused-ignore]
         modes = _pop_all()
         if self in modes:
             place = modes.index(self)
-            modes[place : place + 1] = [] if self.prev_mode is None else [self.prev_mode]
+            modes[place : place + 1] = (
+                [] if self.prev_mode is None else [self.prev_mode]
+            )
         _push_all(modes)
 
 
@@ -66,7 +68,11 @@ def _push_all(modes: list[Any]) -> None:
 
 def _nesting_context() -> Any:
     """Return torch's device context if it can be entered within another, and ours if not."""
-    return _DeviceContext if hasattr(_DeviceContext("cpu"), "prev_mode") else _NestingContext
+    return (
+        _DeviceContext
+        if hasattr(_DeviceContext("cpu"), "prev_mode")
+        else _NestingContext
+    )
 
 
 NestingContext: Any = _nesting_context()
@@ -96,10 +102,14 @@ class RecordingContext(NestingContext):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        __tracebackhide__ = True  # IPython leaves such frames out of the user's traceback
+        __tracebackhide__ = (
+            True  # IPython leaves such frames out of the user's traceback
+        )
         if func not in self._handlers:  # most calls, and so first
             return func(*args, **kwargs) if kwargs else func(*args)
-        if torch.compiler.is_compiling():  # a graph has torch's own context, and no counting in it
+        if (
+            torch.compiler.is_compiling()
+        ):  # a graph has torch's own context, and no counting in it
             return super().__torch_function__(func, types, args, kwargs)
         return self._handlers[func](self.recorder, func, args, kwargs or {})
 
@@ -155,7 +165,9 @@ def create(
 ) -> Any:
     """Call a function that makes a new tensor."""
     result = func(*args, **kwargs)
-    if not (args and result is args[0]) and (type(result) is torch.Tensor or is_real(result)):
+    if not (args and result is args[0]) and (
+        type(result) is torch.Tensor or is_real(result)
+    ):
         recorder.add_created(result)
     return result
 

@@ -103,7 +103,9 @@ class LineLog:
         stack = self._stacks[thread]
         if not stack:
             return
-        if stack[-1].code is not code and all(running.code is not code for running in stack):
+        if stack[-1].code is not code and all(
+            running.code is not code for running in stack
+        ):
             return  # it began before the trace
         left = None
         while left is not code:
@@ -125,7 +127,9 @@ class LineLog:
         import numpy as np
 
         number, start, end = np.array(self.own_runs + self.other_runs).reshape(-1, 3).T
-        seconds: list[float] = np.bincount(number, (end - start) / 1e9, len(self.hits)).tolist()
+        seconds: list[float] = np.bincount(
+            number, (end - start) / 1e9, len(self.hits)
+        ).tolist()
         return seconds
 
     def _number(self, code: CodeType, line: int) -> int:
@@ -157,7 +161,9 @@ class _MonitoringEvents:
         self._lines = lines
         self._follows = follows
         self._tool: int | None = None
-        self._followed: dict[int, CodeType] = {}  # by `id`: to hash code takes as long as to run it
+        self._followed: dict[
+            int, CodeType
+        ] = {}  # by `id`: to hash code takes as long as to run it
 
     def start(self) -> str:
         """Begin, or return why that is not possible."""
@@ -216,7 +222,11 @@ class _MonitoringEvents:
             self._lines.leave(code)
 
     def _is_followed(self, code: CodeType, frame: FrameType) -> bool:
-        if id(code) not in self._followed and self._tool is not None and self._follows(code, frame):
+        if (
+            id(code) not in self._followed
+            and self._tool is not None
+            and self._follows(code, frame)
+        ):
             self._followed[id(code)] = code
             names = _monitoring.events
             events = names.LINE | names.PY_RETURN | names.PY_YIELD
@@ -254,7 +264,11 @@ class _TraceEvents:
 
     def _call(self, frame: FrameType, event: str, _: object) -> Any:
         # Threads that go on keep their trace function when the trace has ended.
-        if self._thread is None or event != "call" or not self._follows(frame.f_code, frame):
+        if (
+            self._thread is None
+            or event != "call"
+            or not self._follows(frame.f_code, frame)
+        ):
             return None
         self._lines.enter(frame.f_code)
         return self._inside
@@ -320,10 +334,14 @@ def _look_up(name: str, namespace: Mapping[str, Any]) -> Any:
 
 def _code_of(name: str, value: Any) -> CodeType:
     if isinstance(value, type):
-        raise OptionError(f"--trace: {name} is a class; name a method, such as {name}.forward")
+        raise OptionError(
+            f"--trace: {name} is a class; name a method, such as {name}.forward"
+        )
     if not inspect.isroutine(value):
         value = getattr(value, "forward", value)  # a module of torch's
     code = getattr(inspect.unwrap(value), "__code__", None)
     if not isinstance(code, CodeType):
-        raise OptionError(f"--trace: {name} is no function written in Python, so it has no lines")
+        raise OptionError(
+            f"--trace: {name} is no function written in Python, so it has no lines"
+        )
     return code

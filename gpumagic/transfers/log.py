@@ -59,7 +59,9 @@ class TransferHistory:
     """Versions by place and view; a storage is known by its number, which no other gets."""
     _full: int = _MANY
     _tensor: Any = field(default_factory=lambda: sys.modules["torch"].Tensor)
-    _version_of: Callable[[Any], int | None] = field(default_factory=torch_private.VERSION.get)
+    _version_of: Callable[[Any], int | None] = field(
+        default_factory=torch_private.VERSION.get
+    )
 
     def is_repeat(self, place: int, subject: Any) -> bool:
         """Return whether the same part of a storage, unchanged, was transferred at this place before."""
@@ -85,7 +87,9 @@ class TransferHistory:
         """Forget the storages that are gone."""
         storages.forget_expired()
         alive = storages.numbers_in_use()
-        self._before = {key: kept for key, kept in self._before.items() if key[1] in alive}
+        self._before = {
+            key: kept for key, kept in self._before.items() if key[1] in alive
+        }
         self._full = 2 * len(self._before) + _MANY
 
 
@@ -151,7 +155,9 @@ class TransferLog:
             if pageable is not None:
                 total.pageable = (total.pageable or 0) + nbytes * pageable
 
-    def _sum_at(self, site: Site, source: str, target: str, name: str | None) -> _TransferSum:
+    def _sum_at(
+        self, site: Site, source: str, target: str, name: str | None
+    ) -> _TransferSum:
         way = direction(source, target)
         key = _TransferKey(way, source, target, site.line, site.code, name, site.cause)
         return self.transfers.setdefault(key, _TransferSum())

@@ -9,7 +9,14 @@ that other references keep the old one.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any, NamedTuple
 
 from gpumagic import notebook
@@ -31,7 +38,10 @@ def check_names(names: Iterable[str], namespace: Mapping[str, Any]) -> None:
 
 
 def relocate(
-    names: Iterable[str], namespace: MutableMapping[str, Any], device: str, sites: CallSites
+    names: Iterable[str],
+    namespace: MutableMapping[str, Any],
+    device: str,
+    sites: CallSites,
 ) -> None:
     """Move variables to a device.
 
@@ -63,7 +73,9 @@ def relocate(
     failure = None
     try:
         move.run(names, parts, optimizers, namespace, sites)
-    except Exception as error:  # from torch, a module or an optimizer: our error has its text
+    except (
+        Exception
+    ) as error:  # from torch, a module or an optimizer: our error has its text
         failure = str(error).partition("\n")[0] or type(error).__name__
     finally:
         sites.moving = None
@@ -88,7 +100,9 @@ def _parts(name: str, namespace: Mapping[str, Any]) -> list[Any]:
     if name not in namespace:
         near = nearest(name, notebook.names_of_users(namespace))
         hint = (
-            f"did you mean {near}?" if near else "write names of variables, such as --move model,x"
+            f"did you mean {near}?"
+            if near
+            else "write names of variables, such as --move model,x"
         )
         raise OptionError(f"{MOVE}: there is no variable {name!r}; {hint}")
     import torch
@@ -97,7 +111,9 @@ def _parts(name: str, namespace: Mapping[str, Any]) -> list[Any]:
     try:
         leaves, _ = _flat(value)
     except RecursionError:
-        raise OptionError(f"{MOVE}: {name!r} cannot be moved: it holds itself") from None
+        raise OptionError(
+            f"{MOVE}: {name!r} cannot be moved: it holds itself"
+        ) from None
     movable = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
     # type(), not isinstance(): a proxy's __class__ may evaluate or raise
     parts = {id(leaf): leaf for leaf in leaves if issubclass(type(leaf), movable)}
@@ -250,7 +266,9 @@ class _Move:
         for name, part in parts:
             sites.moving = name
             if id(part) not in of_modules:
-                self._moved(part)  # where it runs out of memory for them, nothing has changed
+                self._moved(
+                    part
+                )  # where it runs out of memory for them, nothing has changed
         # Those that may refuse, as quantized ones do, come first.
         for name, module in sorted(modules, key=_moves_as_torch_does):
             sites.moving = name

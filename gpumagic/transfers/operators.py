@@ -42,7 +42,9 @@ from gpumagic.transfers.recorder import current_recorder
 _set_eval_frame: Callable[[object], Any] = torch_private.SET_EVAL_FRAME.get()
 _tracing_state: Callable[[], Any] = torch_private.TRACING_STATE.get()
 _set_tracing_state: Callable[[object], None] = torch_private.SET_TRACING_STATE.get()
-_has_computed_kernel: Callable[[str, str], bool] = torch_private.HAS_COMPUTED_KERNEL.get()
+_has_computed_kernel: Callable[[str, str], bool] = (
+    torch_private.HAS_COMPUTED_KERNEL.get()
+)
 _destroy: Callable[[Library], None] = torch_private.DESTROY_LIBRARY.get()
 _DispatchKey: Any = torch_private.DISPATCH_KEY.get()
 _CAN_CALL_TORCHS = torch_private.COMPUTED_KERNEL.is_there()
@@ -51,12 +53,19 @@ _CAN_CALL_TORCHS = torch_private.COMPUTED_KERNEL.is_there()
 _aten, _Tensor = torch.ops.aten, torch.Tensor
 _VALUE = torch_private.READ_VALUE.get().default
 """The operator by which the host reads a value."""
-_SPARSE = torch_private.COALESCE.get().default if torch_private.COALESCE.is_there() else None
+_SPARSE = (
+    torch_private.COALESCE.get().default if torch_private.COALESCE.is_there() else None
+)
 """The one of the operators that are counted that works on sparse tensors."""
 _SELECT = "BackendSelect"
 FOUND_BYTES: int = torch.int32.itemsize
 """The bytes of the number of elements that such a kernel tells."""
-_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+_DTYPES = {
+    bool: torch.bool,
+    int: torch.int64,
+    float: torch.float64,
+    complex: torch.complex128,
+}
 """What torch makes of the numbers of Python."""
 
 Function = Callable[..., Any]
@@ -86,7 +95,9 @@ class CountingKernels:
         self._runs.append(run)
         if self._library is None:
             self._is_complete = False
-            self._library = Library("aten", "IMPL")  # kept first, so that an interrupt finds it
+            self._library = Library(
+                "aten", "IMPL"
+            )  # kept first, so that an interrupt finds it
             self._register(self._library)
             self._is_complete = True
         if self._fallthrough_library is not None:
@@ -120,7 +131,9 @@ class CountingKernels:
                 if _CAN_CALL_TORCHS:
                     self._latest.append(_computed_kernel(operator, place))
 
-    def _put(self, library: Library, operator: Any, function: Function, place: str) -> None:
+    def _put(
+        self, library: Library, operator: Any, function: Function, place: str
+    ) -> None:
         """Register a kernel; `Library.impl` would forget in the end that other libraries have one there too."""
         name = operator.name()
         is_first = False
@@ -147,7 +160,9 @@ def _counted() -> dict[Any, Counting]:
     return operators
 
 
-def _kernels_of(operator: Any, backends: Iterable[str]) -> Iterator[tuple[str, Function]]:
+def _kernels_of(
+    operator: Any, backends: Iterable[str]
+) -> Iterator[tuple[str, Function]]:
     """Yield where an operator of a device is caught, and torch's kernel that is called from there."""
     if not _CAN_CALL_TORCHS:
         yield _SELECT, _next_kernel(operator)
@@ -187,7 +202,9 @@ def _torchs_kernel(operator: Any, place: str) -> Function:
 
 def _computed_kernel(operator: Any, place: str) -> Any:
     """Return what torch calls at a place of the dispatcher."""
-    return torch_private.COMPUTED_KERNEL.get()(operator.name(), getattr(_DispatchKey, place))
+    return torch_private.COMPUTED_KERNEL.get()(
+        operator.name(), getattr(_DispatchKey, place)
+    )
 
 
 @contextlib.contextmanager
@@ -202,8 +219,12 @@ def _unwarned() -> Iterator[None]:
 def _copying(kernel: Function) -> Function:
     def copy_(keyset: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
         __tracebackhide__ = True
-        if not isinstance(source, _Tensor):  # a number: the dispatcher hands it to Python as such
-            source = torch.scalar_tensor(source, dtype=_DTYPES[type(source)], device="cpu")
+        if not isinstance(
+            source, _Tensor
+        ):  # a number: the dispatcher hands it to Python as such
+            source = torch.scalar_tensor(
+                source, dtype=_DTYPES[type(source)], device="cpu"
+            )
         here, there = source.device, target.device
         if here == there:
             return kernel(keyset, target, source, non_blocking)

@@ -51,7 +51,9 @@ class Recorder:
     def add_created(self, tensor: torch.Tensor) -> None:
         """Count a new tensor."""
         nbytes = 0 if tensor.is_meta else storages.nbytes_of(unwrapped(tensor))
-        if nbytes or tensor.is_meta:  # `torch.load` creates empty ones and then fills them
+        if (
+            nbytes or tensor.is_meta
+        ):  # `torch.load` creates empty ones and then fills them
             self.log.add_created(tensor.device, nbytes)
 
     def add_copy(
@@ -78,14 +80,25 @@ class Recorder:
             waits = not non_blocking and from_host is not to_host
             self.counted += 1
             self.log.add_transfer(
-                causes.COPY, here, there, nbytes, seconds, waits, self.copied, is_copy=True
+                causes.COPY,
+                here,
+                there,
+                nbytes,
+                seconds,
+                waits,
+                self.copied,
+                is_copy=True,
             )
 
-    def add_read(self, tensor: torch.Tensor, nbytes: int, seconds: float, asks: str) -> None:
+    def add_read(
+        self, tensor: torch.Tensor, nbytes: int, seconds: float, asks: str
+    ) -> None:
         """Count what the host reads of a device tensor, a value or a size: a copy to the host, and a sync."""
         if nbytes:
             self.counted += 1
-            self.log.add_transfer(asks, tensor.device, _HOST, nbytes, seconds, True, tensor)
+            self.log.add_transfer(
+                asks, tensor.device, _HOST, nbytes, seconds, True, tensor
+            )
 
 
 _HOST = torch.device("cpu")
@@ -181,7 +194,9 @@ def _recorder_in_thread(run: Recorder, *, is_autograd: bool) -> Recorder:
         waiting = run.thread if is_autograd else None
         own = TransferLog(CallSites(sites.namespace, sites.filename, waiting))
         # Not looked up again: the run may end meanwhile, and then takes it away.
-        recorder = run.by_thread.setdefault(thread, Recorder(run.device, own, thread=thread))
+        recorder = run.by_thread.setdefault(
+            thread, Recorder(run.device, own, thread=thread)
+        )
     return recorder
 
 
@@ -191,4 +206,6 @@ def device_contexts() -> Iterator[Any]:
         mode = _mode_at(depth)
         while isinstance(mode, _DeviceContext):
             yield mode
-            mode = getattr(mode, "prev_mode", None)  # since torch 2.11; before, ours alone have it
+            mode = getattr(
+                mode, "prev_mode", None
+            )  # since torch 2.11; before, ours alone have it

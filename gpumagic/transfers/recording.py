@@ -132,7 +132,11 @@ def _functions(backend: str) -> Iterator[tuple[Any, Function]]:
     owners: list[Any] = []
     for module in (torch.accelerator, allocator.device_module(backend)):
         if module is not None:
-            owners += [module, getattr(module, "Stream", None), getattr(module, "Event", None)]
+            owners += [
+                module,
+                getattr(module, "Stream", None),
+                getattr(module, "Event", None),
+            ]
     in_cpp = (torch.Stream, torch.Event)  # which cannot be patched
     for owner in owners:
         if owner is not None and owner not in in_cpp and _NAME in vars(owner):
@@ -144,7 +148,9 @@ def _wrap(function: Function) -> Function:
     def synchronize(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         result = function(*args, **kwargs)
-        recorder = None if torch.compiler.is_compiling() else recorders.current_recorder()
+        recorder = (
+            None if torch.compiler.is_compiling() else recorders.current_recorder()
+        )
         if recorder is not None:
             recorder.log.add_sync()
         return result
@@ -155,7 +161,9 @@ def _wrap(function: Function) -> Function:
 # ---- Tracebacks of the user's errors, without the frames that are between a line and torch
 
 _BETWEEN = frozenset({device_mode.__name__, operators.__name__, __name__})
-_CALLED_BY_THESE = frozenset({torch_frames.OPERATORS_MODULE, torch_frames.DEVICE_MODULE})
+_CALLED_BY_THESE = frozenset(
+    {torch_frames.OPERATORS_MODULE, torch_frames.DEVICE_MODULE}
+)
 _SHOW = "showtraceback"
 _shells: list[Any] = []
 
@@ -212,11 +220,17 @@ def _skip_in_compilers() -> None:
 
 def _functions_of(module: ModuleType) -> Iterator[FunctionType]:
     """Yield the functions that a module and its classes define, without their decorators."""
-    owners = [module, *(value for value in vars(module).values() if isinstance(value, type))]
+    owners = [
+        module,
+        *(value for value in vars(module).values() if isinstance(value, type)),
+    ]
     for owner in owners:
         for value in list(vars(owner).values()):
             function = getattr(value, "__wrapped__", value)
-            if isinstance(function, FunctionType) and function.__module__ == module.__name__:
+            if (
+                isinstance(function, FunctionType)
+                and function.__module__ == module.__name__
+            ):
                 yield function
 
 

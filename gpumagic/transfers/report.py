@@ -22,7 +22,9 @@ class Operand:
     devices: tuple[str, ...]
     """Devices of its tensors, most bytes first."""
     nbytes: int = 0
-    kind: Literal["tensor", "module", "container", "dict", "optimizer", "generator"] = "tensor"
+    kind: Literal["tensor", "module", "container", "dict", "optimizer", "generator"] = (
+        "tensor"
+    )
     is_unregistered: bool = False
     """Whether it is a module's tensor that is neither a parameter nor a buffer, so that `.to` does not move it."""
     is_index: bool = False
@@ -51,7 +53,9 @@ class Explanation:
         if self.line is None:
             return ""
         return (
-            f"line {self.line} of {self.function}(): " if self.function else f"line {self.line}: "
+            f"line {self.line} of {self.function}(): "
+            if self.function
+            else f"line {self.line}: "
         )
 
     def __str__(self) -> str:

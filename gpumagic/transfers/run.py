@@ -123,7 +123,9 @@ class DeviceRun:
         self._move = tuple(move)
         self._filename = filename
         self._trace = trace
-        self._functions = find_functions(() if isinstance(trace, bool) else trace, namespace)
+        self._functions = find_functions(
+            () if isinstance(trace, bool) else trace, namespace
+        )
         self._traced: Trace | None = None
         self._show = show
         self._store = store
@@ -170,7 +172,9 @@ class DeviceRun:
         try:
             from gpumagic.transfers.recording import Recording
 
-            self._recording = Recording(self.device, self._log)  # kept first, for an interrupt
+            self._recording = Recording(
+                self.device, self._log
+            )  # kept first, for an interrupt
             self._recording.open()
         except Exception as fault:
             what = "" if isinstance(fault, MissingName) else f"{type(fault).__name__}: "
@@ -212,7 +216,9 @@ class DeviceRun:
             allocations=self._clock.allocations(),
             elapsed=self._clock.elapsed,
             elsewhere=tuple(tensors_elsewhere(variables, self.device)),
-            advice=suggestions(moves, syncs, lines, has_loader=_has_loader(lines, variables)),
+            advice=suggestions(
+                moves, syncs, lines, has_loader=_has_loader(lines, variables)
+            ),
             error=type(error).__name__ if error is not None else None,
             explanation=explanation,
             lines=lines,
@@ -237,18 +243,26 @@ class DeviceRun:
         if self._code.line is None:
             caller = sys._getframe(1)
             above = frames.lines_above(caller, self._filename) or 0
-            self._code = WatchedCode(self._namespace, self._filename, caller.f_lineno + above)
+            self._code = WatchedCode(
+                self._namespace, self._filename, caller.f_lineno + above
+            )
             self._block = caller.f_code
         self.open()
         return self
 
-    def __exit__(self, exc_type: object, error: BaseException | None, traceback: object) -> None:
+    def __exit__(
+        self, exc_type: object, error: BaseException | None, traceback: object
+    ) -> None:
         self._frame = sys._getframe(1)
         try:
             self.close(error)
         finally:
             self._frame = None
-        if error is not None and self.report is not None and self.report.explanation is not None:
+        if (
+            error is not None
+            and self.report is not None
+            and self.report.explanation is not None
+        ):
             _compat.add_note(error, str(self.report.explanation))
 
     def __call__(self, func: Callable[Given, Result]) -> RunOnDevice[Given, Result]:
@@ -287,7 +301,9 @@ class DeviceRun:
         )
         code = getattr(inspect.unwrap(func), "__code__", None)
         if code is not None:
-            run._code = WatchedCode(self._namespace, code.co_filename, code.co_firstlineno)
+            run._code = WatchedCode(
+                self._namespace, code.co_filename, code.co_firstlineno
+            )
             run._block = code
         return run
 
@@ -301,7 +317,9 @@ class DeviceRun:
         try:
             if recording is not None:
                 recording.close()
-        except BaseException:  # Ctrl-C: a `with` block has no next cell that would do the rest
+        except (
+            BaseException
+        ):  # Ctrl-C: a `with` block has no next cell that would do the rest
             if recording is not None:
                 recording.close()
             raise
@@ -344,7 +362,9 @@ def for_caller(
     )
 
 
-def _has_loader(lines: Sequence[tuple[int, str]], variables: Mapping[str, object]) -> bool:
+def _has_loader(
+    lines: Sequence[tuple[int, str]], variables: Mapping[str, object]
+) -> bool:
     """Return whether the code names a loader, or a variable of it is one."""
     for _, text in lines:
         if "DataLoader" in text:
@@ -371,7 +391,9 @@ class _Clock:
         allocations = {}
         for device, now in self.after.items():
             earlier = self.before.get(device)
-            allocations[device] = now.allocations - (earlier.allocations if earlier else 0)
+            allocations[device] = now.allocations - (
+                earlier.allocations if earlier else 0
+            )
         return allocations
 
     def peak(self) -> dict[str, int]:

@@ -131,8 +131,14 @@ class CallSites:
             if site is not None:
                 break
         if site is None:
-            innermost, is_called = causes.asking_frame(sys._getframe(3))  # from the kernel's on
-            if innermost is None or not self.is_own(innermost) or get_ident() != self._thread:
+            innermost, is_called = causes.asking_frame(
+                sys._getframe(3)
+            )  # from the kernel's on
+            if (
+                innermost is None
+                or not self.is_own(innermost)
+                or get_ident() != self._thread
+            ):
                 return self._through_a_library(innermost, is_called, asks, found)
             frame = innermost
             site = self._site_of_instruction(frame, asks, found)
@@ -146,7 +152,9 @@ class CallSites:
             self._instructions.clear()
         site = self._instructions.get(key)
         if site is None:
-            site = self._instructions.setdefault(key, self._instruction(frame, asks, found))
+            site = self._instructions.setdefault(
+                key, self._instruction(frame, asks, found)
+            )
         return site
 
     def _instruction(self, frame: FrameType, asks: str, found: object) -> Site:
@@ -158,7 +166,9 @@ class CallSites:
         node = expression_at(frame.f_code, frame.f_lasti, source, causes.ASKING)
         is_target = dis.opname[frame.f_code.co_code[frame.f_lasti]] == "STORE_SUBSCR"
         if is_target or not isinstance(node, ast.Call | ast.Subscript):
-            return self._site(frame, line, cause)  # what is assigned is not in the target
+            return self._site(
+                frame, line, cause
+            )  # what is assigned is not in the target
         site = self._site(frame, line, cause, tuple(sorted(names_in(node))))
         if isinstance(node, ast.Subscript):
             site.name, site.is_made = _index_that_is_copied(frame, node, asks)
@@ -188,7 +198,11 @@ class CallSites:
         return site, subject, _name(own.frame, site, subject)
 
     def _site(
-        self, frame: FrameType, line: int, cause: str, names: tuple[str, ...] | None = None
+        self,
+        frame: FrameType,
+        line: int,
+        cause: str,
+        names: tuple[str, ...] | None = None,
     ) -> Site:
         """Return a site, where any name that the code has may be what is copied, unless an expression limits them."""
         code = frame.f_code
@@ -244,7 +258,10 @@ class CallSites:
                     if frame.f_code.co_name not in _DISPATCHERS:
                         return _OwnFrame(frame, above, module_move)
                     dispatcher = dispatcher or _OwnFrame(frame, above, None)
-            elif frame.f_code.co_name in _MODULE_MOVES and frames.module_of(frame) == _MODULE:
+            elif (
+                frame.f_code.co_name in _MODULE_MOVES
+                and frames.module_of(frame) == _MODULE
+            ):
                 module_move = frame
             frame = frame.f_back
         return dispatcher
@@ -302,7 +319,9 @@ def _argument_that_is_copied(
     owner = node.func.value if isinstance(node.func, ast.Attribute) else None
     if owner is not None and not isinstance(_value(frame, owner), ModuleType):
         given = owner  # it is a method
-    is_made = is_from_host and (cause == "tensor" or isinstance(given, ast.List | ast.ListComp))
+    is_made = is_from_host and (
+        cause == "tensor" or isinstance(given, ast.List | ast.ListComp)
+    )
     if not isinstance(given, ast.Name) or not (is_from_host or cause.startswith(".")):
         return None, is_made
     kind = object if is_from_host else sys.modules["torch"].Tensor

@@ -57,7 +57,9 @@ class Trace:
         self._history = AllocatorHistory(self._device)
         self._sites = sites
         self._code = code
-        self._named = {name: tuple(frames.code_objects(code)) for name, code in named.items()}
+        self._named = {
+            name: tuple(frames.code_objects(code)) for name, code in named.items()
+        }
         self._block = frozenset[int]()
         if block is not None:
             self._block = _ids(frames.code_objects(block))
@@ -85,9 +87,13 @@ class Trace:
         seconds = self._lines.seconds()
         memory = self._memory_of_lines()
 
-        def row(function: str | None, file: str, line: int, code: str) -> Iterator[LineRow]:
+        def row(
+            function: str | None, file: str, line: int, code: str
+        ) -> Iterator[LineRow]:
             number = self._lines.places.get((file, line))
-            if number is not None:  # else it is empty, or only says something to the reader
+            if (
+                number is not None
+            ):  # else it is empty, or only says something to the reader
                 hits = self._lines.hits[number]
                 figures = memory.get(number, (None, None, None))
                 yield LineRow(function, line, code, hits, seconds[number], *figures)
@@ -104,7 +110,12 @@ class Trace:
             for line, text in _text(codes):
                 rows += row(name, files[name], line, text)
         return LineReport(
-            self._device, tuple(rows), elapsed, files, self._reason, missing=self._missing()
+            self._device,
+            tuple(rows),
+            elapsed,
+            files,
+            self._reason,
+            missing=self._missing(),
         )
 
     def _missing(self) -> str:

@@ -9,7 +9,13 @@ from gpumagic.report import document as doc
 from gpumagic.report.base import grouped
 from gpumagic.report.document import Column, Table
 from gpumagic.report.units import NOT_AVAILABLE, count, duration, few, size
-from gpumagic.transfers.report import MOVE, LineReport, LineRow, TransferReport, TransferRow
+from gpumagic.transfers.report import (
+    MOVE,
+    LineReport,
+    LineRow,
+    TransferReport,
+    TransferRow,
+)
 
 SHOWN_ROUTES = 2
 SHOWN_LINES = 12
@@ -71,12 +77,18 @@ def _transfers(moves: Sequence[TransferRow]) -> str:
 
 def _used_instead(report: TransferReport) -> str:
     """Return what the cell used instead of its device, if it allocated nothing there; "" if it did."""
-    others = [device for device, n in report.allocations.items() if n and device != report.device]
+    others = [
+        device
+        for device, n in report.allocations.items()
+        if n and device != report.device
+    ]
     is_used = report.allocations.get(report.device) or report.device in report.created
     if is_used or report.device in ("cpu", "meta") or not (others or report.elsewhere):
         return ""
     where = others or sorted({used.device for used in report.elsewhere})
-    names = [used.name for used in report.elsewhere if used.device in where][:SHOWN_NAMES]
+    names = [used.name for used in report.elsewhere if used.device in where][
+        :SHOWN_NAMES
+    ]
     answer = f"Nothing was allocated on {report.device}: the cell worked on {', '.join(where)}"
     if not names:
         return answer
@@ -141,11 +153,16 @@ def _by_line(report: TransferReport) -> ByLine:
         if code.startswith("%") and MOVE in code:
             magic = line
             break
-    return grouped((magic if row.cause == MOVE else row.line, row) for row in report.moves)
+    return grouped(
+        (magic if row.cause == MOVE else row.line, row) for row in report.moves
+    )
 
 
 def _code_table(
-    shown: Sequence[int], code: Mapping[int, str], by_line: ByLine, report: TransferReport
+    shown: Sequence[int],
+    code: Mapping[int, str],
+    by_line: ByLine,
+    report: TransferReport,
 ) -> Table:
     sums: dict[int, int] = {}
     for line in shown:
@@ -208,7 +225,9 @@ def _what(rows: Sequence[TransferRow]) -> str:
 
 _NO_LINE = doc.Cell(NOT_AVAILABLE, muted=True, title="not a line of the code")
 TRANSFERS: tuple[Column[TransferRow], ...] = (
-    Column("Line", lambda row: _NO_LINE if row.line is None else str(row.line), "right"),
+    Column(
+        "Line", lambda row: _NO_LINE if row.line is None else str(row.line), "right"
+    ),
     Column("Code", lambda row: row.code, shrinks=True, code=True),
     Column("Variable", lambda row: row.name, shrinks=True),
     Column("Cause", lambda row: row.cause),
@@ -226,7 +245,9 @@ def _sentences(report: TransferReport) -> Iterator[str]:
         if row.cause == MOVE:
             first.append(f"{row.name} ({size(row.nbytes)} from {row.source})")
         else:
-            outside.append(f"{row.source} → {row.target} {size(row.nbytes)} by {row.cause}")
+            outside.append(
+                f"{row.source} → {row.target} {size(row.nbytes)} by {row.cause}"
+            )
     if first:
         yield f"Copied first, as asked: {', '.join(first)}."
     if outside:
@@ -236,7 +257,11 @@ def _sentences(report: TransferReport) -> Iterator[str]:
     for other in report.elsewhere:
         if other.name not in copied:
             used.append(f"{other.name} ({other.device}, {size(other.nbytes)})")
-    if used and report.explanation is None and (report.advice or not _used_instead(report)):
+    if (
+        used
+        and report.explanation is None
+        and (report.advice or not _used_instead(report))
+    ):
         yield f"Used, but on another device: {few(used, SHOWN_NAMES, 'name')}."
     lines = dict(report.lines)
     for advice in report.advice[1:]:
@@ -263,7 +288,9 @@ def view_lines(report: LineReport) -> doc.Document:
     return doc.Document((doc.Heading(answer), *_traced_lines(report)))
 
 
-def _traced_lines(report: LineReport, run: TransferReport | None = None) -> Iterator[doc.Block]:
+def _traced_lines(
+    report: LineReport, run: TransferReport | None = None
+) -> Iterator[doc.Block]:
     """Yield a table of the cell's lines, with what the run says of each, and one of each function's."""
     if report.reason:
         yield doc.Paragraph(f"Lines were not traced: {report.reason}.", muted=True)
@@ -276,7 +303,9 @@ def _traced_lines(report: LineReport, run: TransferReport | None = None) -> Iter
         if not rows:
             continue
         columns = _traced_columns(run if function is None else None)
-        by_time = sorted(rows, key=lambda row: (row.seconds, row.allocated or 0), reverse=True)
+        by_time = sorted(
+            rows, key=lambda row: (row.seconds, row.allocated or 0), reverse=True
+        )
         most = by_time[:TRACED_LINES]
         name = function or "the cell"
         yield Table.of(
@@ -315,18 +344,33 @@ def _traced_columns(run: TransferReport | None) -> tuple[Column[LineRow], ...]:
         Column("Line", lambda row: str(row.line), "right"),
         Column(
             "Code",
-            lambda row: doc.Cell(row.code, notes=_changes(run, row.line) if run else ()),
+            lambda row: doc.Cell(
+                row.code, notes=_changes(run, row.line) if run else ()
+            ),
             shrinks=True,
             code=True,
             least=24,
         ),
         Column("Runs", lambda row: f"{row.hits:,}", "right", 2),
-        Column("Time", lambda row: duration(row.seconds), "right", bar=lambda row: row.seconds),
-        Column("Allocated", lambda row: size(row.allocated) if row.allocated else "", "right", 1),
+        Column(
+            "Time",
+            lambda row: duration(row.seconds),
+            "right",
+            bar=lambda row: row.seconds,
+        ),
+        Column(
+            "Allocated",
+            lambda row: size(row.allocated) if row.allocated else "",
+            "right",
+            1,
+        ),
         Column("Freed", lambda row: size(row.freed) if row.freed else "", "right", 3),
         Column("Peak", lambda row: size(row.peak) if row.peak else "", "right", 1),
         Column("Transfers", copied, "right", 1),
         Column(
-            "Syncs", lambda row: f"{syncs[row.line]:,}" if row.line in syncs else "", "right", 2
+            "Syncs",
+            lambda row: f"{syncs[row.line]:,}" if row.line in syncs else "",
+            "right",
+            2,
         ),
     )

@@ -125,7 +125,9 @@ def _first_outside(frame: FrameType) -> FrameType | None:
 
 def runs_in(*prefixes: str) -> bool:
     """Return whether a module whose name begins like this is running, in this thread."""
-    return any(module_of(frame).startswith(prefixes) for frame in stack(sys._getframe(1)))
+    return any(
+        module_of(frame).startswith(prefixes) for frame in stack(sys._getframe(1))
+    )
 
 
 COMPILERS = ("torch._inductor.runtime.", "torch._inductor.select_algorithm", "triton.")

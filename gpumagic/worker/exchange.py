@@ -178,7 +178,9 @@ class Objects:
             ranks = range(dist.get_world_size(group))
             gathered[:] = [pickle.loads(sent) for _ in ranks]  # noqa: S301  # our own
 
-    def _gather(self, group: Any, target: int, value: Any, gathered: list[Any] | None) -> None:
+    def _gather(
+        self, group: Any, target: int, value: Any, gathered: list[Any] | None
+    ) -> None:
         if gathered is not None and target == self._rank:
             self._all_gather(group, target, gathered, value)
 

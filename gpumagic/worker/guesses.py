@@ -14,7 +14,16 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from gpumagic.dryrun.wire import EVERY, HOST, Decision, Key, Kind, Number, Scenario, When
+from gpumagic.dryrun.wire import (
+    EVERY,
+    HOST,
+    Decision,
+    Key,
+    Kind,
+    Number,
+    Scenario,
+    When,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +96,9 @@ class UnknownValues:
         """Ends a run in which something is decided by what a run that follows values may know."""
         self.host: Any
         """The run's `host.Host`: takes a large tensor that was copied from a device, and remembers others."""
-        self._overrides = {(place, kind): outcome for place, kind, outcome in scenario.overrides}
+        self._overrides = {
+            (place, kind): outcome for place, kind, outcome in scenario.overrides
+        }
         self._is_overridden_at = _TURNS[scenario.when]
         self.notes = scenario.notes
         self._assume = assume
@@ -217,7 +228,10 @@ class UnknownValues:
         if key is not NOBODY:
             self._begin_again_if(may_be_known)
             self.decides.setdefault((key, Kind.SELECTION))
-            self._say(key, f"is taken to select {'nothing' if selects_nothing else 'everything'}")
+            self._say(
+                key,
+                f"is taken to select {'nothing' if selects_nothing else 'everything'}",
+            )
         return 0 if selects_nothing else most
 
     def fill(self, host: torch.Tensor, *, may_be_known: bool = False) -> bool:

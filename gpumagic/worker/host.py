@@ -40,9 +40,7 @@ ROOM = 256 << 20
 DRAWN = 160_000_000
 """Numbers, about a second of them, that are drawn all the same: what the cell draws later, such as the lengths of its
 sentences, is then what it would draw."""
-OTHERS = (
-    "random numbers that the cell draws on the host after its large weights are others than its own"
-)
+OTHERS = "random numbers that the cell draws on the host after its large weights are others than its own"
 _MAP_NORESERVE = 0x4000  # as Linux has it everywhere but on a few old architectures
 
 _FILLS = ("normal_", "uniform_", "log_normal_", "cauchy_", "exponential_", "geometric_", "random_",
@@ -113,7 +111,9 @@ class Host:
             (torch.nn.Module, "_apply", self._moving),
         ]
         for name in _FILLS:
-            replaced.append((tensor, name, functools.partial(self._filling, is_method=True)))
+            replaced.append(
+                (tensor, name, functools.partial(self._filling, is_method=True))
+            )
         for name in _WHOLE_FILLS:
             filling = functools.partial(self._filling, is_method=False)
             replaced.append((torch.nn.init, name, filling))
@@ -132,7 +132,9 @@ class Host:
         def mapped(*args: Any, **kwargs: Any) -> Any:
             made = from_file(*args, **kwargs)
             if made.nbytes() >= LEAST:
-                note = _Note(span=range(made.data_ptr(), made.data_ptr() + made.nbytes()))
+                note = _Note(
+                    span=range(made.data_ptr(), made.data_ptr() + made.nbytes())
+                )
                 self._files.add(note)
                 self._add(made, note)
             return made
@@ -142,11 +144,15 @@ class Host:
 
     # ---- What makes such tensors
 
-    def _filling(self, fill: Callable[..., Any], *, is_method: bool) -> Callable[..., Any]:
+    def _filling(
+        self, fill: Callable[..., Any], *, is_method: bool
+    ) -> Callable[..., Any]:
         def filled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             is_refused = is_method and tensor.requires_grad and torch.is_grad_enabled()
             given = (*args, *kwargs.values())
-            has_generator = any(isinstance(argument, torch.Generator) for argument in given)
+            has_generator = any(
+                isinstance(argument, torch.Generator) for argument in given
+            )
             if is_refused or has_generator or not self._may_leave(tensor):
                 made = fill(tensor, *args, **kwargs)
                 if self._skipped is not None:
@@ -155,13 +161,17 @@ class Host:
             if self._of(tensor) is None and self._may_draw(tensor):
                 self.undisturbed(fill, tensor, *args, **kwargs)
                 return tensor
-            if is_method:  # on a tensor of nothing, which raises what the arguments deserve
+            if (
+                is_method
+            ):  # on a tensor of nothing, which raises what the arguments deserve
                 fill(tensor.detach().new_empty(0), *args, **kwargs)
             return self._leave(tensor, _drawing(fill, tensor.shape, args, kwargs))
 
         return filled
 
-    def _making(self, fill: str | int | None, make: Callable[..., Any]) -> Callable[..., Any]:
+    def _making(
+        self, fill: str | int | None, make: Callable[..., Any]
+    ) -> Callable[..., Any]:
         @functools.wraps(make)
         def made(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or not _is_on_host(kwargs):
@@ -178,7 +188,9 @@ class Host:
                 numbers = ()
             else:
                 method = torch.Tensor.fill_
-                numbers = (kwargs.get("fill_value", args[-1]),) if fill is None else (fill,)
+                numbers = (
+                    (kwargs.get("fill_value", args[-1]),) if fill is None else (fill,)
+                )
             draw = _drawing(method, like.shape, numbers, {})
             blank = self._leave(_blank(like), draw, is_exact=not is_random)
             return blank.requires_grad_(like.requires_grad)
@@ -188,13 +200,19 @@ class Host:
     def _deep_copying(self, copied: Callable[..., Any]) -> Callable[..., Any]:
         def deep_copied(parameter: torch.nn.Parameter, memo: dict[int, Any]) -> Any:
             """Leave copies of weights that were drawn unwritten too, beyond the first: of 32 layers, 31 are copies."""
-            if id(parameter) in memo or not self._may_leave(parameter) or self._of(parameter):
+            if (
+                id(parameter) in memo
+                or not self._may_leave(parameter)
+                or self._of(parameter)
+            ):
                 return copied(parameter, memo)
             self._left_to_copy -= parameter.numel()
             if self._left_to_copy >= 0:
                 return copied(parameter, memo)
             blank = self._leave(_blank(parameter.detach()))
-            return memo.setdefault(id(parameter), type(parameter)(blank, parameter.requires_grad))
+            return memo.setdefault(
+                id(parameter), type(parameter)(blank, parameter.requires_grad)
+            )
 
         return deep_copied
 
@@ -218,12 +236,19 @@ class Host:
     @property
     def draws_others(self) -> bool:
         """Whether the cell has drawn random numbers that are not the ones it would have, besides weights."""
-        return self._skipped is not None and not torch.equal(self._skipped, torch.get_rng_state())
+        return self._skipped is not None and not torch.equal(
+            self._skipped, torch.get_rng_state()
+        )
 
     def _may_leave(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is large and is the cell's; other threads' operators may not be shown."""
         is_followed = not self._is_drawing and threading.get_ident() == self._thread
-        return is_followed and tensor.is_cpu and is_plain(tensor) and tensor.nbytes >= LEAST
+        return (
+            is_followed
+            and tensor.is_cpu
+            and is_plain(tensor)
+            and tensor.nbytes >= LEAST
+        )
 
     def skip_copy(self, host: torch.Tensor) -> bool:
         """Leave a tensor unwritten that a device was copied to, if it is large; return whether it is."""
@@ -312,7 +337,9 @@ class Host:
         self._write(tensor)
         return self.read_of(tensor)
 
-    def undisturbed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def undisturbed(
+        self, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Call a function that fills, or reads what was filled, and follow nothing that it does."""
         was_drawing = self._is_drawing
         self._is_drawing = True
@@ -330,7 +357,9 @@ class Host:
         whole = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage)
         if not known.is_exact:
             is_room = storage.nbytes() <= self._room
-            is_noted = self.undisturbed(self._guesses.fill, whole if is_room else whole[:0])
+            is_noted = self.undisturbed(
+                self._guesses.fill, whole if is_room else whole[:0]
+            )
             if not (is_room and is_noted):
                 return
             self._room -= storage.nbytes()
@@ -348,7 +377,9 @@ class Host:
         if self._is_drawing or not self._notes:
             return NotImplemented
         unwritten = [
-            tensor for tensor in tensors_in((args, kwargs)) if self._of(tensor) is not None
+            tensor
+            for tensor in tensors_in((args, kwargs))
+            if self._of(tensor) is not None
         ]
         if not unwritten:
             return NotImplemented
@@ -361,7 +392,11 @@ class Host:
         if _looks_at_no_number(op, name):
             return NotImplemented
         if name == "copy_" and not args[0].is_cpu:
-            source = args[1] if args[1].dtype == args[0].dtype else _blank(args[1], args[0].dtype)
+            source = (
+                args[1]
+                if args[1].dtype == args[0].dtype
+                else _blank(args[1], args[0].dtype)
+            )
             return op(args[0], source, *args[2:], **kwargs)
         targets: list[torch.Tensor] = []
         if op._schema.is_mutable and name.endswith("_"):
@@ -377,7 +412,9 @@ class Host:
                 self._write(tensor)
         return NotImplemented
 
-    def _copied(self, op: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _copied(
+        self, op: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Return a copy of an unwritten tensor, of another type or in another place."""
         source = args[0]
         if name == "pin_memory":
@@ -391,7 +428,9 @@ class Host:
             source = _blank(source, like.dtype)
         return op(source, *args[1:], **kwargs)
 
-    def _follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
+    def _follow(
+        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
+    ) -> None:
         """Remember what was computed from a copy of a device's tensor."""
         if self._is_drawing or not self._notes:
             return
@@ -402,7 +441,10 @@ class Host:
         results = list(tensors_in(made))
         if op._schema.is_mutable:
             results += tensors_in(args[:1])
-        is_sized = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(op.tags)
+        is_sized = {
+            torch.Tag.data_dependent_output,
+            torch.Tag.dynamic_output_shape,
+        } & set(op.tags)
         if is_sized or op._schema.name.removeprefix("aten::") in SIZED:
             self._guesses.lose(read, is_all=True)
         for result in results:
@@ -413,7 +455,10 @@ class Host:
 
 
 def _drawing(
-    fill: Callable[..., Any], shape: torch.Size, args: tuple[Any, ...], kwargs: dict[str, Any]
+    fill: Callable[..., Any],
+    shape: torch.Size,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> _Draw:
     """Return what fills a storage as a tensor of some shape over it was to be."""
 
@@ -449,7 +494,11 @@ def _blank(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tens
     dtype = dtype or tensor.dtype
     nbytes = tensor.numel() * dtype.itemsize
     if nbytes < _LEAST_MADE or not tensor.is_contiguous() or sys.platform != "linux":
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=dtype, device="cpu"
+        )
     # Linux refuses more than it has, unless it is told that not all of it will be written.
-    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    memory = mmap.mmap(
+        -1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    )
     return torch.frombuffer(memory, dtype=dtype).view(tensor.shape)

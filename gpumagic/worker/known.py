@@ -32,7 +32,15 @@ SHAPES = frozenset({
 })  # fmt: skip
 """Operators that take from their first operand no more than what it looks like."""
 MAKE_ROOM = frozenset(
-    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"}
+    {
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "resize_",
+        "set_",
+    }
 )
 SIZED = frozenset({
     "where", "argwhere", "nonzero_numpy", "repeat_interleave", "tensor_split", "narrow", "allclose", "is_nonzero",
@@ -92,7 +100,8 @@ def _traits(op: Any) -> _Traits:
         name,
         names,
         is_view=bool(aliased) and not written and name != _FROM_HOST,
-        computes=torch.Tag.nondeterministic_seeded not in op.tags and name not in MAKE_ROOM,
+        computes=torch.Tag.nondeterministic_seeded not in op.tags
+        and name not in MAKE_ROOM,
         written=written,
         overwritten=overwritten,
         absorbing=_ABSORBING.get(name, _ABSORBING.get(name.rstrip("_"))),
@@ -141,13 +150,18 @@ class Known:
             return None
         made = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return made.set_(
-            raw.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+            raw.untyped_storage(),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
         )
 
     def write(self, target: torch.Tensor, value: torch.Tensor | None) -> None:
         """Note what a tensor holds from now on; None if that is not known."""
         place = None if value is None else self.of(target)
-        is_whole = is_plain(target) and target.numel() * target.itemsize >= self._nbytes_of(target)
+        is_whole = is_plain(
+            target
+        ) and target.numel() * target.itemsize >= self._nbytes_of(target)
         if value is not None and place is None and is_whole:
             self._kept[self._key_of(target)] = self._memory_of(target)
             place = self.of(target)
@@ -156,7 +170,9 @@ class Known:
         else:
             place.copy_(value)
 
-    def follow(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
+    def follow(
+        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
+    ) -> None:
         """Note what an operator did, where all that it read is known; else forget what it wrote to.
 
         Args:
@@ -169,7 +185,9 @@ class Known:
         results = [tensor for tensor in tensors_in(made) if self.is_here(tensor)]
         operands = self._keys_of((args, kwargs))
         if traits.is_view:
-            results = [result for result in results if self._key_of(result) not in operands]
+            results = [
+                result for result in results if self._key_of(result) not in operands
+            ]
         if traits.name == _FROM_HOST:
             self._keep_small(results)
         elif not self.may_follow(op, operands):
@@ -181,7 +199,11 @@ class Known:
 
     def _keys_of(self, values: Any) -> list[int]:
         """Return the storages of the tensors on the device of the dry run."""
-        return [self._key_of(tensor) for tensor in tensors_in(values) if self.is_here(tensor)]
+        return [
+            self._key_of(tensor)
+            for tensor in tensors_in(values)
+            if self.is_here(tensor)
+        ]
 
     def _keep_small(self, made: list[torch.Tensor]) -> None:
         """Keep the contents of small tensors whose memory has what the host put there."""
@@ -191,7 +213,11 @@ class Known:
                 self._kept[key] = self._memory_of(tensor)
 
     def _compute(
-        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[torch.Tensor]
+        self,
+        op: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        results: list[torch.Tensor],
     ) -> None:
         """Note what an operator computed of what is known; else forget its results and what it wrote to."""
         traits = _traits(op)
@@ -199,7 +225,11 @@ class Known:
         written: list[torch.Tensor] = []
         for name in traits.written:
             written += filter(self.is_here, tensors_in(given.get(name)))
-        if traits.computes and results and all(result.nbytes <= LARGEST for result in results):
+        if (
+            traits.computes
+            and results
+            and all(result.nbytes <= LARGEST for result in results)
+        ):
             if self._replay_on_cpu(op, args, kwargs, given, results, written):
                 return
             if self._short_circuit(traits, args, results):
@@ -273,7 +303,9 @@ class Known:
         A generator of text ends when the longest length is reached, whatever the unknown tokens say.
         """
         wanted = traits.absorbing
-        if wanted is None or (wanted and any(result.dtype != torch.bool for result in results)):
+        if wanted is None or (
+            wanted and any(result.dtype != torch.bool for result in results)
+        ):
             return False
         for operand in args:
             if isinstance(operand, torch.Tensor):
@@ -285,7 +317,10 @@ class Known:
         else:
             return False
         for result in results:
-            self.write(result, torch.full(result.shape, wanted, dtype=result.dtype, device="cpu"))
+            self.write(
+                result,
+                torch.full(result.shape, wanted, dtype=result.dtype, device="cpu"),
+            )
         return True
 
     def is_here(self, tensor: torch.Tensor) -> bool:
@@ -338,7 +373,9 @@ class _Kernel:
         if self._op is None:
             space, _, name = self._name.partition("::")
             name, _, overload = name.partition(".")
-            self._op = getattr(getattr(getattr(torch.ops, space), name), overload or "default")
+            self._op = getattr(
+                getattr(getattr(torch.ops, space), name), overload or "default"
+            )
         _show(False)
         try:
             made = NotImplemented
@@ -377,8 +414,14 @@ def get_ready() -> None:
         _ready.add(full_name)
         space, _, name = full_name.partition("::")
         if space not in _libraries:
-            _libraries[space] = torch._C._dispatch_library("IMPL", space, "", __file__, 1)
-        kernel = torch.library.fallthrough_kernel if full_name in _VIEWS else _Kernel(full_name)
+            _libraries[space] = torch._C._dispatch_library(
+                "IMPL", space, "", __file__, 1
+            )
+        kernel = (
+            torch.library.fallthrough_kernel
+            if full_name in _VIEWS
+            else _Kernel(full_name)
+        )
         _libraries[space].impl(name, _NAME, kernel, False)
 
 

@@ -17,7 +17,10 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -194,7 +197,9 @@ class Modules:
             kind: what it is.
             number: the number of the module that it belongs to, if that is known.
         """
-        with torch._C.DisableTorchFunction():  # under `Names` the device would say another name
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # under `Names` the device would say another name
             keys = [self._key_of(part) for part in with_storages(tensor)]
         for key in keys:
             if not key:

@@ -67,7 +67,9 @@ _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod
 _OF_ONE = {"trunc": int, "floor": math.floor, "ceil": math.ceil, "round": round, "neg": operator.neg,
            "pos": operator.pos, "abs": abs, "invert": operator.inv}  # fmt: skip
 _numpy: Any = sys.modules.get("numpy")  # which torch imports, where it is installed
-_NUMPYS: tuple[type, ...] = (_numpy.ndarray, _numpy.number, _numpy.bool_) if _numpy else ()
+_NUMPYS: tuple[type, ...] = (
+    (_numpy.ndarray, _numpy.number, _numpy.bool_) if _numpy else ()
+)
 _PLAIN = (int, float, complex, *_NUMPYS)
 _SIZED = frozenset({
     "unique", "nonzero", "flatnonzero", "argwhere", "bincount", "extract", "compress", "repeat", "intersect1d",
@@ -84,7 +86,9 @@ class Noted(Read):
 
     __slots__ = ("guesses", "hashed")
 
-    def __init__(self, number: Any, key: Key, may_be_known: bool, guesses: UnknownValues) -> None:
+    def __init__(
+        self, number: Any, key: Key, may_be_known: bool, guesses: UnknownValues
+    ) -> None:
         super().__init__(number, key, may_be_known)
         self.guesses = guesses
         self.hashed: int | None = None
@@ -103,7 +107,9 @@ class Noted(Read):
             return result
         may_be_known = self.may_be_known
         for other in others:
-            may_be_known = may_be_known or (isinstance(other, Noted) and other.may_be_known)
+            may_be_known = may_be_known or (
+                isinstance(other, Noted) and other.may_be_known
+            )
         return note(result, Read(result, self.key, may_be_known), self.guesses)
 
     def lose(self) -> Any:
@@ -115,7 +121,9 @@ class Noted(Read):
     def decide(self, outcome: bool) -> bool:
         """Return what is decided, which a run may turn over."""
         is_of_c = _operation().startswith("CALL")
-        return self.guesses.decide(self, bool(outcome), Kind.ORDER if is_of_c else Kind.TRUTH)
+        return self.guesses.decide(
+            self, bool(outcome), Kind.ORDER if is_of_c else Kind.TRUTH
+        )
 
     def _beside(self, other: Any) -> Any:
         """Return the plain number for an operation with another value, told where that could not note it."""
@@ -139,7 +147,10 @@ class Noted(Read):
             return function(self._beside(other), other)
         # Another noted number says that it is a plain one, so its attributes tell.
         other_hash = getattr(other, "hashed", None)
-        if function in {operator.eq, operator.ne} and None not in (self.hashed, other_hash):
+        if function in {operator.eq, operator.ne} and None not in (
+            self.hashed,
+            other_hash,
+        ):
             return function(self.hashed, other_hash)  # keys of one dict
         if getattr(other, "may_be_known", False):
             self.guesses.begin_again()
@@ -189,7 +200,11 @@ class Noted(Read):
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.number, name)
-        if not isinstance(self.number, _NUMPYS) or name.startswith("_") or name in _SIZED:
+        if (
+            not isinstance(self.number, _NUMPYS)
+            or name.startswith("_")
+            or name in _SIZED
+        ):
             self.lose()
             return found
         if callable(found):
@@ -207,19 +222,25 @@ class Noted(Read):
     def __array__(self, dtype: Any = None, **_: Any) -> Any:
         return _numpy.asarray(self.lose(), dtype)
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(
+        self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any
+    ) -> Any:
         if "out" in kwargs:
             self.lose()
         return self._called(getattr(ufunc, method), *inputs, **kwargs)
 
     def __array_function__(self, function: Any, _: Any, args: Any, kwargs: Any) -> Any:
-        is_sized = function.__name__ in _SIZED or (function.__name__ == "where" and len(args) == 1)
+        is_sized = function.__name__ in _SIZED or (
+            function.__name__ == "where" and len(args) == 1
+        )
         if is_sized:
             return _with_plain(_lose, function)(*args, **kwargs)
         return self._called(function, *args, **kwargs)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Give a torch function plain numbers: what is only computed with on a device decides nothing there."""
         met: list[Noted] = []
         args, kwargs = _plain((args, kwargs or {}), met)
@@ -277,11 +298,15 @@ for _name in _ARITHMETIC:
     _function = divmod if _name == "divmod" else getattr(operator, f"__{_name}__")
     setattr(Noted, f"__{_name}__", functools.partialmethod(Noted._combined, _function))
     setattr(
-        Noted, f"__r{_name}__", functools.partialmethod(Noted._combined, _function, is_right=True)
+        Noted,
+        f"__r{_name}__",
+        functools.partialmethod(Noted._combined, _function, is_right=True),
     )
 for _name in _COMPARISONS:
     setattr(
-        Noted, f"__{_name}__", functools.partialmethod(Noted._compared, getattr(operator, _name))
+        Noted,
+        f"__{_name}__",
+        functools.partialmethod(Noted._compared, getattr(operator, _name)),
     )
 for _name, _function in _OF_ONE.items():
     setattr(Noted, f"__{_name}__", functools.partialmethod(Noted._of_one, _function))
@@ -329,20 +354,30 @@ def install(guesses: UnknownValues) -> None:
         guesses: tells what is read.
     """
     setattr(builtins, "__dry_run_number__", _converting)  # noqa: B010
-    _replace(functools.partial(_reading, guesses), torch.Tensor, ("item", "tolist", "numpy"))
+    _replace(
+        functools.partial(_reading, guesses), torch.Tensor, ("item", "tolist", "numpy")
+    )
     carry = functools.partial(_with_plain, _carry)
     _replace(carry, builtins, ("min", "max"))
     _replace(carry, math, (*_MATH, *_TESTS))
     _replace(carry, statistics, _AVERAGES)
     _replace(carry, _numpy, _AVERAGES)
-    _replace(functools.partial(_with_plain, _carry_in_notebook), _numpy, ("array", "asarray"))
-    _replace(functools.partial(_with_plain, _as_made), json.JSONEncoder, ("encode", "iterencode"))
+    _replace(
+        functools.partial(_with_plain, _carry_in_notebook), _numpy, ("array", "asarray")
+    )
+    _replace(
+        functools.partial(_with_plain, _as_made),
+        json.JSONEncoder,
+        ("encode", "iterencode"),
+    )
     remember = functools.partial(_with_plain, _remember)
     _replace(remember, torch, ("tensor", "as_tensor", "from_numpy"))
 
 
 def _replace(
-    replacing: Callable[[Callable[..., Any]], Callable[..., Any]], owner: Any, names: Iterable[str]
+    replacing: Callable[[Callable[..., Any]], Callable[..., Any]],
+    owner: Any,
+    names: Iterable[str],
 ) -> None:
     """Put what a function returns of each in the place of those functions of an owner that there are."""
     for name in names:

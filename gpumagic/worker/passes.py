@@ -73,7 +73,8 @@ class Loop:
         if self.is_over:
             return False
         return any(
-            name == self.filename and self.first <= line <= self.last for name, line in lines
+            name == self.filename and self.first <= line <= self.last
+            for name, line in lines
         )
 
 
@@ -119,7 +120,11 @@ class Passes:
         finally:
             sys.setrecursionlimit(limit)
         code = compile(
-            tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True
+            tree,
+            filename,
+            "exec",
+            flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT,
+            dont_inherit=True,
         )
         assert isinstance(code, types.CodeType)
         return code
@@ -228,7 +233,9 @@ def _length(iterable: Any, iterator: object) -> int | None:
     if isinstance(iterable, zip):
         return _length_of_zip(iterable)
     for sized in (iterable, iterator):
-        with contextlib.suppress(Exception):  # a length that the user wrote may raise anything
+        with contextlib.suppress(
+            Exception
+        ):  # a length that the user wrote may raise anything
             hint = operator.length_hint(sized, -1)
             if hint >= 0:
                 return hint
@@ -278,7 +285,9 @@ class _Counting(ast.NodeTransformer):
             node.func = _call(_NUMBER, function, function)
         return node
 
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
+    def visit_FunctionDef(
+        self, node: ast.FunctionDef | ast.AsyncFunctionDef
+    ) -> ast.AST:
         outer = self._function
         self._function = node.name
         self.generic_visit(node)

@@ -149,11 +149,17 @@ def _devices_that_nobody_asks_for(count: int) -> Iterator[None]:
     answers: list[tuple[Any, str, object]] = [
         (torch._C, "_cuda_getDeviceCount", count),
         (torch.cuda, "_device_count_nvml", count),
-        (torch._C, "_show_config", ""),  # a text; to make it, torch asks for the devices
+        (
+            torch._C,
+            "_show_config",
+            "",
+        ),  # a text; to make it, torch asks for the devices
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, answer in answers if fakecuda.is_enabled() else ():
-            stack.enter_context(mock.patch.object(owner, name, lambda answer=answer: answer))
+            stack.enter_context(
+                mock.patch.object(owner, name, lambda answer=answer: answer)
+            )
         yield
 
 
@@ -185,7 +191,9 @@ def run_each(
         serve: runs one in its own process, and sends its reply.
         notebook: the connection to the notebook's process, to end with it; no cell may write into it.
     """
-    with contextlib.suppress(ChildProcessError):  # earlier runs, which took their time to go
+    with contextlib.suppress(
+        ChildProcessError
+    ):  # earlier runs, which took their time to go
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
     forks = _Forks(requests, serve, notebook)
@@ -248,7 +256,9 @@ class _Forks:
             elif time.monotonic() >= fork.until:
                 limit = fork.request.time_limit
                 sentence = f"the dry run took more than {limit:g} s and was stopped"
-                self.replies[number] = fork.end(Ended(reason=Ending.OUT_OF_TIME, sentence=sentence))
+                self.replies[number] = fork.end(
+                    Ended(reason=Ending.OUT_OF_TIME, sentence=sentence)
+                )
             else:
                 continue
             del self._running[number]
@@ -270,7 +280,9 @@ class _Forks:
         if self._notebook is not None:
             waited_for.append(self._notebook)
         ready: list[Any] = connection.wait(waited_for, seconds)
-        if self._notebook in ready:  # it has ended: nothing else comes while it waits for an answer
+        if (
+            self._notebook in ready
+        ):  # it has ended: nothing else comes while it waits for an answer
             for fork in forks:
                 fork.end(_WITHOUT_NOTEBOOK)
             os._exit(0)
@@ -354,7 +366,9 @@ class _Fork:
             return self.answers.recv_bytes(wire.LONGEST_REPLY)
         except EOFError:
             return None
-        except OSError:  # the cell wrote into others' descriptors, or its answer is too long
+        except (
+            OSError
+        ):  # the cell wrote into others' descriptors, or its answer is too long
             return b""
 
 
@@ -368,10 +382,14 @@ def _crashed(code: int) -> Ended:
     if code < 0:
         how = signal.Signals(-code).name
     crashed = f"the dry run crashed its process with {how}, as the cell might"
-    return Ended(reason=Ending.CRASHED, sentence=f"{crashed}: nothing is known of its memory")
+    return Ended(
+        reason=Ending.CRASHED, sentence=f"{crashed}: nothing is known of its memory"
+    )
 
 
-def _run_child(request: Request, serve: Serve, watcher: socket.socket, sending: int) -> NoReturn:
+def _run_child(
+    request: Request, serve: Serve, watcher: socket.socket, sending: int
+) -> NoReturn:
     """Be the process that runs a request.
 
     Args:

@@ -34,7 +34,9 @@ _ON_CPU = frozenset({"gloo", "mpi", "ucc"})
 """Backends whose ranks communicate by the host's memory and network."""
 
 
-def take_part(request: Request, send: Callable[[Ended], None], assume: Assume) -> Objects | None:
+def take_part(
+    request: Request, send: Callable[[Ended], None], assume: Assume
+) -> Objects | None:
     """Let this process be the rank that a request asks for, or none, for the rest of it.
 
     Args:
@@ -87,7 +89,9 @@ def _become(part: Rank) -> Objects:
     objects = Objects(rank, part.heard)
     store = Alone(world, objects, 0 if rank else world - 1)
 
-    def rendezvous(_: object, own: int = -1, number: int = -1, **__: object) -> Iterator[Any]:
+    def rendezvous(
+        _: object, own: int = -1, number: int = -1, **__: object
+    ) -> Iterator[Any]:
         yield store, (rank if own < 0 else own), (world if number < 0 else number)
 
     c10d.rendezvous = rendezvous
@@ -129,7 +133,9 @@ def _become_none() -> None:
     join = c10d.rendezvous
     store = dist.TCPStore
 
-    def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Any]:
+    def rendezvous(
+        url: str, rank: int = -1, world_size: int = -1, **kwargs: Any
+    ) -> Iterator[Any]:
         world = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "0"))
         _refuse_others(world)
         yield from join(url, rank, world_size, **kwargs)
@@ -175,7 +181,9 @@ def _take_launches(launch: Launch, *, has_accelerate: bool) -> None:
         has_accelerate: whether accelerate's function is among them.
     """
 
-    def spawn(fn: Any, args: Any = (), nprocs: int = 1, *_: object, **__: object) -> Any:
+    def spawn(
+        fn: Any, args: Any = (), nprocs: int = 1, *_: object, **__: object
+    ) -> Any:
         return launch(fn, (int(os.environ.get("RANK", "0")), *args), nprocs)
 
     def notebook_launcher(
@@ -234,7 +242,9 @@ def _save_no_shards(assume: Assume) -> None:
     module: Any = importlib.import_module("torch.distributed.checkpoint")
 
     def save(*_: object, **__: object) -> Future[None]:
-        assume("a checkpoint of shards is not written, and takes none of the device's memory")
+        assume(
+            "a checkpoint of shards is not written, and takes none of the device's memory"
+        )
         saved: Future[None] = Future()
         saved.set_result(None)
         return saved
@@ -280,7 +290,11 @@ def _vote_alone() -> None:
     module = importlib.import_module("torch.distributed.pipelining.stage")
     stage = module.PipelineStage
 
-    def vote(self: Any, has_backward: bool, received_acc: object = None) -> torch.Tensor:  # noqa: ARG001
+    def vote(
+        self: Any,
+        has_backward: bool,
+        received_acc: object = None,  # noqa: ARG001
+    ) -> torch.Tensor:
         needs_shapes = module.InferenceMode.needs_dynamic(self._user_meta, has_backward)
         self._vote = torch.tensor([0 if needs_shapes else 1])
         return self._vote

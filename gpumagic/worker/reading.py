@@ -146,7 +146,9 @@ class CudaReading(Reading):
         return mask.new_empty((self.selected(mask), mask.dim()), dtype=torch.int64)
 
     def _step(self, optimizer: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
-        self._assume("gradients are taken to be finite, so that a gradient scaler steps")
+        self._assume(
+            "gradients are taken to be finite, so that a gradient scaler steps"
+        )
         return optimizer.step(*args, **kwargs)
 
     def _unique(
@@ -242,7 +244,9 @@ class FakeReading(Reading):
         guesses: UnknownValues,
     ) -> None:
         def blank(tensor: torch.Tensor) -> torch.Tensor:
-            return torch.zeros(storages.nbytes_of(tensor), dtype=torch.uint8, device="cpu")
+            return torch.zeros(
+                storages.nbytes_of(tensor), dtype=torch.uint8, device="cpu"
+            )
 
         super().__init__(guesses, Known(device_type, key_of, blank, storages.nbytes_of))
         self._nbytes_of = storages.nbytes_of
@@ -270,7 +274,9 @@ class FakeReading(Reading):
         if value is not None:
             return value.nonzero().to(tensor.device)
         # CUDA's and the CPU's kernels both lay the positions out by dimension.
-        return tensor.new_empty((tensor.dim(), self.selected(tensor)), dtype=torch.int64).t()
+        return tensor.new_empty(
+            (tensor.dim(), self.selected(tensor)), dtype=torch.int64
+        ).t()
 
     def masked(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return what `masked_select` returns."""
@@ -278,7 +284,11 @@ class FakeReading(Reading):
             raise RuntimeError("masked_select: expected BoolTensor for mask")
         return tensor.new_empty(self.selected(torch.broadcast_tensors(mask, tensor)[0]))
 
-    def unique(self, tensor: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
+    def unique(
+        self, tensor: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, ...]:
         """Return what `unique` returns."""
         distinct = self.distinct(tensor.numel())
-        return _uniques(tensor, [distinct], distinct, tensor.shape, inverse=True, counts=True)
+        return _uniques(
+            tensor, [distinct], distinct, tensor.shape, inverse=True, counts=True
+        )

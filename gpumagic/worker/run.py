@@ -28,7 +28,14 @@ import torch
 
 from gpumagic.dryrun import parts
 from gpumagic.dryrun.effects import Effect
-from gpumagic.dryrun.wire import DeviceOutcome, Ended, Failure, Outcome, RankOutcome, Request
+from gpumagic.dryrun.wire import (
+    DeviceOutcome,
+    Ended,
+    Failure,
+    Outcome,
+    RankOutcome,
+    Request,
+)
 from gpumagic.memory import ledger
 from gpumagic.memory.ledger import Ledger
 from gpumagic.source import frames
@@ -82,7 +89,9 @@ class Run:
         """What the cell would do outside, each once."""
         self.lines = Lines(request.code.filename, request.code.sources)
         self.passes = Passes(request.code.filename, request.code.sources)
-        self.guesses = UnknownValues(request.scenario, self.assumed.setdefault, self.lines.reading)
+        self.guesses = UnknownValues(
+            request.scenario, self.assumed.setdefault, self.lines.reading
+        )
         self.shown = Shown()
         self.known: Known | None = None
         """What is known of the device's values, where they are followed."""
@@ -99,9 +108,13 @@ class Run:
         """Let nothing that this process does have an effect outside, before modules of the user's are imported."""
         # A closed-in process cannot look at the notebook's, whose memory this is.
         self._shared = os.open(self.request.notebook.shared, os.O_RDONLY)
-        self.box = sandbox.block(self.effects.setdefault, self.assumed.setdefault, self._watcher)
+        self.box = sandbox.block(
+            self.effects.setdefault, self.assumed.setdefault, self._watcher
+        )
 
-    def unpack(self, coming: Callable[[parts.StoragePart], AbstractContextManager[object]]) -> None:
+    def unpack(
+        self, coming: Callable[[parts.StoragePart], AbstractContextManager[object]]
+    ) -> None:
         """Put what the notebook sent into the scopes it is of, of which the first is the cell's.
 
         Args:
@@ -110,7 +123,9 @@ class Run:
         parts.unpack_with(coming, self.passes.find_code)
         main: Any = types.ModuleType("__main__")
         main.__builtins__ = builtins
-        sys.modules["__main__"] = main  # where pickle looks for what the notebook defines
+        sys.modules["__main__"] = (
+            main  # where pickle looks for what the notebook defines
+        )
         notebook = self.request.notebook
         others = [{"__builtins__": builtins} for _ in range(1, notebook.scopes)]
         scopes: list[dict[str, Any]] = [vars(main), *others]
@@ -124,7 +139,9 @@ class Run:
             scopes[scope][name] = value
         self.namespace = scopes[0]
 
-    def execute(self, note: Callable[..., None], key_of: Callable[[torch.Tensor], int]) -> None:
+    def execute(
+        self, note: Callable[..., None], key_of: Callable[[torch.Tensor], int]
+    ) -> None:
         """Run the cell and send the outcome; the arguments are those of `Modules`."""
         is_usual = not self.request.scenario.overrides
         self.host = host.Host(self.guesses, self.shown, self.known, draws=is_usual)
@@ -138,7 +155,9 @@ class Run:
             self.modules.watch(self.namespace)
         self._until = time.monotonic() + self.request.time_limit
         signal.signal(signal.SIGALRM, self._on_alarm)
-        signal.siginterrupt(signal.SIGALRM, False)  # C code that waits for something goes on
+        signal.siginterrupt(
+            signal.SIGALRM, False
+        )  # C code that waits for something goes on
         signal.setitimer(signal.ITIMER_REAL, _TICK, _TICK)
         self.begin()
         try:
@@ -181,7 +200,9 @@ class Run:
         failure = self.failure(error)
         undone = [effect.text for effect in self.effects]
         if not self.box.has_files and "Permission denied" in failure.text:
-            undone.append("writes a file")  # it was C code that was refused, which tells nobody
+            undone.append(
+                "writes a file"
+            )  # it was C code that was refused, which tells nobody
         running = lines_of(traceback.extract_tb(error.__traceback__))
         return self.outcome(replace(failure, undone=tuple(undone)), running)
 
@@ -253,7 +274,9 @@ class Run:
                 replace(
                     device,
                     peak_at=account.peak.allocation(),
-                    refused=None if account.failure is None else account.failure.allocation(),
+                    refused=None
+                    if account.failure is None
+                    else account.failure.allocation(),
                     breakdown=dict(breakdown),
                     modules={} if self.is_brief else _largest_first(modules),
                 )
@@ -301,7 +324,11 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the names of one of the notebook's scopes, by its number, or of a module."""
-        return self._scopes[pid] if isinstance(pid, int) else vars(importlib.import_module(pid))
+        return (
+            self._scopes[pid]
+            if isinstance(pid, int)
+            else vars(importlib.import_module(pid))
+        )
 
 
 def lines_of(stack: traceback.StackSummary) -> list[File]:
@@ -311,11 +338,15 @@ def lines_of(stack: traceback.StackSummary) -> list[File]:
 
 # ---- How a cell failed
 
-_DENIED = re.compile("Operation not permitted|Permission denied|Connection refused|not supported")
+_DENIED = re.compile(
+    "Operation not permitted|Permission denied|Connection refused|not supported"
+)
 """How the system words what the kernel refuses; libraries written in C pass on the words alone."""
 _WITHOUT_SHAPE = re.compile(r"(\S+): attempted to run this operator with Meta tensors")
 """torch's words for an operator that is not answered by shape."""
-_SPARSE = re.compile(r"Could not run '\S+' with arguments from the 'Sparse(Csr)?dryrun' backend")
+_SPARSE = re.compile(
+    r"Could not run '\S+' with arguments from the 'Sparse(Csr)?dryrun' backend"
+)
 _BEYOND_LIST = "index out of range"
 """The end of what Python says of a list, a tuple or a text."""
 _OF_NOTED = re.compile("Noted|INTERNAL ASSERT")
@@ -335,7 +366,9 @@ def failure_of(error: BaseException, filename: str, line: int | None = None) -> 
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename == filename:
             line = frame.lineno
-    related = list(frames.related_exceptions(error))  # libraries wrap what they are refused
+    related = list(
+        frames.related_exceptions(error)
+    )  # libraries wrap what they are refused
     refusals = [other for other in related if isinstance(other, parts.CannotDryRun)]
     shown = refusals[0] if refusals else error
     lines = str(shown).strip().splitlines()
@@ -349,7 +382,8 @@ def failure_of(error: BaseException, filename: str, line: int | None = None) -> 
         is_denied=any(_DENIED.search(str(other)) for other in related),
         exceeds_host=isinstance(error, MemoryError) or _NO_HOST_MEMORY in message,
         is_beyond_list=message.endswith(_BEYOND_LIST),
-        may_be_of_noted=isinstance(error, TypeError) or _OF_NOTED.search(message) is not None,
+        may_be_of_noted=isinstance(error, TypeError)
+        or _OF_NOTED.search(message) is not None,
     )
 
 

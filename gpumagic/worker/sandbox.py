@@ -58,7 +58,9 @@ def arrange(module: DeviceModule, assume: Callable[[str], object]) -> None:
     torch.Tensor.pin_memory = lambda tensor, *_: tensor
     load = torch.load
 
-    def through_the_host(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def through_the_host(
+        f: Any, map_location: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Load by way of the CPU: torch would fill the device's storages from the file itself."""
         if callable(map_location):
             return load(f, map_location, *args, **kwargs)
@@ -66,7 +68,9 @@ def arrange(module: DeviceModule, assume: Callable[[str], object]) -> None:
         loaded = load(f, loading.on_host, *args, **kwargs)
         loaded = tree_map(loading.moved, loaded)
         if loading.waiting:
-            raise CannotDryRun("it loads an object whose tensors a dry run does not find")
+            raise CannotDryRun(
+                "it loads an object whose tensors a dry run does not find"
+            )
         return loaded
 
     torch.load = through_the_host
@@ -284,7 +288,9 @@ def block(note: Note, assume: Callable[[str], object], watcher: socket.socket) -
     """
     entered = box.enter()
     for missing in entered.missing:
-        assume(f"the cell has no effects by {missing}, which this system does not keep in")
+        assume(
+            f"the cell has no effects by {missing}, which this system does not keep in"
+        )
     if entered.listener is not None:
         socket.send_fds(watcher, [b"."], [entered.listener])
         os.close(entered.listener)

@@ -47,7 +47,9 @@ def additions(facts: Facts) -> Iterator[Addition]:
                 continue
             target = text.code(added.owner)
             values = _values_on_device(facts, text, target, node, added)
-            is_known = target in facts.frames.collections or target in facts.frames.tensors
+            is_known = (
+                target in facts.frames.collections or target in facts.frames.tensors
+            )
             if values and (is_known or isinstance(added.owner, ast.Name)):
                 yield Addition(text, target, values)
 
@@ -85,7 +87,9 @@ def _added(node: ast.AST) -> _Added | None:
             return _Added(target, [element])
         case ast.Assign(targets=[target, *_], value=value):
             return _lengthened(target, value)
-        case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Attribute(owner, "setdefault")))):
+        case ast.Call(
+            func=ast.Attribute(value=ast.Call(func=ast.Attribute(owner, "setdefault")))
+        ):
             return _Added(owner, node.args)
         case ast.Call(func=ast.Attribute(value=owner)):
             return _Added(owner, node.args)

@@ -44,7 +44,9 @@ def smaller(facts: Facts) -> Iterator[Choice]:
     if not facts.notebook.batch_sizes or not facts.may_take_less:
         return
     batch = facts.notebook.batch_sizes[0]
-    is_in_pass = facts.frames.stage in (Stage.FORWARD, Stage.BACKWARD) or facts.frames.trains
+    is_in_pass = (
+        facts.frames.stage in (Stage.FORWARD, Stage.BACKWARD) or facts.frames.trains
+    )
     if not is_in_pass and not _goes_with(facts, batch):
         return
 
@@ -81,7 +83,9 @@ def _goes_with(facts: Facts, batch: BatchSize) -> bool:
     """Return whether the line that failed, or its loop, names a batch size or something that is so long."""
     names: set[str] = set()
     for text, statement in failed(facts):
-        names = names_in(statement.iter if isinstance(statement, ast.For) else statement)
+        names = names_in(
+            statement.iter if isinstance(statement, ast.For) else statement
+        )
         loop = loop_around(text, statement.lineno)
         if isinstance(loop, ast.For):
             names |= names_in(loop.iter)
@@ -166,7 +170,9 @@ def _rows_in_calls(text: CellText) -> list[_RowsLiteral]:
     """Return the number of rows in each call that makes a tensor: its first number, or the first of its shape."""
     rows: list[_RowsLiteral] = []
     for _, call in calls([text], *_MADE_UP, "randint"):
-        shapes = [part.elts for part in call.args if isinstance(part, ast.Tuple | ast.List)]
+        shapes = [
+            part.elts for part in call.args if isinstance(part, ast.Tuple | ast.List)
+        ]
         if shapes:
             sizes = shapes[0]
         elif called_name(call) != "randint":
@@ -235,7 +241,9 @@ def _separated(region: Region) -> tuple[list[ast.stmt], list[ast.stmt]]:
     computing: list[ast.stmt] = []
     clearing: list[ast.stmt] = []
     for outer in region.through_backward:
-        for statement in outer.body if isinstance(outer, ast.With | ast.For) else [outer]:
+        for statement in (
+            outer.body if isinstance(outer, ast.With | ast.For) else [outer]
+        ):
             call = statement.value if isinstance(statement, ast.Expr) else None
             if call is not None and called_name(call) == "zero_grad":
                 clearing.append(statement)
@@ -244,7 +252,9 @@ def _separated(region: Region) -> tuple[list[ast.stmt], list[ast.stmt]]:
     return computing, clearing
 
 
-def _can_be_repeated(region: Region, computing: Sequence[ast.stmt], names: Sequence[str]) -> bool:
+def _can_be_repeated(
+    region: Region, computing: Sequence[ast.stmt], names: Sequence[str]
+) -> bool:
     """Return whether statements of a region compute the same, run once for each part of the data of these names."""
     made: set[str] = set()
     for statement in computing:
@@ -254,7 +264,9 @@ def _can_be_repeated(region: Region, computing: Sequence[ast.stmt], names: Seque
             return False
         made |= bound_in(statement)
     read = {use.id for use in read_tensors(region)}
-    return not made & read - set(names)  # else a hidden state, from which the next part would go on
+    return not made & read - set(
+        names
+    )  # else a hidden state, from which the next part would go on
 
 
 def _has_batch_norm(facts: Facts) -> bool:
@@ -264,7 +276,10 @@ def _has_batch_norm(facts: Facts) -> bool:
 
 def _takes_some_rows(node: ast.AST, names: Sequence[str]) -> bool:
     """Return whether code takes some of the rows of a tensor."""
-    if not isinstance(node, ast.Subscript) or getattr(node.value, "id", "") not in names:
+    if (
+        not isinstance(node, ast.Subscript)
+        or getattr(node.value, "id", "") not in names
+    ):
         return False
     first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
     return ast.unparse(first) not in (":", "...")
@@ -289,21 +304,29 @@ def _divisible(facts: Facts, region: Region) -> list[str]:
                     return []  # the edges of a graph
     if not calls_a_model:
         return []
-    data = [name for name, fact in read.items() if fact.shape and fact.shape[0] == length]
+    data = [
+        name for name, fact in read.items() if fact.shape and fact.shape[0] == length
+    ]
     if any(read[name].requires_grad or read[name].has_graph for name in data):
         return []
     return data
 
 
 def _in_parts(
-    facts: Facts, region: Region, names: list[str], parts: int, clearing: Sequence[ast.stmt]
+    facts: Facts,
+    region: Region,
+    names: list[str],
+    parts: int,
+    clearing: Sequence[ast.stmt],
 ) -> list[Change]:
     """Return the changes that put the region into a loop over parts of these names, after what clears gradients."""
     text = region.text
     targets = ", ".join(f"{name}_part" for name in names)
     chunks = ", ".join(f"{name}.chunk({parts})" for name in names)
     source = f"zip({chunks})" if len(names) > 1 else chunks
-    wrapped = text.wrap(region.through_backward, f"for {targets} in {source}:", removed=clearing)
+    wrapped = text.wrap(
+        region.through_backward, f"for {targets} in {source}:", removed=clearing
+    )
     if not wrapped or not all(map(text.stands_alone, clearing)):
         return []
     assert region.backward is not None
@@ -322,7 +345,8 @@ def _in_parts(
 
 
 _DEPTH = re.compile(
-    r"^((n|num|number)_?(of_)?((hidden|encoder|decoder)_)?(layers?|blocks)|depth)$", re.IGNORECASE
+    r"^((n|num|number)_?(of_)?((hidden|encoder|decoder)_)?(layers?|blocks)|depth)$",
+    re.IGNORECASE,
 )
 LEAST_LENGTH = 16
 """Smaller numbers are seldom how many there are of something."""
@@ -335,7 +359,11 @@ def numbers(facts: Facts) -> Iterator[Choice]:
         yield fewer_layers
         return
     text = facts.frames.text
-    if facts.event.memory is not Memory.DEVICE or facts.notebook.trainer or text is None:
+    if (
+        facts.event.memory is not Memory.DEVICE
+        or facts.notebook.trainer
+        or text is None
+    ):
         return
     lengths = _lengths(facts)
     named = dict(ints_named(text.tree))
@@ -344,7 +372,9 @@ def numbers(facts: Facts) -> Iterator[Choice]:
         if now < LEAST_LENGTH or now not in lengths or is_batch_name(name):
             continue
         # The same number without a name is most likely a bound of what is looked up there
-        bounds = [node for node in _same_number(text, now) if node not in named.values()]
+        bounds = [
+            node for node in _same_number(text, now) if node not in named.values()
+        ]
         yield numbered(
             name,
             now,
@@ -380,7 +410,9 @@ def _fewer_layers(facts: Facts) -> Choice | None:
 
 def _lengths(facts: Facts) -> set[int]:
     """Return the lengths of the tensors at work, and the numbers of what was about to be made."""
-    lengths = {number for number in facts.frames.numbers.values() if type(number) is int}
+    lengths = {
+        number for number in facts.frames.numbers.values() if type(number) is int
+    }
     for fact in (*facts.frames.tensors.values(), *facts.frames.operands.values()):
         lengths.update(fact.shape)
     return lengths
@@ -388,7 +420,11 @@ def _lengths(facts: Facts) -> set[int]:
 
 def _same_number(text: CellText, number: int) -> Iterator[ast.Constant]:
     for node in text.nodes():
-        if isinstance(node, ast.Constant) and type(node.value) is int and node.value == number:
+        if (
+            isinstance(node, ast.Constant)
+            and type(node.value) is int
+            and node.value == number
+        ):
             yield node
 
 
@@ -416,7 +452,11 @@ def _mapped_rows(facts: Facts, text: CellText, call: ast.Call, vmap: ast.Call) -
     """Return over how many rows a call of what `vmap` returned maps; 0 where that is not known."""
     arguments = list(call.args)
     in_dims = keyword(vmap, "in_dims")
-    if in_dims is not None and isinstance(in_dims.value, ast.Tuple) and in_dims.value.elts:
+    if (
+        in_dims is not None
+        and isinstance(in_dims.value, ast.Tuple)
+        and in_dims.value.elts
+    ):
         pairs = zip(call.args, in_dims.value.elts, strict=False)
         arguments = [argument for argument, dim in pairs if text.code(dim) == "0"]
     for argument in arguments:
@@ -443,5 +483,6 @@ def _in_chunks(facts: Facts, text: CellText, vmap: ast.Call, rows: int) -> Choic
         lambda number: f"Map over {count(number, 'row')} at a time",
         edit,
         evidence=f"vmap has all {count(rows, 'row')} in memory at once",
-        cost="a little time" + ("; its results have no autograd graph" if without_graph else ""),
+        cost="a little time"
+        + ("; its results have no autograd graph" if without_graph else ""),
     )

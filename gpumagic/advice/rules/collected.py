@@ -64,7 +64,9 @@ def graphs(facts: Facts) -> Iterator[Advice]:
             text=text,
             evidence=evidence,
             cost=cost,
-            changes=[text.replace(value, bracketed(text, value) + method) for value in values],
+            changes=[
+                text.replace(value, bracketed(text, value) + method) for value in values
+            ],
         )
 
 
@@ -186,7 +188,9 @@ def _on_the_host(
     to_host = ".detach().cpu()" if collection.graphs else ".cpu()"
     if collection.graphs and joined:
         return
-    changes = [text.replace(value, bracketed(text, value) + to_host) for value in values]
+    changes = [
+        text.replace(value, bracketed(text, value) + to_host) for value in values
+    ]
     changes += [text.append(call, f'.to("{facts.event.device}")') for call in joined]
     first = None
     if (
@@ -239,7 +243,9 @@ _ON_HOST = {
 def _moved(place: str, collection: Collection) -> str:
     """Return the code that moves what a collection holds already to the host."""
     members = f"{place}.items()" if collection.is_dict else f"enumerate({place})"
-    return f"for key, each in {members}:\n    {place}[key] = {_ON_HOST[collection.member]}"
+    return (
+        f"for key, each in {members}:\n    {place}[key] = {_ON_HOST[collection.member]}"
+    )
 
 
 _JOINING = ("stack", "cat", "concat")
@@ -344,7 +350,9 @@ def _is_copied_to_device(text: CellText, target: ast.expr, call: ast.expr) -> bo
     return text.code(call).startswith((f"{name}.to(", f"{name}.cuda("))
 
 
-def _copied_in_parts(facts: Facts, text: CellText, name: str, call: ast.expr) -> list[Change]:
+def _copied_in_parts(
+    facts: Facts, text: CellText, name: str, call: ast.expr
+) -> list[Change]:
     """Return the changes that leave data on the host and copy the parts that loops take; none where none does."""
     data = facts.frames.tensors.get(name)
     if data is None or data.nbytes < LARGE:

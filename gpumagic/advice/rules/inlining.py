@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from gpumagic.advice.records import NoCost
 from gpumagic.advice.rules.regions import in_a_row
 from gpumagic.source import text as texts
-from gpumagic.source.text import CellText, Change, apply_changes, called_name, keyword, names_in
+from gpumagic.source.text import (
+    CellText,
+    Change,
+    apply_changes,
+    called_name,
+    keyword,
+    names_in,
+)
 
 MOST_STATEMENTS = 4
 _MODULES = {"torch", "F", "nn"}
@@ -56,7 +63,9 @@ def inlined(text: CellText, statement: ast.stmt) -> Iterator[Inlined]:
     block = in_a_row(text.block_of(_with_around(text, statement) or statement))
     first = block.index(statement) if statement in block else 0
     for number, last in enumerate(block[first : first + MOST_STATEMENTS], first):
-        value = last.value if isinstance(last, ast.Assign | ast.Return | ast.Expr) else None
+        value = (
+            last.value if isinstance(last, ast.Assign | ast.Return | ast.Expr) else None
+        )
         if value is None:
             continue
         before = block[max(0, number - MOST_STATEMENTS) : number]

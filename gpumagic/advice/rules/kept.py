@@ -58,7 +58,9 @@ def _names_of(claims: Iterable[Ownership]) -> set[str]:
 
 
 def _unused(claims: Iterable[Ownership], names: Sequence[str]) -> str:
-    listed = "; ".join(f"{', '.join(sorted(claim.names))} {size(claim.nbytes)}" for claim in claims)
+    listed = "; ".join(
+        f"{', '.join(sorted(claim.names))} {size(claim.nbytes)}" for claim in claims
+    )
     return f"{listed}; neither this cell nor what it calls uses {_them(names)}"
 
 
@@ -161,7 +163,9 @@ def _names_read_no_more(facts: Facts) -> set[str]:
             elif node.lineno > (statement.end_lineno or 0):
                 names_after.add(node.id)
     collections = frames.collections
-    large_collections = {name for name in collections if collections[name].nbytes >= LARGE}
+    large_collections = {
+        name for name in collections if collections[name].nbytes >= LARGE
+    }
     large = facts.large_tensors | large_collections
     return (names_before & frames.cell.bound_first & large) - names_after
 
@@ -169,7 +173,9 @@ def _names_read_no_more(facts: Facts) -> set[str]:
 QUERY_KEY_VALUE = 3
 
 
-def _attends_with_a_model(facts: Facts, _: CellText, call: ast.Call, given: str) -> bool:
+def _attends_with_a_model(
+    facts: Facts, _: CellText, call: ast.Call, given: str
+) -> bool:
     """Return whether a call gives a model of the notebook query, key and value, and no word on the weights."""
     if given or len(call.args) != QUERY_KEY_VALUE:
         return False
@@ -188,9 +194,7 @@ attention_weights = Remedy(
 )
 
 
-WITHOUT_GRAPH = (
-    "with torch.no_grad():"  # what `inference_mode` makes, a later cell could not write to
-)
+WITHOUT_GRAPH = "with torch.no_grad():"  # what `inference_mode` makes, a later cell could not write to
 
 
 def earlier_graphs(facts: Facts) -> Iterator[Advice]:
@@ -218,13 +222,17 @@ def graph_in_eval_mode(facts: Facts) -> Iterator[Advice]:
     """Evaluate without recording a graph, where a model is in eval mode."""
     evaluated = [model for model in facts.notebook.models if not model.training]
     if evaluated:
-        yield from _evaluate_without_graph(facts, f"{evaluated[0].name} is in eval mode")
+        yield from _evaluate_without_graph(
+            facts, f"{evaluated[0].name} is in eval mode"
+        )
 
 
 def graph_without_training(facts: Facts) -> Iterator[Advice]:
     """Run models without recording a graph, where no cell is known to train them."""
     updated = _updated_models(facts)
-    if all(model.training and model.name not in updated for model in facts.notebook.models):
+    if all(
+        model.training and model.name not in updated for model in facts.notebook.models
+    ):
         yield from _evaluate_without_graph(facts, "nothing here updates a model")
 
 
@@ -278,7 +286,9 @@ def _under_no_grad(facts: Facts) -> Sequence[Change]:
     if isinstance(failing, ast.FunctionDef | ast.AsyncFunctionDef):
         return text.insert(failing, "@torch.no_grad()")
     graphs = set(facts.frames.graph_names)
-    first = next((statement for statement in block if _assigns(statement, graphs)), failing)
+    first = next(
+        (statement for statement in block if _assigns(statement, graphs)), failing
+    )
     return text.wrap(block[block.index(first) :], WITHOUT_GRAPH)
 
 
@@ -317,16 +327,22 @@ def _differentiated(text: CellText, call: ast.Call) -> str:
     return text.code(call.func).removesuffix(".backward")
 
 
-def _keeps_a_graph_for_nothing(facts: Facts, text: CellText, call: ast.Call, given: str) -> bool:
+def _keeps_a_graph_for_nothing(
+    facts: Facts, text: CellText, call: ast.Call, given: str
+) -> bool:
     """Return whether a call of `backward` retains a graph though no other call follows it."""
     is_only_call = text.source.count("backward(") == 1
     return (
-        given == "True" and is_only_call and _differentiated(text, call) in facts.frames.graph_names
+        given == "True"
+        and is_only_call
+        and _differentiated(text, call) in facts.frames.graph_names
     )
 
 
 retained_graph = Remedy(
-    lambda _, text, call, *__: f"Let {_differentiated(text, call)}.backward free its graph",
+    lambda _, text, call, *__: (
+        f"Let {_differentiated(text, call)}.backward free its graph"
+    ),
     lambda facts: facts.frames.graph_names,
     lambda _, text, call, *__: (
         f"retain_graph=True kept the graph of {_differentiated(text, call)} while the next was made"

@@ -65,7 +65,9 @@ def _two_operands(facts: Facts, text: CellText, node: ast.AST) -> tuple[_Operand
     return ()
 
 
-def _as_outer_product(facts: Facts, column: _Operand, row: _Operand) -> OuterProduct | None:
+def _as_outer_product(
+    facts: Facts, column: _Operand, row: _Operand
+) -> OuterProduct | None:
     """Return the outer product of a column and a row, if they are that and the request is of its size."""
     if row.fact is None or len(row.fact.shape) != 1:
         return None
@@ -76,7 +78,9 @@ def _as_outer_product(facts: Facts, column: _Operand, row: _Operand) -> OuterPro
     if column.fact is not None:
         is_column = column.fact.shape == (length, 1)
     else:
-        is_column = isinstance(column.node, ast.Call)  # of any shape: the request proves it
+        is_column = isinstance(
+            column.node, ast.Call
+        )  # of any shape: the request proves it
     return OuterProduct(column.node, row.node, length, nbytes) if is_column else None
 
 
@@ -89,7 +93,11 @@ def squeeze(facts: Facts) -> Iterator[Advice]:
         yield propose(
             f"Give {text.code(found.column)} the shape of {text.code(found.row)}",
             text=text,
-            changes=[text.replace(found.column, f"{bracketed(text, found.column)}.squeeze(-1)")],
+            changes=[
+                text.replace(
+                    found.column, f"{bracketed(text, found.column)}.squeeze(-1)"
+                )
+            ],
             evidence=f"{shape((n, 1))} with {shape((n,))} makes {shape((n, n))}, {size(found.nbytes)}",
             cost=NoCost(because="the result was not what was meant"),
         )
@@ -137,7 +145,9 @@ def is_fragmented(facts: Facts) -> bool:
         return not facts.need.missing
     if collected.growing(facts) and facts.transient > event.unallocated:
         return False
-    return event.unallocated >= max(event.requested, (event.capacity or 0) // GAPS_SHARE)
+    return event.unallocated >= max(
+        event.requested, (event.capacity or 0) // GAPS_SHARE
+    )
 
 
 expandable_segments = Remedy(
@@ -164,8 +174,12 @@ def compact(facts: Facts) -> Iterator[Advice]:
         return
     if any(optimizer.state_nbytes for optimizer in facts.notebook.optimizers):
         return
-    stuck = after.reserved - after.allocated  # by names: the cache has been emptied since
-    moved = [known for known in facts.notebook.variables_on_device if known.kind in _MOVED]
+    stuck = (
+        after.reserved - after.allocated
+    )  # by names: the cache has been emptied since
+    moved = [
+        known for known in facts.notebook.variables_on_device if known.kind in _MOVED
+    ]
     lines = [_move(known, "cpu()") for known in moved]
     lines.append(f"torch.{backend(facts)}.empty_cache()")
     lines += [_move(known, f'to("{facts.event.device}")') for known in moved]
@@ -195,7 +209,9 @@ _IN_WORKERS = (Kind.DATALOADER_KILLED, Kind.DATALOADER_BUS_ERROR, Kind.SHARED_ME
 
 def workers(facts: Facts) -> Iterator[Advice]:
     """Load batches in the kernel's own process, where workers ran out."""
-    is_loading = facts.event.kind is Kind.PYTHON and "_process_data" in facts.frames.functions
+    is_loading = (
+        facts.event.kind is Kind.PYTHON and "_process_data" in facts.frames.functions
+    )
     if facts.event.kind not in _IN_WORKERS and not is_loading:
         return
     where = " in /dev/shm" if facts.event.memory is Memory.SHARED else ""
@@ -219,7 +235,9 @@ def _map_location_evidence(*known: object) -> str:
 
 on_the_host = Remedy(
     "Load the checkpoint into the host's memory",
-    lambda facts: facts.frames.stage is Stage.LOAD and facts.event.memory is Memory.DEVICE,
+    lambda facts: (
+        facts.frames.stage is Stage.LOAD and facts.event.memory is Memory.DEVICE
+    ),
     _map_location_evidence,
     "its tensors are on the CPU until they are copied or moved",
     argument='map_location="cpu"',
@@ -259,7 +277,9 @@ def other_device(facts: Facts) -> Iterator[Advice]:
         cost = f"{_names(moved)} {'are' if len(moved) > 1 else 'is'} on {device} then"
     if "edit" in edit:
         cost += "; what it makes without a device is made there"
-    yield propose(title, evidence=f"{device} has {size(free[device])} free", cost=cost, **edit)
+    yield propose(
+        title, evidence=f"{device} has {size(free[device])} free", cost=cost, **edit
+    )
 
 
 def on_the_cpu(facts: Facts) -> Iterator[Advice]:
@@ -276,7 +296,9 @@ def on_the_cpu(facts: Facts) -> Iterator[Advice]:
         cost = "slower, and its results are on the CPU"
         if moved:
             cost += f", with {_names(moved)}"
-        yield propose(ON_THE_CPU, **edit, evidence="its memory is the host's", cost=cost)
+        yield propose(
+            ON_THE_CPU, **edit, evidence="its memory is the host's", cost=cost
+        )
 
 
 def larger(facts: Facts) -> Iterator[Advice]:
@@ -354,13 +376,17 @@ def _sharded(facts: Facts, devices: int) -> Edit:
         moved = move.func.value
         target = statement.targets[0] if isinstance(statement, ast.Assign) else moved
         model = text.code(target)
-        fails = facts.frames.stage is Stage.MOVE and statement is text.statement_at(text.line)
+        fails = facts.frames.stage is Stage.MOVE and statement is text.statement_at(
+            text.line
+        )
         if move.func.attr not in ("cuda", "to") or not (fails or model in blocks):
             continue
         layers = blocks.get(model) or _LAYERS.format(model=model)
         start = Change(text.tree.body[0].lineno, 0, "", _AS_A_RANK, text.cell)
         stays = text.replace(move, text.code(moved))
-        after = text.insert_after(statement, _SHARDED.format(layers=layers, model=model))
+        after = text.insert_after(
+            statement, _SHARDED.format(layers=layers, model=model)
+        )
         return {"text": text, "changes": (start, stays, *after), "ranks": devices}
     return {}
 
@@ -375,7 +401,11 @@ def _redirected(facts: Facts, device: str, moved: Sequence[Holder]) -> Edit:
     changes = list(_renamed(facts, text, device)) if text is not None else []
     if not changes and not names and device != "cpu":
         magic = f"%%ondevice {device}"
-        return {"first": first, "changes": [Change(1, 0, "", f"{magic}\n")], "edit": magic}
+        return {
+            "first": first,
+            "changes": [Change(1, 0, "", f"{magic}\n")],
+            "edit": magic,
+        }
     return {"first": first, "text": text, "changes": changes}
 
 
@@ -386,8 +416,16 @@ def _renamed(facts: Facts, text: CellText, device: str) -> Iterator[Change]:
     if failed_device.endswith(":0"):
         own.add(backend(facts))
     for node in text.nodes():
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in own:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value in own
+        ):
             yield text.replace(node, f'"{device}"')
-        elif isinstance(node, ast.Call) and called_name(node) == backend(facts) and not node.args:
+        elif (
+            isinstance(node, ast.Call)
+            and called_name(node) == backend(facts)
+            and not node.args
+        ):
             owner = text.code(node.func).rpartition(".")[0]  # of x.cuda()
             yield text.replace(node, f'{owner}.to("{device}")')

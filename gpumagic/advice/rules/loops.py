@@ -11,14 +11,32 @@ from gpumagic.advice.facts import Facts, Memory, Model, Trainer
 from gpumagic.advice.records import Advice
 from gpumagic.advice.rules import loss
 from gpumagic.advice.rules.loss import assigned_names
-from gpumagic.advice.rules.proposal import Choice, Edit, numbered, passes, propose, with_keywords
+from gpumagic.advice.rules.proposal import (
+    Choice,
+    Edit,
+    numbered,
+    passes,
+    propose,
+    with_keywords,
+)
 from gpumagic.advice.rules.regions import bracketed, loop_around
 from gpumagic.source.cell_code import BatchSize
-from gpumagic.source.text import CellText, Change, apply_changes, called_name, keyword, names_in
+from gpumagic.source.text import (
+    CellText,
+    Change,
+    apply_changes,
+    called_name,
+    keyword,
+    names_in,
+)
 
 ARGUMENTS = {
     ("recompute", "transformers"): ("gradient_checkpointing", "True", ()),
-    ("bfloat16", "transformers"): ("bf16", "True", ("fp16", "bf16_full_eval", "fp16_full_eval")),
+    ("bfloat16", "transformers"): (
+        "bf16",
+        "True",
+        ("fp16", "bf16_full_eval", "fp16_full_eval"),
+    ),
     ("bfloat16", "lightning"): ("precision", '"bf16-mixed"', ()),
     ("adafactor", "transformers"): ("optim", '"adafactor"', ()),
 }
@@ -184,7 +202,11 @@ def accumulating(facts: Facts, found: BatchSize, steps: int) -> Edit:
 
 
 def _grouped(
-    text: CellText, loop: ast.For, once: Mapping[str, ast.Expr], counter: str, steps: int
+    text: CellText,
+    loop: ast.For,
+    once: Mapping[str, ast.Expr],
+    counter: str,
+    steps: int,
 ) -> list[Change]:
     """Return the changes that leave a loop's step and its clearing of gradients to one of so many passes."""
     step = once["step"]
@@ -220,10 +242,18 @@ def _counted(
     if names_in(loop.iter) & ({found.name} | _loaders(facts, text)):
         return _enumerated(text, loop)
     call = loop.iter
-    if not isinstance(call, ast.Call) or called_name(call) != "range" or len(call.args) != 1:
+    if (
+        not isinstance(call, ast.Call)
+        or called_name(call) != "range"
+        or len(call.args) != 1
+    ):
         return None
     target = getattr(loop.target, "id", None)
-    uses = [node for node in ast.walk(loop) if isinstance(node, ast.Name) and node.id == target]
+    uses = [
+        node
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Name) and node.id == target
+    ]
     if len(uses) != 1:
         return None
     last = call.args[0]

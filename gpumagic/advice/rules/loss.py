@@ -14,7 +14,11 @@ from gpumagic.source.text import CellText, Change, called_name, names_in
 
 
 def divided(
-    facts: Facts, text: CellText, backward: ast.stmt, statements: Sequence[ast.stmt], parts: int
+    facts: Facts,
+    text: CellText,
+    backward: ast.stmt,
+    statements: Sequence[ast.stmt],
+    parts: int,
 ) -> list[Change] | None:
     """Return the change that divides a loss, which these statements compute, by a number of parts.
 
@@ -44,7 +48,9 @@ def divided(
 
 def assigned_names(statement: ast.Assign | ast.AugAssign) -> set[str]:
     """Return the variables that a statement assigns to."""
-    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    targets = (
+        statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    )
     return set().union(*map(names_in, targets))
 
 
@@ -68,7 +74,16 @@ _OF_ALL = frozenset(
     {"std", "var", "norm", "max", "min", "amax", "amin", "prod", "logsumexp", "median"}
 )
 """Functions of which that of all rows is no sum of those of some."""
-_ALONG = _OF_ALL | {"mean", "sum", "softmax", "log_softmax", "normalize", "cumsum", "sort", "topk"}
+_ALONG = _OF_ALL | {
+    "mean",
+    "sum",
+    "softmax",
+    "log_softmax",
+    "normalize",
+    "cumsum",
+    "sort",
+    "topk",
+}
 _OF_PAIRS = frozenset({"T", "mT", "t", "matmul", "mm", "einsum", "cdist"})
 """What may compare rows with one another, as a product of matrices does."""
 _LOSS = re.compile("loss|criterion|entropy", re.IGNORECASE)
@@ -133,7 +148,11 @@ class _Loss(NamedTuple):
         if left is not Reduction.NONE and right is not Reduction.NONE:
             return None
         if left is not Reduction.NONE:
-            return _scaled(left, node.right) if isinstance(node.op, ast.Mult | ast.Div) else None
+            return (
+                _scaled(left, node.right)
+                if isinstance(node.op, ast.Mult | ast.Div)
+                else None
+            )
         return _scaled(right, node.left) if isinstance(node.op, ast.Mult) else None
 
     def _of_call(self, node: ast.Call) -> Reduction | None:  # one way a kind of call
@@ -145,10 +164,14 @@ class _Loss(NamedTuple):
             return Reduction.NONE  # each row has its own
         operands = given if owner is None or is_function else [owner, *given]
         inner = self._of_terms(operands)
-        is_over_rows = name in _ALONG and any(ast.unparse(part) == "0" for part in given)
+        is_over_rows = name in _ALONG and any(
+            ast.unparse(part) == "0" for part in given
+        )
         if inner is None or is_over_rows or name in _OF_PAIRS:
             return None
-        if owner is not None and len(given) == (1 if is_function else 0):  # of all elements
+        if owner is not None and len(given) == (
+            1 if is_function else 0
+        ):  # of all elements
             if name in _OF_ALL:
                 return None
             if name in ("mean", "sum"):
@@ -164,7 +187,9 @@ class _Loss(NamedTuple):
 
 def _told_reduction(call: ast.Call) -> Reduction:
     """Return the reduction that a loss is told in its call, by default the mean."""
-    constants = {node.value for node in ast.walk(call) if isinstance(node, ast.Constant)}
+    constants = {
+        node.value for node in ast.walk(call) if isinstance(node, ast.Constant)
+    }
     for reduction in (Reduction.SUM, Reduction.NONE):
         if reduction.value in constants:
             return reduction

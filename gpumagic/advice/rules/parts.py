@@ -82,9 +82,7 @@ def _smaller_parts(facts: Facts, together: Sequence[Division], now: int) -> Choi
 
     def title(number: int) -> str:
         if variable:
-            return (
-                f"Lower {variable} from {now} to {number}: {division.line} takes so many at a time"
-            )
+            return f"Lower {variable} from {now} to {number}: {division.line} takes so many at a time"
         call = division.text.code(division.call)
         return f"Take {number} at a time in {division.line}, not {now}: {call}"
 
@@ -144,7 +142,9 @@ def _edit(together: Sequence[Division], now: int) -> Callable[[int], Edit]:
         if called_name(division.call) == "range":
             places += _ends_of_slices(text, division.call.lineno, now)
         return replace_numbers(text, places)
-    places = [number for name, number in ints_named(text.tree) if name == division.variable]
+    places = [
+        number for name, number in ints_named(text.tree) if name == division.variable
+    ]
     if places:
         return replace_numbers(text, places)
     return lambda number: {"first": f"{division.variable} = {number}"}
@@ -154,7 +154,9 @@ def _ends_of_slices(text: CellText, line: int, now: int) -> Iterator[ast.expr]:
     """Yield where the size of parts is written again, from a line on: 512 in ``x[i : i + 512]``."""
     for node in text.nodes():
         match node:
-            case ast.Slice(lower=ast.expr(), upper=ast.BinOp(right=ast.Constant() as step)):
+            case ast.Slice(
+                lower=ast.expr(), upper=ast.BinOp(right=ast.Constant() as step)
+            ):
                 if step.value == now and step.lineno >= line:
                     yield step
 
@@ -177,7 +179,9 @@ def _iterables(text: CellText, line: int | None) -> Iterator[ast.expr]:
     if line is None:
         return
     loops = [
-        node for node in text.nodes() if isinstance(node, ast.For | ast.ListComp | ast.GeneratorExp)
+        node
+        for node in text.nodes()
+        if isinstance(node, ast.For | ast.ListComp | ast.GeneratorExp)
     ]
     around = [loop for loop in loops if loop.lineno <= line <= last_line(loop)]
     for loop in sorted(around, key=lambda loop: loop.lineno, reverse=True):

@@ -82,7 +82,9 @@ class Operation:
 def operation(node: ast.expr) -> Operation:  # one for each kind of expression
     """Return what an expression does; what is no operation is named by its code."""
     match node:
-        case ast.BinOp(left=base, op=ast.Pow(), right=exponent) if ast.unparse(exponent) == "2":
+        case ast.BinOp(left=base, op=ast.Pow(), right=exponent) if (
+            ast.unparse(exponent) == "2"
+        ):
             return Operation("square", [base])
         case ast.BinOp(left=left, op=operator, right=right):
             return Operation(type(operator).__name__, [left, right])
@@ -121,7 +123,9 @@ def _factors(arguments: Sequence[ast.expr]) -> list[ast.expr]:
     """Return the two matrices that an `einsum` multiplies; nothing where it computes something else."""
     match arguments:
         case [ast.Constant(value=str(equation)), first, second]:
-            indices = re.fullmatch(r"([\w.]+),([\w.]+)->([\w.]*)", equation.replace(" ", ""))
+            indices = re.fullmatch(
+                r"([\w.]+),([\w.]+)->([\w.]*)", equation.replace(" ", "")
+            )
         case _:
             indices = None
     if indices is None:

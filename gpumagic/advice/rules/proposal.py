@@ -120,11 +120,16 @@ class Edit(TypedDict, total=False):
     """As `Advice.ranks`."""
 
 
-def replace_numbers(text: CellText, numbers: Sequence[ast.expr]) -> Callable[[int], Edit]:
+def replace_numbers(
+    text: CellText, numbers: Sequence[ast.expr]
+) -> Callable[[int], Edit]:
     """Return what makes the edit that writes another number in the place of some that are there."""
 
     def edit(number: int) -> Edit:
-        return {"text": text, "changes": [text.replace(old, str(number)) for old in numbers]}
+        return {
+            "text": text,
+            "changes": [text.replace(old, str(number)) for old in numbers],
+        }
 
     return edit
 
@@ -171,7 +176,11 @@ def numbered(
     """Return the choice of a smaller number, half of it where none can be tried; `more` are other fields."""
 
     def make(number: int) -> Advice:
-        sentence = f"{title} from {now} to {number}" if isinstance(title, str) else title(number)
+        sentence = (
+            f"{title} from {now} to {number}"
+            if isinstance(title, str)
+            else title(number)
+        )
         return propose(sentence, evidence=evidence, cost=cost, **edit(number))
 
     return Choice(name, now, make, **{"guess": now // 2, **more})
@@ -250,7 +259,12 @@ class Remedy:
             argument = _text_of(self.argument, facts, text, call)
             name, _, value = argument.partition("=")
             given = keyword(call, name)
-            known = (facts, text, call, text.code(given.value) if given is not None else "")
+            known = (
+                facts,
+                text,
+                call,
+                text.code(given.value) if given is not None else "",
+            )
             if not self.of(*known):
                 continue
             if self.by_default and len(call.args) + len(call.keywords) == 1:

@@ -64,7 +64,11 @@ def find(facts: Facts) -> Region | None:
 def in_a_pass(facts: Facts) -> bool:
     """Return whether it failed in a forward or a backward pass, or where a loss is computed of a model's output."""
     frames = facts.frames
-    if frames.stage is not Stage.OTHER or not frames.trains or "step" in frames.functions:
+    if (
+        frames.stage is not Stage.OTHER
+        or not frames.trains
+        or "step" in frames.functions
+    ):
         return frames.stage in (Stage.FORWARD, Stage.BACKWARD)
     region = find(facts)
     if region is None or region.backward is None:
@@ -92,7 +96,10 @@ def _around(facts: Facts, text: CellText, line: int) -> Region | None:
         backward = block[last]
         end = max(last, first + 1)
     forward = block[first:end]
-    if any(isinstance(part, ast.FunctionDef | ast.ClassDef | ast.Return) for part in forward):
+    if any(
+        isinstance(part, ast.FunctionDef | ast.ClassDef | ast.Return)
+        for part in forward
+    ):
         return None
     return Region(text, forward, backward)
 
@@ -132,7 +139,9 @@ def _out_of_with(text: CellText, statement: ast.stmt | None) -> ast.stmt | None:
             continue
         if not does(outer, "backward"):
             follows = text.block_of(outer)
-            return outer if any(does(part, "backward") for part in follows) else statement
+            return (
+                outer if any(does(part, "backward") for part in follows) else statement
+            )
     return statement
 
 
@@ -158,7 +167,9 @@ def does(node: ast.AST, name: str) -> bool:
     return any(called_name(part) == name for part in ast.walk(node))
 
 
-def calls(texts: Iterable[CellText], *names: str) -> Iterator[tuple[CellText, ast.Call]]:
+def calls(
+    texts: Iterable[CellText], *names: str
+) -> Iterator[tuple[CellText, ast.Call]]:
     """Yield the calls of functions of these names, of any without names, each with the text that it is in."""
     for text in texts:
         for node in text.nodes():
@@ -232,7 +243,11 @@ def read_tensors(region: Region) -> list[ast.Name]:
     uses: list[ast.Name] = []
     for part in parts:
         names = [node for node in ast.walk(part) if isinstance(node, ast.Name)]
-        uses += [name for name in names if isinstance(name.ctx, ast.Load) and name.id not in bound]
+        uses += [
+            name
+            for name in names
+            if isinstance(name.ctx, ast.Load) and name.id not in bound
+        ]
         bound |= {name.id for name in names if not isinstance(name.ctx, ast.Load)}
     return uses
 

@@ -16,7 +16,9 @@ _REDUCING = frozenset({
     "topk", "argmax", "argmin", "max", "min", "amax", "amin", "sum", "mean", "prod", "any", "all", "logsumexp", "norm",
 })  # fmt: skip
 """Functions and methods that make one or a few numbers of each row."""
-_ALONG = frozenset({"softmax", "log_softmax", "sort", "argsort", "cumsum", "normalize", "squeeze"})
+_ALONG = frozenset(
+    {"softmax", "log_softmax", "sort", "argsort", "cumsum", "normalize", "squeeze"}
+)
 """Functions and methods that leave a row as long as it is."""
 _BY_ROWS = frozenset({
     "cdist", "stft", "interpolate", "flatten", "contiguous", "float", "half", "bfloat16", "one_hot",
@@ -130,7 +132,9 @@ class RowReader:
         """
         rows_of = dict[ast.expr, Rows | None]()
         for operand in operands:
-            rows_of[operand] = None if self._is_number(operand) else self.rows_of(operand)
+            rows_of[operand] = (
+                None if self._is_number(operand) else self.rows_of(operand)
+            )
         known = [rows for rows in rows_of.values() if rows is not None]
         if not known:
             return None
@@ -166,7 +170,9 @@ class RowReader:
         match node:
             case ast.BinOp(left=left, right=right):
                 operands = (left, right)
-                return all(self._broadcasts_over_rows(operand, rows) for operand in operands)
+                return all(
+                    self._broadcasts_over_rows(operand, rows) for operand in operands
+                )
             case ast.Subscript():
                 return ast.unparse(index_of(node)[0]) == "None"
         if self._is_number(node):
@@ -200,18 +206,23 @@ class RowReader:
                     return model
         return None
 
-    def _of_model(self, rows: Rows, model: Model, further: Sequence[ast.expr]) -> Rows | None:
+    def _of_model(
+        self, rows: Rows, model: Model, further: Sequence[ast.expr]
+    ) -> Rows | None:
         """Return the rows of a model's output, where it computes each by itself."""
         if further or self.facts.notebook.reset_code:
-            return (
-                None  # what else it is given may have rows; lists that hooks fill are of all rows
-            )
+            return None  # what else it is given may have rows; lists that hooks fill are of all rows
         if model.training and "batch norm" in model.uneven_layers:
             return None  # statistics of a batch are of all rows
         return replace(rows, reduces=True, of_model=True, dimensions=0)
 
     def _of_function(
-        self, rows: Rows, call: ast.Call, arguments: Sequence[ast.expr], *, is_within: bool
+        self,
+        rows: Rows,
+        call: ast.Call,
+        arguments: Sequence[ast.expr],
+        *,
+        is_within: bool,
     ) -> Rows | None:
         """Return the rows of a function or method of some rows; `is_within` tells whether it is along each."""
         name = called_name(call)
@@ -221,7 +232,9 @@ class RowReader:
                 return self._of_pair(rows, other, is_within=is_within)
             case "unfold", [ast.Constant(value=0), size, ast.Constant(value=1)]:
                 return self._of_windows(rows, call, first, size)
-        is_unary = name in UNARY and all(isinstance(argument, ast.Constant) for argument in further)
+        is_unary = name in UNARY and all(
+            isinstance(argument, ast.Constant) for argument in further
+        )
         if name in _BY_ROWS or is_unary:
             return _each_by_itself(rows, name)
         return _along_each(rows, call) if is_within else None
@@ -243,7 +256,9 @@ class RowReader:
         if width is None or not isinstance(series, ast.Name):
             return None
         windows = Source(call, series.id)
-        return rows.with_dimensions(1, sources=(windows,), length=rows.length - width + 1)
+        return rows.with_dimensions(
+            1, sources=(windows,), length=rows.length - width + 1
+        )
 
 
 def _each_by_itself(rows: Rows, name: str) -> Rows:

@@ -47,7 +47,10 @@ class RowWise:
     @property
     def sources(self) -> dict[str, str]:
         """The code of what the rows are of, and its tensor: `series` of ``series.unfold(0, 96, 1)``."""
-        return {self.whole.text.code(source.node): source.tensor for source in self.rows.sources}
+        return {
+            self.whole.text.code(source.node): source.tensor
+            for source in self.rows.sources
+        }
 
     @property
     def line(self) -> int:
@@ -106,7 +109,11 @@ def _places(facts: Facts) -> list[tuple[CellText, ast.stmt]]:
     if text is None or statement is None:
         return places
     if does(statement, "backward"):
-        earlier = [other for other in text.block_of(statement) if other.lineno < statement.lineno]
+        earlier = [
+            other
+            for other in text.block_of(statement)
+            if other.lineno < statement.lineno
+        ]
         if earlier:
             return [(text, other) for other in reversed(earlier)]
     places.append((text, statement))  # what failed may be in a model that it calls
@@ -158,7 +165,9 @@ def _total(facts: Facts, cell: CellText, whole: Inlined) -> RowWise | None:
 def _summed(node: ast.expr) -> tuple[Total, ast.expr] | None:
     """Return how an expression makes one number of everything, and of what; None where it does not."""
     match node:
-        case ast.Call(ast.Attribute(inner, "mean" | "sum" as name), args=[], keywords=[]):
+        case ast.Call(
+            ast.Attribute(inner, "mean" | "sum" as name), args=[], keywords=[]
+        ):
             return Total(name), inner
         case ast.Call(keywords=[]) if called_name(node) == "cross_entropy":
             return Total.CROSS_ENTROPY, node
@@ -251,7 +260,11 @@ class InParts:
     @property
     def cost(self) -> str:
         """What it costs, as a sentence."""
-        time = "the line is computed again in backward" if self._is_recomputed else "a little time"
+        time = (
+            "the line is computed again in backward"
+            if self._is_recomputed
+            else "a little time"
+        )
         return str(self.target.whole.cost(time))
 
     @property
@@ -306,9 +319,7 @@ class InParts:
         if not self._is_recomputed:
             return code
         variables = ", ".join(names)
-        recomputed = (
-            f"{self._margin}        lambda {variables}: {code}, {variables}, use_reentrant=False"
-        )
+        recomputed = f"{self._margin}        lambda {variables}: {code}, {variables}, use_reentrant=False"
         return f"torch.utils.checkpoint.checkpoint({recomputed})"
 
     def _expression_of_part(self) -> str:
@@ -358,7 +369,9 @@ class InParts:
                 ):
                     code = text.code(mask)
                     if self._is_mask(code):
-                        parts = f"sum(part.sum() for part in {code}.split({self.number}))"
+                        parts = (
+                            f"sum(part.sum() for part in {code}.split({self.number}))"
+                        )
                         yield text.replace(node, parts)
 
     def _is_mask(self, code: str) -> bool:

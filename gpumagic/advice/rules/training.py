@@ -19,7 +19,14 @@ from gpumagic.advice.rules.proposal import (
     propose,
     with_keywords,
 )
-from gpumagic.advice.rules.regions import calls, does, failed, find, in_a_pass, loop_around
+from gpumagic.advice.rules.regions import (
+    calls,
+    does,
+    failed,
+    find,
+    in_a_pass,
+    loop_around,
+)
 from gpumagic.backends import backend_named
 from gpumagic.report.units import LARGE, size
 from gpumagic.source.text import CellText, keyword
@@ -38,7 +45,11 @@ def one_by_one(facts: Facts) -> Iterator[Advice]:
     if not _fails_in_copies(facts) and not (facts.frames.trains and in_a_pass(facts)):
         return
     optimizer = next(
-        (known for known in facts.notebook.optimizers if known.kind in ADAMS and not known.fused),
+        (
+            known
+            for known in facts.notebook.optimizers
+            if known.kind in ADAMS and not known.fused
+        ),
         None,
     )
     kinds = [optimizer.kind] if optimizer is not None else ADAMS
@@ -49,7 +60,9 @@ def one_by_one(facts: Facts) -> Iterator[Advice]:
         groups = f"for group in {optimizer.name}.param_groups:"
         edit = {"first": f'{groups}\n    group["foreach"] = False'}
     elif optimizer is not None or _fails_in_copies(facts):
-        edit = {"edit": "fused=True" if _has_fused_optimizers(facts) else "foreach=False"}
+        edit = {
+            "edit": "fused=True" if _has_fused_optimizers(facts) else "foreach=False"
+        }
     else:
         return
     if not edit:
@@ -70,7 +83,9 @@ def _has_fused_optimizers(facts: Facts) -> bool:
 
 
 def _fails_in_copies(facts: Facts) -> bool:
-    return any(name.startswith(torch_frames.IN_FOREACH_ADAM) for name in facts.frames.functions)
+    return any(
+        name.startswith(torch_frames.IN_FOREACH_ADAM) for name in facts.frames.functions
+    )
 
 
 def _constructed_in_place(facts: Facts, text: CellText, call: ast.Call) -> Edit:
@@ -98,7 +113,9 @@ def leaner(facts: Facts) -> Iterator[Advice]:
             cost = "another optimizer: tune the learning rate again"
             yield propose("Replace AdamW by Adafactor", cost=cost, **edit)
         return
-    adam = next((known for known in facts.notebook.optimizers if known.kind in ADAMS), None)
+    adam = next(
+        (known for known in facts.notebook.optimizers if known.kind in ADAMS), None
+    )
     if adam is None or 2 * adam.nbytes < LARGE:
         return
     if facts.frames.stage is not Stage.STEP and not in_a_pass(facts):
@@ -137,7 +154,9 @@ def _replaced(facts: Facts, old: Optimizer, constructor: str) -> Edit:
         if len(call.args) != 1:
             return {}
         shared = [argument for argument in call.keywords if argument.arg in SHARED]
-        settings = [f"{argument.arg}={text.code(argument.value)}" for argument in shared]
+        settings = [
+            f"{argument.arg}={text.code(argument.value)}" for argument in shared
+        ]
         new = f"{constructor}({', '.join([text.code(call.args[0]), *settings])})"
         return {"text": text, "changes": [text.replace(call, new)]}
     models = [
@@ -158,7 +177,9 @@ def _with_sparse_embeddings(facts: Facts, old: Optimizer) -> Edit:
     edits: list[Edit] = []
     for model in facts.notebook.models:
         if model.embeddings and model.name in old.models and not model.local:
-            settings = "\n".join(f"{embedding}.sparse = True" for embedding in model.embeddings)
+            settings = "\n".join(
+                f"{embedding}.sparse = True" for embedding in model.embeddings
+            )
             edits.append(prepare(facts, model.name, settings))
     if not edits:
         return {}
@@ -186,7 +207,11 @@ def mixed(facts: Facts) -> Iterator[Advice]:
         return
     if frames.stage not in (Stage.FORWARD, Stage.BACKWARD, Stage.OTHER):
         return
-    wide = [model for model in facts.notebook.models if 2 * model.float32_nbytes > model.nbytes]
+    wide = [
+        model
+        for model in facts.notebook.models
+        if 2 * model.float32_nbytes > model.nbytes
+    ]
     if not wide:
         yield from _mixed_product(facts)
     elif in_a_pass(facts):
@@ -196,7 +221,9 @@ def mixed(facts: Facts) -> Iterator[Advice]:
             changes = region.text.wrap(region.computed, _autocast(facts))
             if changes:
                 edit = {"text": region.text, "changes": changes}
-        parameters = f"{wide[0].name} has {size(wide[0].float32_nbytes)} of float32 parameters"
+        parameters = (
+            f"{wide[0].name} has {size(wide[0].float32_nbytes)} of float32 parameters"
+        )
         yield propose(
             title,
             cost=cost,
@@ -260,13 +287,17 @@ def _float64_evidence(facts: Facts, _: CellText, call: ast.Call, __: str) -> str
 
 
 single = Remedy(
-    lambda facts, _, call, *__: f"Keep {_float64_name(facts, call)} in float32 on the device",
+    lambda facts, _, call, *__: (
+        f"Keep {_float64_name(facts, call)} in float32 on the device"
+    ),
     lambda facts: facts.frames.tensors,
     _float64_evidence,
     "seven digits instead of sixteen; models are float32 anyway",
     argument="dtype=torch.float32",
     calls=_MOVES,
-    of=lambda facts, text, call, _: _float64_name(facts, call) and _says_no_dtype(text, call),
+    of=lambda facts, text, call, _: (
+        _float64_name(facts, call) and _says_no_dtype(text, call)
+    ),
 )
 
 
@@ -285,8 +316,12 @@ def checkpoint(facts: Facts) -> Iterator[Advice]:
     cost = "a step takes about a fifth longer"
     for model in facts.notebook.models:
         if model.training and "batch norm" in model.uneven_layers:
-            cost = "a step takes about a fifth longer; batch norm counts each pass twice"
-    yield propose("Recompute activations in backward instead of keeping them", cost=cost, **edit)
+            cost = (
+                "a step takes about a fifth longer; batch norm counts each pass twice"
+            )
+    yield propose(
+        "Recompute activations in backward instead of keeping them", cost=cost, **edit
+    )
 
 
 def _recomputing(facts: Facts) -> Edit:
@@ -310,7 +345,9 @@ def on_the_host(facts: Facts) -> Iterator[Advice]:
         yield propose(
             "Keep activations in the host's memory until backward",
             text=region.text,
-            changes=region.text.wrap(region.computed, "with torch.autograd.graph.save_on_cpu():"),
+            changes=region.text.wrap(
+                region.computed, "with torch.autograd.graph.save_on_cpu():"
+            ),
             evidence=f"{size(facts.transient)} of what was in use was held by graphs and frames only",
             cost="each activation is copied to the host and back, which takes longer than to compute it",
         )
@@ -334,7 +371,9 @@ def settings(facts: Facts) -> Iterator[Advice]:
         for method, title, code, why, cost in _SETTINGS:
             if method in model.saving_methods:
                 edit = prepare(facts, model.name, code.format(name=model.name))
-                yield propose(title.format(name=model.name), cost=cost, evidence=why, **edit)
+                yield propose(
+                    title.format(name=model.name), cost=cost, evidence=why, **edit
+                )
 
 
 def _switch(facts: Facts, model: Model) -> Edit:
@@ -353,7 +392,9 @@ def _switch(facts: Facts, model: Model) -> Edit:
             run = f"checkpoint({model.name}, {inner}"  # of several one at a time
         else:
             continue
-        changes = [text.replace(call, f"torch.utils.checkpoint.{run}, use_reentrant=False)")]
+        changes = [
+            text.replace(call, f"torch.utils.checkpoint.{run}, use_reentrant=False)")
+        ]
         first = "import torch.utils.checkpoint"
         if model.writes_in_place:
             first = f"for each in {model.name}.modules():\n    each.inplace = False\n{first}"

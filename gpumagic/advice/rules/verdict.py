@@ -79,9 +79,7 @@ def _other_memory(facts: Facts) -> Iterator[Verdict]:
         if event.requested is not None:
             sentence += f" {size(event.requested)} was asked for."
         if event.free:
-            sentence += (
-                f" The machine has {size(event.capacity)} of it, {size(event.free)} available."
-            )
+            sentence += f" The machine has {size(event.capacity)} of it, {size(event.free)} available."
         yield Verdict(Cause.HOST_MEMORY, sentence)
     elif event.memory is Memory.SHARED:
         yield Verdict(

@@ -81,7 +81,9 @@ def enter() -> Box:
         elif os.geteuid() == 0:  # others than the administrator may write to hardly any
             missing.append(_DEVICE_FILES)
     try:
-        listener = seccomp.install(seccomp.rules(has_files=has_files, has_network=has_network))
+        listener = seccomp.install(
+            seccomp.rules(has_files=has_files, has_network=has_network)
+        )
     except OSError:
         listener = None
         missing.append(_SIGNALS)
@@ -119,7 +121,10 @@ def _let_no_file_grow() -> None:
 # ---- The other end
 
 _NAMES_PORT = 53
-_NAME_CACHE = (socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+_NAME_CACHE = (
+    socket.AF_UNIX,
+    socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK,
+)
 """How C asks for a name, also for this host's own: a server of DNS, and before it the machine's cache (nscd)."""
 _CONNECTS = Effect(REACHES["socket.connect"], reaches_others=True)
 _SIGNALS_OTHERS = Effect(REACHES["os.kill"], reaches_others=True)
@@ -128,7 +133,9 @@ _SETS_FLAGS = Effect("changes the flags of a file")
 _EFFECTS = {
     **dict.fromkeys(("kill", "tkill", "tgkill", "pidfd_send_signal"), _SIGNALS_OTHERS),
     **dict.fromkeys(("rt_sigqueueinfo", "rt_tgsigqueueinfo"), _SIGNALS_OTHERS),
-    **dict.fromkeys(("fcntl", "ioctl"), _SIGNALS_OTHERS),  # which set whom a file signals
+    **dict.fromkeys(
+        ("fcntl", "ioctl"), _SIGNALS_OTHERS
+    ),  # which set whom a file signals
     **dict.fromkeys(("pidfd_getfd", "ptrace"), _LOOKS_INTO_OTHERS),
     **dict.fromkeys(("process_vm_readv", "process_vm_writev"), _LOOKS_INTO_OTHERS),
 }
@@ -190,7 +197,10 @@ class Watch:
                 self.effects[_CONNECTS] = None
             return errno.EAFNOSUPPORT
         effect = _EFFECTS.get(call.name) or Effect(f"calls {call.name}")
-        if call.name == "ioctl" and call.arguments[1] & _LOWER_HALF in seccomp.SETS_FLAGS:
+        if (
+            call.name == "ioctl"
+            and call.arguments[1] & _LOWER_HALF in seccomp.SETS_FLAGS
+        ):
             effect = _SETS_FLAGS
         self.effects[effect] = None
         return errno.EPERM
@@ -213,7 +223,9 @@ class Watch:
             event: the same by Python's name.
         """
         address = _address_of(pid, pointer)
-        if address.family == socket.AF_NETLINK or _is_listening(address.port, f"/proc/{pid}/net"):
+        if address.family == socket.AF_NETLINK or _is_listening(
+            address.port, f"/proc/{pid}/net"
+        ):
             return None
         if address.port != _NAMES_PORT:
             text = REACHES[event]

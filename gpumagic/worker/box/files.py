@@ -69,7 +69,9 @@ def enter() -> tuple[int | None, bool]:
         stage = _change_root()
     try:
         os.chdir(here)
-    except OSError:  # it would otherwise stay where it was, which may be outside of the new root
+    except (
+        OSError
+    ):  # it would otherwise stay where it was, which may be outside of the new root
         os.chdir("/")
     return stage, has_network
 
@@ -169,7 +171,9 @@ def _change_root() -> int:
     Return a descriptor of the folder that has what is written.
     """
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _SHARE_OF_MEMORY
-    folders = [entry.path for entry in os.scandir("/") if entry.is_dir(follow_symlinks=False)]
+    folders = [
+        entry.path for entry in os.scandir("/") if entry.is_dir(follow_symlinks=False)
+    ]
     mounts = _mounts()
     places = {"/", _STAGE, *_SYSTEM, *folders}
     for path, kind in mounts.items():
@@ -211,7 +215,9 @@ def _make_root(lowers: Mapping[str, int], folders: Collection[str]) -> int:
             stage = os.open(_ROOT + path, os.O_PATH)
         if path in _SYSTEM:
             if is_whole:
-                _mount(_ROOT + path, _BIND | _RECURSIVE, source=f"/proc/self/fd/{lower}")
+                _mount(
+                    _ROOT + path, _BIND | _RECURSIVE, source=f"/proc/self/fd/{lower}"
+                )
         elif path not in folders or not is_whole:
             # An overlay cannot lie over mounts of another user's. Where it could not over the root, one lies over each
             # folder of the root, most of which have none.

@@ -161,7 +161,9 @@ def rules(*, has_files: bool, has_network: bool) -> list[Rule]:
             },
         ),
         # In a network of its own there is this process alone; but sockets of the Unix family reach others by a path.
-        Rule(NOTIFY, {"socket": (41, 198)}, 0, allowed=_INTERNET if has_network else ()),
+        Rule(
+            NOTIFY, {"socket": (41, 198)}, 0, allowed=_INTERNET if has_network else ()
+        ),
         Rule(NOTIFY, {"socketpair": (53, 199)}, 1, values=_DATAGRAMS),
         Rule(NOTIFY, {"sendto": (44, 206)}, 4, allowed=(0,)),
         Rule(
@@ -180,7 +182,12 @@ def rules(*, has_files: bool, has_network: bool) -> list[Rule]:
             0,
             allowed=own_process,
         ),
-        Rule(NOTIFY, {"setpriority": (141, 140), "ioprio_set": (251, 30)}, 1, allowed=own_process),
+        Rule(
+            NOTIFY,
+            {"setpriority": (141, 140), "ioprio_set": (251, 30)},
+            1,
+            allowed=own_process,
+        ),
         Rule(NOTIFY, {"fcntl": (72, 25)}, 1, values=_SETS_OWNER),
         Rule(NOTIFY, {"ioctl": (16, 29)}, 1, values=_CONTROLS),
         Rule(NOTIFY, {"mknod": (133, None)}, 1, flags=_DEVICE_FILE),

@@ -171,7 +171,15 @@ _TAKE_OF_LT: tuple[Take, ...] = (_multiply_by_lt,)
 
 
 _NO_OPERATOR = frozenset(
-    {"forward", "_call_impl", "_wrapped_call_impl", "<lambda>", "<module>", "wrapper", "_fn"}
+    {
+        "forward",
+        "_call_impl",
+        "_wrapped_call_impl",
+        "<lambda>",
+        "<module>",
+        "wrapper",
+        "_fn",
+    }
 )
 """Names of torch's functions that say nothing of what is computed."""
 _POSITION = operator.itemgetter("filename", "name", "line")
@@ -252,9 +260,13 @@ class History:
         if action == "oom":
             account = ledger.accounts[device]
             refused = Life(device, entry["size"], 0, operator, place, False)
-            account.failure = account.failure or Peak(account.allocated, ledger.time, refused)
+            account.failure = account.failure or Peak(
+                account.allocated, ledger.time, refused
+            )
             return
-        if place.line is None and ledger.in_backward:  # which runs in a thread of torch's
+        if (
+            place.line is None and ledger.in_backward
+        ):  # which runs in a thread of torch's
             place = ledger.backward
             operator = "backward"
         ledger.operators += 1

@@ -38,7 +38,12 @@ MOST_ENTRIES = 200_000
 _THREADS = "how the threads of DataParallel take turns, by which its peak differs from run to run"
 _GARBAGE = "when Python's garbage collector frees what reference cycles hold, which differs from notebook to notebook"
 _COUNTS = "how many different elements a kernel finds, as where a sparse tensor is coalesced, which only values tell"
-_LIBRARIES = {"cudnn": "cuDNN", "cusolver": "cuSOLVER", "cusparse": "cuSPARSE", "cufft": "cuFFT"}
+_LIBRARIES = {
+    "cudnn": "cuDNN",
+    "cusolver": "cuSOLVER",
+    "cusparse": "cuSPARSE",
+    "cufft": "cuFFT",
+}
 """How NVIDIA writes its libraries' names."""
 
 
@@ -67,15 +72,21 @@ class CudaRun(Run):
         if not self.box.has_files:
             sandbox.refuse_compiler()
         sandbox.load_in_this_process(self.assumed.setdefault)
-        self._objects = ranks.take_part(self.request, self.send, self.assumed.setdefault)
+        self._objects = ranks.take_part(
+            self.request, self.send, self.assumed.setdefault
+        )
         try:
             self._lay_out()
         except torch.OutOfMemoryError:
-            sentence = "what the notebook holds already is more than the memory of the device"
+            sentence = (
+                "what the notebook holds already is more than the memory of the device"
+            )
             self.send(Ended(reason=Ending.NO_ROOM, sentence=sentence))
         if torch.cuda.get_allocator_backend() != "native":
             self.is_brief = True
-            self.unknown.setdefault("which line needs most: cudaMallocAsync keeps no history")
+            self.unknown.setdefault(
+                "which line needs most: cudaMallocAsync keeps no history"
+            )
         self.guesses.fill_blanks(parts.blanks)
         CudaReading(self.guesses, self.known, self.assumed.setdefault).install()
         if self.known is not None:
@@ -84,7 +95,10 @@ class CudaRun(Run):
             self.guesses.begin_again = self._begin_again
         fakecuda.leave_out(LEAST)
         fakecuda.reset()
-        self.execute(self._history.note, lambda tensor: address_of(tensor) if tensor.is_cuda else 0)
+        self.execute(
+            self._history.note,
+            lambda tensor: address_of(tensor) if tensor.is_cuda else 0,
+        )
 
     def _begin_again(self) -> None:
         self.send(Ended(reason=Ending.NEEDS_VALUES, sentence="it follows no values"))
@@ -97,7 +111,9 @@ class CudaRun(Run):
             if its_segments is not None:
                 layouts[device] = Layout(device, its_segments)
 
-        def coming(part: parts.StoragePart) -> contextlib.AbstractContextManager[object]:
+        def coming(
+            part: parts.StoragePart,
+        ) -> contextlib.AbstractContextManager[object]:
             layout = layouts.get(torch.device(part.device).index or 0)
             return contextlib.nullcontext() if layout is None else layout.claim(part)
 
@@ -113,7 +129,10 @@ class CudaRun(Run):
         """Let the allocator keep its history, and follow values where that is wanted."""
         if self.known is not None:
             self.shown.begin(self.known)
-        parallel, apply = torch.nn.parallel.data_parallel, torch.nn.parallel.parallel_apply
+        parallel, apply = (
+            torch.nn.parallel.data_parallel,
+            torch.nn.parallel.parallel_apply,
+        )
 
         def in_threads(modules: Any, *args: Any, **kwargs: Any) -> Any:
             if len(modules) > 1:
@@ -134,7 +153,9 @@ class CudaRun(Run):
         """Return the peak and the allocated bytes of all devices."""
         peak = now = 0
         for device in range(len(self._before)):
-            stats = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+            stats = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"][
+                "all"
+            ]
             peak += stats["peak"]
             now += stats["current"]
         return peak, now
@@ -151,7 +172,9 @@ class CudaRun(Run):
         """Return the outcome of a cell that raised."""
         # Libraries wrap what the allocator raises, torch.compile too.
         related = frames.related_exceptions(error)
-        self._is_out_of_memory = any(isinstance(one, torch.OutOfMemoryError) for one in related)
+        self._is_out_of_memory = any(
+            isinstance(one, torch.OutOfMemoryError) for one in related
+        )
         return super().failed(error)
 
     def failure(self, error: BaseException) -> Failure:
@@ -195,7 +218,9 @@ class CudaRun(Run):
             library = re.split("[^a-z]", name)[0]
             libraries.add(_LIBRARIES.get(library, name))
         for library in sorted(libraries):
-            self.unknown.setdefault(f"what {library} takes for itself, which only a real GPU tells")
+            self.unknown.setdefault(
+                f"what {library} takes for itself, which only a real GPU tells"
+            )
         if counts:
             self.unknown.setdefault(_COUNTS)
         differs = not self.unknown.keys().isdisjoint((_THREADS, _GARBAGE, _COUNTS))

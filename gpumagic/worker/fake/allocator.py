@@ -11,7 +11,13 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from enum import Enum
 
-from gpumagic.memory.allocator import MIN_BLOCK, SEGMENT_ROUNDING, SMALL, rounded, segment_size
+from gpumagic.memory.allocator import (
+    MIN_BLOCK,
+    SEGMENT_ROUNDING,
+    SMALL,
+    rounded,
+    segment_size,
+)
 from gpumagic.memory.ledger import Account, Ledger, Life, Peak
 from gpumagic.memory.segments import Segment
 
@@ -57,7 +63,9 @@ class Allocator:
     failed: bool = False
     """Whether a request was refused; from then on nothing is, so that the whole need can be seen."""
     _next_address: int = SEGMENT_ROUNDING
-    _cached: dict[Pool, list[Entry]] = field(default_factory=lambda: {pool: [] for pool in Pool})
+    _cached: dict[Pool, list[Entry]] = field(
+        default_factory=lambda: {pool: [] for pool in Pool}
+    )
     """The free blocks of each pool, the smallest first."""
 
     def take(self, requested: int) -> Block:

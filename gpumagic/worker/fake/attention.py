@@ -70,9 +70,18 @@ def attend(
     if _takes_flash(query, key, value, attn_mask, is_causal):
         return _attend_flash(query, key, value, dropout_p, is_causal, scale)
     if _takes_efficient(query, value, enable_gqa):
-        return _attend_efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        return _attend_efficient(
+            query, key, value, attn_mask, dropout_p, is_causal, scale
+        )
     return composite(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
     )
 
 
@@ -82,7 +91,9 @@ def _autocast(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.get_autocast_dtype(OURS))
 
 
-def _takes_flash(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool) -> bool:
+def _takes_flash(
+    query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool
+) -> bool:
     if backend.gpu.major < _AMPERE or query.dtype not in _HALVES:
         return False
     if query.dim() != 4 or attn_mask is not None:
@@ -170,7 +181,11 @@ def _as_bias(mask: Any, query: Any, key: Any) -> Any:
 
 def _copied(*operands: torch.Tensor) -> list[int]:
     """Return the bytes of those operands that are copied, as the kernels take the rows before the heads."""
-    return [operand.nbytes for operand in operands if not operand.transpose(1, 2).is_contiguous()]
+    return [
+        operand.nbytes
+        for operand in operands
+        if not operand.transpose(1, 2).is_contiguous()
+    ]
 
 
 def flash(given: Given) -> list[int]:
@@ -182,7 +197,9 @@ def flash(given: Given) -> list[int]:
         return []
     batch, heads, rows, width = given["query"].shape
     _, key_heads, columns, _ = given["key"].shape
-    if rows == 1 and heads > key_heads:  # the queries that share a head of keys become its rows
+    if (
+        rows == 1 and heads > key_heads
+    ):  # the queries that share a head of keys become its rows
         rows = heads // key_heads
         heads = key_heads
     row_blocks = batch * heads * ceil_div(rows, _FLASH_ROWS)
@@ -287,7 +304,9 @@ def _efficient_accumulators(given: Given) -> int:
 
     blocks = ceil_div(rows, block_rows) * ceil_div(width, block_width)
     nbytes = blocks * (4 * block_rows * block_width + 16)
-    if not keeps_keys:  # the gradients of keys and values are then accumulated in memory, too
+    if (
+        not keeps_keys
+    ):  # the gradients of keys and values are then accumulated in memory, too
         splits = min(ceil_div(columns, 64), 200 // (batch * heads))
         splits = max(1, splits)
         for padded in (rounded(width, 128), rounded(value_width, 128)):

@@ -87,7 +87,9 @@ class FakeModule(DeviceModule):
         super().__init__(name)
         self._ledger = ledger
         self._current = 0
-        self._generator = torch.Generator("cpu")  # one for all devices: it is asked for no numbers
+        self._generator = torch.Generator(
+            "cpu"
+        )  # one for all devices: it is asked for no numbers
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "is_built":
@@ -126,7 +128,9 @@ class FakeModule(DeviceModule):
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         """Do nothing: the peak that is reported is that of the whole cell."""
 
-    reset_accumulated_memory_stats = reset_max_memory_allocated = reset_peak_memory_stats
+    reset_accumulated_memory_stats = reset_max_memory_allocated = (
+        reset_peak_memory_stats
+    )
 
     def generator(self, device: Any = None) -> torch.Generator:
         return self._generator
@@ -134,7 +138,9 @@ class FakeModule(DeviceModule):
     def get_device_properties(self, device: Any = None) -> DeviceProperties:
         account = self._ledger.accounts[self.index(device)]
         total = account.allocator.capacity or _WITHOUT_END
-        return DeviceProperties(gpu.name, total, "", gpu.multiprocessors, gpu.major, gpu.minor)
+        return DeviceProperties(
+            gpu.name, total, "", gpu.multiprocessors, gpu.major, gpu.minor
+        )
 
 
 _WITHOUT_END = 1 << 62
@@ -207,9 +213,13 @@ class Autocast:
             **dict.fromkeys(WIDEST.split(), self._in_widest),
             "binary_cross_entropy": _refuse,
         }
-        for registered in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"):
+        for registered in torch._C._dispatch_get_registrations_for_dispatch_key(
+            "AutocastCUDA"
+        ):
             namespace, _, name = registered.partition("::")
-            if namespace != "aten" or name.startswith("cudnn"):  # torchvision has some, too
+            if namespace != "aten" or name.startswith(
+                "cudnn"
+            ):  # torchvision has some, too
                 continue
             base, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.aten, base), overload or "default")
@@ -267,9 +277,13 @@ class Autocast:
     def _is_eligible(self, value: Any) -> bool:
         if not isinstance(value, torch.Tensor):
             return False
-        with torch._C.DisableTorchFunction():  # under `Names` the device would say another name
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # under `Names` the device would say another name
             is_here = value.device.type == self._type
-        return bool(is_here and value.is_floating_point() and value.dtype != torch.float64)
+        return bool(
+            is_here and value.is_floating_point() and value.dtype != torch.float64
+        )
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
         """Return an argument with all tensors of the device in a dtype."""

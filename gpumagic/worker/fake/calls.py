@@ -271,7 +271,9 @@ class Operands:
             self._look(value, parts, seen, name in operator.loose)
         self.key: Key = tuple(parts)
 
-    def _look(self, value: Any, parts: list[Any], seen: dict[int, int], is_loose: bool) -> None:
+    def _look(
+        self, value: Any, parts: list[Any], seen: dict[int, int], is_loose: bool
+    ) -> None:
         if isinstance(value, torch.Tensor):
             device = value.get_device()
             if device < 0:
@@ -405,12 +407,18 @@ Recipe = Callable[[Tensors, Storages, Tensors], Any]
 """Makes a result of a call's tensors, in new storages; the third is what has been made before."""
 
 
-def _sequence_of(kind: Callable[[Iterable[Any]], Any], parts: Sequence[Recipe]) -> Recipe:
-    return lambda tensors, storages, made: kind(part(tensors, storages, made) for part in parts)
+def _sequence_of(
+    kind: Callable[[Iterable[Any]], Any], parts: Sequence[Recipe]
+) -> Recipe:
+    return lambda tensors, storages, made: kind(
+        part(tensors, storages, made) for part in parts
+    )
 
 
 def _new_tensor(form: Form) -> Recipe:
-    def make(_: list[torch.Tensor], storages: Storages, made: list[torch.Tensor]) -> torch.Tensor:
+    def make(
+        _: list[torch.Tensor], storages: Storages, made: list[torch.Tensor]
+    ) -> torch.Tensor:
         tensor = storages.make(form)
         made.append(tensor)
         return tensor

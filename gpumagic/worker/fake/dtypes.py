@@ -57,7 +57,9 @@ def refuse(call: Call, is_cuda: bool) -> None:
         return
     error = _error_on_cpu(call, keeps_halves=True)
     lacks_kernel = isinstance(error, NotImplementedError)
-    if lacks_kernel and not _IS_LAPACK(name):  # the CPU has fewer kernels for half precision
+    if lacks_kernel and not _IS_LAPACK(
+        name
+    ):  # the CPU has fewer kernels for half precision
         error = _error_on_cpu(call, keeps_halves=False)
     if error is not None and _IS_OF_DTYPES(str(error)):
         raise error
@@ -67,11 +69,15 @@ def refuse(call: Call, is_cuda: bool) -> None:
 def _refuse_as_cuda(name: str, dtypes: set[torch.dtype]) -> None:
     """Raise what CUDA's kernels raise and the CPU's do not."""
     shown = " and ".join(map(str, dtypes))
-    is_integral = not any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
+    is_integral = not any(
+        dtype.is_floating_point or dtype.is_complex for dtype in dtypes
+    )
     if name in _MULTIPLIES and is_integral:
         raise RuntimeError(f'"{name}_cuda" not implemented for {shown}')
     if name in _STRICTER and len(dtypes) > 1:
-        raise RuntimeError(f"{name}: operands must have the same dtype, but got {shown}")
+        raise RuntimeError(
+            f"{name}: operands must have the same dtype, but got {shown}"
+        )
 
 
 def _can_be_tried(call: Call) -> bool:
@@ -93,18 +99,26 @@ def _error_on_cpu(call: Call, *, keeps_halves: bool) -> Exception | None:
         call: the call.
         keeps_halves: whether operands in half precision stay so; else they are in float32.
     """
-    arguments = {name: _on_cpu(value, keeps_halves) for name, value in call.given.items()}
+    arguments = {
+        name: _on_cpu(value, keeps_halves) for name, value in call.given.items()
+    }
     weight = arguments.get("weight")
     for name, value in arguments.items():
         is_statistic = name.startswith("running_") and isinstance(value, torch.Tensor)
         if is_statistic and weight is not None and value.is_floating_point():
-            arguments[name] = value.to(weight.dtype)  # CUDA takes it in another precision too
+            arguments[name] = value.to(
+                weight.dtype
+            )  # CUDA takes it in another precision too
     try:
         call.op.redispatch(CPU, **arguments)
     except (RuntimeError, IndexError) as error:
-        has_kernel = "Could not run" not in str(error)  # torch's words where there is none
+        has_kernel = "Could not run" not in str(
+            error
+        )  # torch's words where there is none
         if has_kernel:
-            return error.with_traceback(None)  # whose frames would keep the operands alive
+            return error.with_traceback(
+                None
+            )  # whose frames would keep the operands alive
     return None
 
 

@@ -71,7 +71,9 @@ class Names(TorchFunctionMode):
         """By function of torch's what calls it; None for those that need other names only."""
         self._by_name: dict[str, Handler] = {
             known: self._move,
-            **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), self._refuse_recurrent),
+            **dict.fromkeys(
+                ("lstm", "gru", "rnn_tanh", "rnn_relu"), self._refuse_recurrent
+            ),
         }
         if known == "cuda":
             self._by_name["scaled_dot_product_attention"] = _attend
@@ -93,7 +95,9 @@ class Names(TorchFunctionMode):
             if result is not NotImplemented:
                 return result
         # A list is built quicker than a generator is gone through, and this is called for each function of torch's.
-        args = tuple([self.ours(value) if type(value) in _NAMING else value for value in args])
+        args = tuple(
+            [self.ours(value) if type(value) in _NAMING else value for value in args]
+        )
         if not kwargs:
             return func(*args)
         return func(*args, **{name: self.ours(value) for name, value in kwargs.items()})
@@ -186,7 +190,9 @@ class Names(TorchFunctionMode):
         modes that are on then. It has to hold there too: in what runs again within a backward pass, such as a
         checkpointed part of a model, and in hooks. And a mode is one thread's.
         """
-        torch.autograd._engine_run_backward = self._under(torch.autograd._engine_run_backward)
+        torch.autograd._engine_run_backward = self._under(
+            torch.autograd._engine_run_backward
+        )
         hooks = torch.autograd.graph.saved_tensors_hooks
         begin = hooks.__init__
 
@@ -250,13 +256,19 @@ def _is_here(value: Any) -> bool:
 
 def _share(theirs: Any, module: FakeModule) -> None:
     """Give `torch.cuda` the functions and streams of the device of the dry run; graphs are refused."""
-    homes = [theirs, getattr(theirs, "random", theirs), getattr(theirs, "memory", theirs)]
+    homes = [
+        theirs,
+        getattr(theirs, "random", theirs),
+        getattr(theirs, "memory", theirs),
+    ]
     for name in dir(FakeModule):
         for home in homes:
             if hasattr(home, name) and not name.startswith("__"):
                 setattr(home, name, getattr(module, name))
     replaced: dict[str, Any] = {
-        **dict.fromkeys(("Stream", "Event", "current_stream", "default_stream"), Stream),
+        **dict.fromkeys(
+            ("Stream", "Event", "current_stream", "default_stream"), Stream
+        ),
         "stream": lambda chosen: chosen or Stream(),
         "_initialized": True,
         "is_current_stream_capturing": lambda: False,

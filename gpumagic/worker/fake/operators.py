@@ -70,7 +70,9 @@ class Operators:
         self._contents = contents
         self._name = torch._C._get_privateuse1_backend_name()
         self._convolve = self._kernel_by_shape(Operator(aten.convolution.default))
-        self._convolve_back = self._kernel_by_shape(Operator(aten.convolution_backward.default))
+        self._convolve_back = self._kernel_by_shape(
+            Operator(aten.convolution_backward.default)
+        )
         self._special: dict[str, Kernel] = {
             "aten::empty.memory_format": self._empty,
             "aten::empty_strided": self._empty_strided,
@@ -89,7 +91,9 @@ class Operators:
             "aten::nonzero": contents.positions,
             "aten::masked_select": contents.masked,
             "aten::_unique2": contents.unique,
-            "aten::_amp_foreach_non_finite_check_and_unscale_": lambda *_: assume(_FINITE),
+            "aten::_amp_foreach_non_finite_check_and_unscale_": lambda *_: assume(
+                _FINITE
+            ),
             "aten::convolution_overrideable": self._convolve,
             "aten::convolution_backward_overrideable": self._convolution_backward,
         }
@@ -124,7 +128,9 @@ class Operators:
     def _fallback(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Answer an operator for the first time; from then on torch finds its kernel, which is quicker."""
         if op.namespace not in {"aten", "prims"}:
-            raise CannotDryRun(f"it calls {op._name}, an operator whose memory is not known")
+            raise CannotDryRun(
+                f"it calls {op._name}, an operator whose memory is not known"
+            )
         kernel = self._register(Operator(op))
         return kernel(*args, **kwargs)
 
@@ -173,7 +179,9 @@ class Operators:
         memory_format: Any = None,
         **_: Any,
     ) -> Any:
-        return self._new(tuple(size), memory_format or torch.contiguous_format, dtype, device)
+        return self._new(
+            tuple(size), memory_format or torch.contiguous_format, dtype, device
+        )
 
     def _empty_strided(
         self,
@@ -197,7 +205,9 @@ class Operators:
         form = _form(size, how, dtype, self._device(device))
         return self._storages.make(form)
 
-    def _resize(self, tensor: torch.Tensor, size: Any, memory_format: Any = None) -> torch.Tensor:
+    def _resize(
+        self, tensor: torch.Tensor, size: Any, memory_format: Any = None
+    ) -> torch.Tensor:
         shape = torch.empty(size, dtype=tensor.dtype, device="meta")
         self._fit(tensor, shape)
         return tensor
@@ -231,7 +241,9 @@ class Operators:
             self._contents.fetch(source, target)
         return target
 
-    def _copy_from_and_resize(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def _copy_from_and_resize(
+        self, source: torch.Tensor, target: torch.Tensor
+    ) -> torch.Tensor:
         target.resize_(source.shape)
         return self._copy_from(source, target)
 
@@ -275,7 +287,9 @@ class Operators:
             if self._is_cuda:
                 returned = as_left(call, returned)
             for tensor, twin in call.written():
-                is_same = twin.shape == tensor.shape and twin.stride() == tensor.stride()
+                is_same = (
+                    twin.shape == tensor.shape and twin.stride() == tensor.stride()
+                )
                 if not is_same:
                     self._fit(tensor, twin)
                     is_repeatable = False
@@ -297,10 +311,16 @@ class Operators:
         call.given["indices"] = indices
         if len(indices) != len(before):
             return False
-        return all(index is original for index, original in zip(indices, before, strict=True))
+        return all(
+            index is original for index, original in zip(indices, before, strict=True)
+        )
 
-    def _convolution_backward(self, grad: Any, images: Any, weight: Any, *settings: Any) -> Any:
-        _stride, _padding, _dilation, is_transposed, _output_padding, groups, *_ = settings
+    def _convolution_backward(
+        self, grad: Any, images: Any, weight: Any, *settings: Any
+    ) -> Any:
+        _stride, _padding, _dilation, is_transposed, _output_padding, groups, *_ = (
+            settings
+        )
         channels = weight.shape[0]
         if is_transposed:
             channels = weight.shape[1] * groups
@@ -331,7 +351,11 @@ def taken_apart() -> list[Operator]:
         if hasattr(aten, base):  # not every torch has all of them
             names.add(name)
     for name in made_by_torch:
-        if name.startswith("aten::") and "linalg" not in name and _has_kernel(name, "CPU"):
+        if (
+            name.startswith("aten::")
+            and "linalg" not in name
+            and _has_kernel(name, "CPU")
+        ):
             names.add(name.removeprefix("aten::"))
     operators = []
     for name in sorted(names):
@@ -346,7 +370,9 @@ def _composite_attention(*_: Any, **__: Any) -> int:
     return 0
 
 
-def gru_cell(_input_gates: Any, _hidden_gates: Any, hx: Any, *_: Any) -> tuple[Any, ...]:
+def gru_cell(
+    _input_gates: Any, _hidden_gates: Any, hx: Any, *_: Any
+) -> tuple[Any, ...]:
     """Return the new state and what backward needs."""
     rows, columns = hx.shape
     return torch.empty_like(hx), hx.new_empty(rows, 5 * columns)
@@ -363,7 +389,9 @@ def gru_cell_backward(grad: Any, _workspace: Any, has_bias: bool) -> tuple[Any, 
     return (*gates, torch.empty_like(grad), *biases)
 
 
-def lstm_cell(input_gates: Any, _hidden_gates: Any, cx: Any, *_: Any) -> tuple[Any, ...]:
+def lstm_cell(
+    input_gates: Any, _hidden_gates: Any, cx: Any, *_: Any
+) -> tuple[Any, ...]:
     """Return the new state and cell, and what backward needs."""
     return torch.empty_like(cx), torch.empty_like(cx), torch.empty_like(input_gates)
 

@@ -43,7 +43,9 @@ class Partial(Enum):
 
 
 PARTIALS = {
-    **dict.fromkeys(("sum", "prod", "mean", "nansum", "norm", "linalg_vector_norm"), Partial.SUM),
+    **dict.fromkeys(
+        ("sum", "prod", "mean", "nansum", "norm", "linalg_vector_norm"), Partial.SUM
+    ),
     **dict.fromkeys(("amax", "amin"), Partial.VALUE),
     **dict.fromkeys(("all", "any"), Partial.TRUTH),
     **dict.fromkeys(("max", "min", "argmax", "argmin"), Partial.PLACE),

@@ -64,7 +64,9 @@ class FakeRun(Run):
         ranks.take_part(self.request, self.send, self.assumed.setdefault)
         self.ledger.unpacking = True
 
-        def coming(part: parts.StoragePart) -> contextlib.AbstractContextManager[object]:
+        def coming(
+            part: parts.StoragePart,
+        ) -> contextlib.AbstractContextManager[object]:
             self.ledger.address = part.address
             return contextlib.nullcontext()
 
@@ -72,7 +74,9 @@ class FakeRun(Run):
         self.guesses.fill_blanks(parts.blanks)
         for device, nbytes in enumerate(self.request.devices.base):
             if nbytes > 0:
-                self.kept.append(self._storages.make(Form((nbytes,), (1,), torch.uint8, device)))
+                self.kept.append(
+                    self._storages.make(Form((nbytes,), (1,), torch.uint8, device))
+                )
             self.ledger.hold(device)
         self.ledger.start()
         self._before = self.ledger.figures()
@@ -81,7 +85,10 @@ class FakeRun(Run):
         def note(mark: Any, *args: Any) -> None:
             mark(self.ledger, *args)
 
-        self.execute(note, lambda tensor: key_of(tensor) if tensor.device.type == self._name else 0)
+        self.execute(
+            note,
+            lambda tensor: key_of(tensor) if tensor.device.type == self._name else 0,
+        )
 
     def begin(self) -> None:
         """Let the cell's lines be found."""
@@ -130,7 +137,9 @@ class FakeRun(Run):
                     failed=account.allocator.failed,
                 )
             )
-        return Figures(ledger=self.ledger, devices=devices, has_unknown_parts=bool(operators))
+        return Figures(
+            ledger=self.ledger, devices=devices, has_unknown_parts=bool(operators)
+        )
 
     def _on_storage_freed(self, key: int) -> None:
         self._contents.known.forget(key)

@@ -42,7 +42,9 @@ _CONTIGUOUS = {
     "col2im": ("self",),
 }
 """Operands that kernels copy where they are not contiguous."""
-_TAKES_A_GRADIENT = re.compile(r"(pool.*|upsample_.*|reflection_pad[12]d)_backward").search
+_TAKES_A_GRADIENT = re.compile(
+    r"(pool.*|upsample_.*|reflection_pad[12]d)_backward"
+).search
 """Finds kernels that copy a gradient that does not lie in memory as their input does."""
 
 
@@ -146,7 +148,13 @@ def _rolled(given: Given) -> list[int]:
 # ---- Losses, norms, softmax
 
 _LOSSES = frozenset(
-    {"mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"}
+    {
+        "mse_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "binary_cross_entropy",
+        "soft_margin_loss",
+    }
 )
 """Losses that are computed for each element and then reduced."""
 _REDUCED_IN_PLACE = frozenset({"mse_loss", "smooth_l1_loss", "binary_cross_entropy"})
@@ -262,11 +270,15 @@ def _convolution_backward(given: Given) -> list[int]:
     sums = []
     if for_bias:
         all_but_channels = [0, *range(2, gradient.dim())]
-        sums = reductions.allocated_by("sum", {"self": gradient, "dim": all_but_channels})
+        sums = reductions.allocated_by(
+            "sum", {"self": gradient, "dim": all_but_channels}
+        )
     return max([*_copied_gradient(given), workspace], sums, key=sum)
 
 
-def _cudnn_workspace(images: Any, weight: Any, result: Any, *, of_weight: bool = False) -> int:
+def _cudnn_workspace(
+    images: Any, weight: Any, result: Any, *, of_weight: bool = False
+) -> int:
     """Return the bytes of cuDNN's workspace, by the rules of `fakecuda/native/cudnn.c`.
 
     Args:
@@ -400,7 +412,9 @@ def _index_put(given: Given) -> list[int]:
     last = dims[-1]
     are_neighbours = last - first == len(dims) - 1
     copied = []
-    if not are_neighbours or not whole.is_contiguous():  # apart, they are made to come first
+    if (
+        not are_neighbours or not whole.is_contiguous()
+    ):  # apart, they are made to come first
         copied.append(whole.nbytes)
     copied += _copied(given["values"])
     count = torch.broadcast_tensors(*indices)[0].numel()
@@ -452,7 +466,9 @@ def _masked_scatter(given: Given) -> list[int]:
 
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(_LOSSES, _loss),
-    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "_addmm_activation"), _copied_for_cublas),
+    **dict.fromkeys(
+        ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation"), _copied_for_cublas
+    ),
     "native_group_norm": _group_norm,
     "native_group_norm_backward": _group_norm_backward,
     "native_batch_norm_backward": _batch_norm_backward,

@@ -124,7 +124,10 @@ class Form:
         array = ctypes.c_int64 * len(size)
         sizes = array(*size)
         strides = array(*stride)
-        self._arrays = (sizes, strides)  # which keeps them alive: torch reads them at each tensor
+        self._arrays = (
+            sizes,
+            strides,
+        )  # which keeps them alive: torch reads them at each tensor
         self.rest = _REST.pack(
             _EXTENSION_DEVICE,
             device,
@@ -240,7 +243,9 @@ def as_view(
     aten = torch.ops.aten
     if owner.dtype != dtype:
         owner = aten.view.dtype.redispatch(CPU, owner, dtype)
-    view: torch.Tensor = aten.as_strided.default.redispatch(CPU, owner, size, stride, offset)
+    view: torch.Tensor = aten.as_strided.default.redispatch(
+        CPU, owner, size, stride, offset
+    )
     return view
 
 
