@@ -282,10 +282,14 @@ def _is_ours(function: Any) -> bool:
 
 
 def _is_idle() -> dict[str, bool]:
-    recording = [
-        sys.modules.get(f"gpumagic.transfers.{each}") for each in ("operators", "recording")
-    ]
-    return {each.__name__: each.is_idle() for each in recording if each is not None}
+    operators = sys.modules.get("gpumagic.transfers.operators")
+    recording = sys.modules.get("gpumagic.transfers.recording")
+    idle = {}
+    if operators is not None:
+        idle["operators"] = operators.kernels.is_idle()
+    if recording is not None:
+        idle["recording"] = recording.is_idle()
+    return idle
 
 
 def _callback(function: Any) -> str:

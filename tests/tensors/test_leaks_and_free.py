@@ -347,7 +347,9 @@ def test_a_script_may_be_called_what_joins_holders_and_statements(
     lines = [deletion, "%devices --free"] if shown else [deletion]
     report = run("%devices --leaks")
     assert [command for _, command in held_by(report, 1022)] == ["\n".join(lines)]
-    assert f"{' and then '.join(lines)} frees 4.0 KiB" in " ".join(str(report).split())
+    sentence = f"{' and then '.join(lines)} frees 4.0 KiB"
+    # A long path is broken where the line ends
+    assert sentence.replace(" ", "") in "".join(str(report).split())
     for line in lines:
         run(line)
     assert torch.simgpu.memory_allocated(0) == before
