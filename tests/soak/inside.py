@@ -241,7 +241,7 @@ def _state(backend: str) -> dict[str, object]:
         "signal": str(signal.getsignal(signal.SIGINT)),
         "trace": (str(sys.gettrace()), str(sys.getprofile())),
         "threads' trace": (str(threading._trace_hook), str(threading._profile_hook)),
-        "gc": (gc.isenabled(), gc.get_freeze_count(), [str(each) for each in gc.callbacks]),
+        "gc": (gc.isenabled(), gc.get_freeze_count() > 0, [str(each) for each in gc.callbacks]),
         "interval": sys.getswitchinterval(),
         "meta path": [str(each) for each in sys.meta_path],
         "recursion limit": sys.getrecursionlimit(),
