@@ -30,6 +30,7 @@ NOT_NEEDED_SINCE = {
     torch_private.KEYS_AFTER: (2, 9),
 }
 """The first torch with which nothing is recorded by these."""
+pytestmark = pytest.mark.versions
 NAMES = [name for name in torch_private.NAMES if name.is_there()]
 
 

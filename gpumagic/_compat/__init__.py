@@ -1,4 +1,4 @@
-"""Differences between versions: IPython 7.34 (Colab, Kaggle) to 9, Python 3.10 to 3.14, torch 2.6 to 2.13.
+"""Differences between versions: IPython 7.34 (Colab, Kaggle) to 9, Python 3.10 to 3.14, torch 2.6 to 2.14.
 
 What differs in Python and IPython is here; what torch keeps under private names, which any version may rename, apart:
 
@@ -17,7 +17,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Callable, Iterable
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpumagic._compat import torch_private
@@ -68,6 +68,23 @@ def snapshot_without_traces(snapshot: Callable[..., Any]) -> Any:
     if "include_traces" in inspect.signature(snapshot).parameters:
         return snapshot(include_traces=False)
     return snapshot()
+
+
+def memory_fraction(backend: ModuleType | None, index: int) -> float | None:
+    """Return the share of a device's memory that this process may reserve, or None where torch cannot tell.
+
+    In torch 2.6 the device that is asked about is the current one from then on.
+    """
+    read = getattr(backend, "get_per_process_memory_fraction", None)
+    if backend is None or read is None:
+        return None
+    current = backend.current_device()
+    try:
+        fraction: float = read(index)
+    finally:
+        if backend.current_device() != current:
+            backend.set_device(current)
+    return fraction
 
 
 def skip_in_compilers(code: CodeType) -> None:

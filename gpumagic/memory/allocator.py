@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from gpumagic import _compat
 from gpumagic._compat import torch_private
 from gpumagic.backends import IN_TREE, Allocator, backend_named
 from gpumagic.memory import Device
@@ -181,15 +182,11 @@ def mem_get_info(device: str) -> tuple[int, int] | None:
 def cap(device: str) -> int | None:
     """Return the bytes that this process may reserve on a device that is in use, or None where torch cannot tell."""
     backend, index = Device.parse(device)
-    read_fraction = getattr(
-        device_module(backend), "get_per_process_memory_fraction", None
-    )
     memory = mem_get_info(device)
-    if read_fraction is None or memory is None:
+    if memory is None:
         return None
-    _, total = memory
-    fraction: float = read_fraction(index)
-    return round(fraction * total)
+    fraction = _compat.memory_fraction(device_module(backend), index)
+    return None if fraction is None else round(fraction * memory[1])
 
 
 def empty_caches() -> None:

@@ -8,12 +8,16 @@ import pytest
 import torch
 
 import gpumagic
+from gpumagic._compat import torch_private
 from gpumagic.dryrun import client
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(getattr(torch._C, "_acc", None), "DeviceGuard"),
-    reason="a dry run needs torch 2.10 or newer",
-)
+pytestmark = [
+    pytest.mark.versions,
+    pytest.mark.skipif(
+        not torch_private.BACKENDS_IN_PYTHON.is_there(),
+        reason="a dry run needs torch 2.10 or newer",
+    ),
+]
 
 SETUP = """
 import torch

@@ -7,6 +7,8 @@ import torch
 
 from gpumagic import fakecuda
 
+pytestmark = pytest.mark.versions
+
 
 def test_torch_sees_the_devices_that_were_asked_for() -> None:
     assert torch.cuda.is_available()

@@ -9,9 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from gpumagic._compat import torch_private
 from tests.dryrun.dryrun_cells import CELLS
 from tests.stages import sample, sample_and_all, wanted
 
+pytestmark = [
+    pytest.mark.versions,
+    pytest.mark.skipif(
+        not torch_private.BACKENDS_IN_PYTHON.is_there(),
+        reason="a dry run needs torch 2.10 or newer",
+    ),
+]
 ROOT = Path(__file__).parents[2]
 SPREAD = 10
 """Every tenth cell is in the sample."""

@@ -9,6 +9,7 @@ import pytest
 
 from gpumagic import fakecuda
 
+pytestmark = pytest.mark.versions
 BACKEND = "cuda" if fakecuda.is_enabled() else "simgpu"
 SETUP = f"""
 %load_ext gpumagic

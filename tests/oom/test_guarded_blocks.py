@@ -13,7 +13,7 @@ import torch
 import gpumagic
 from gpumagic.oom.guard import OomGuard
 
-pytestmark = pytest.mark.usefixtures("few_objects")
+pytestmark = [pytest.mark.versions, pytest.mark.usefixtures("few_objects")]
 
 GIB = 2**30
 

@@ -27,7 +27,7 @@ from gpumagic.tensors.scan import scan
 from tests.looked_up import lose
 from tests.stages import examples
 
-pytestmark = pytest.mark.usefixtures("few_objects")
+pytestmark = [pytest.mark.versions, pytest.mark.usefixtures("few_objects")]
 
 
 def row_of(name, namespace, **options):

@@ -30,6 +30,8 @@ from gpumagic.transfers.report import TransferReport
 from gpumagic.transfers.run import DeviceRun
 
 FOLDER = Path(__file__).parent / "ondevice_cells"
+HEADERS_OF = "2.13"
+"""The torch whose copies the headers of the cells have."""
 SETUP = """
 import torch
 x = torch.ones(100, 10)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from gpumagic.source import text
 from tests.transfers import ondevice_corpus as corpus
 from tests.transfers.ondevice_corpus import CorpusCell
 
-pytestmark = pytest.mark.usefixtures("two_devices")
+pytestmark = [pytest.mark.versions, pytest.mark.usefixtures("two_devices")]
 
 CELLS = [cell for cell in corpus.cells() if cell.needs is None]
 EXACT = [cell for cell in CELLS if cell.gap is None]
@@ -16,18 +17,21 @@ GAPS = [cell for cell in CELLS if cell.gap is not None]
 
 
 def disagreement(cell: CorpusCell) -> str:
-    """Return in what the report of a cell differs from the counters or from the cell's header; "" if in nothing."""
+    """Return in what the report of a cell differs from the counters or from the cell's header; "" if in nothing.
+
+    Other versions of torch may copy otherwise than the header says: in a step of an optimizer, to print a tensor.
+    """
     report, copies, _ = corpus.run(cell.code, asks=cell.asks)
     counters, expected, told = (
         corpus.counted(copies),
         corpus.reported(cell.moves),
         corpus.reported(report),
     )
-    if expected != counters:
+    if expected != counters and torch.__version__.startswith(corpus.HEADERS_OF):
         return f"the header says {expected}, the devices {counters}"
     if told != counters:
         return f"the report says {told}, the devices {counters}"
-    missing = corpus.unseen(cell.moves, report)
+    missing = corpus.unseen(cell.moves, report) if expected == counters else []
     return f"no row for {missing} in {report.moves}" if missing else ""
 
 
