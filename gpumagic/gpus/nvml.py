@@ -190,7 +190,7 @@ class _Reading:
             left = min(left, _AFTER_CTRL_C)
         if not wait([self.answer], max(0.0, left)).done:
             return False
-        self._thread.join()
+        self._thread.join(1.0)  # it has nothing left to do; a second is ample
         return True
 
 
